@@ -1,0 +1,1 @@
+"""What strategies, optimizers and the runner share; imports nothing above itself."""

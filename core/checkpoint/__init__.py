@@ -1,0 +1,19 @@
+"""Checkpoints: a directory of safetensors files and JSON that any strategy writes and any other reads."""
+
+from __future__ import annotations
+
+from .checkpoint import Checkpoint, save_checkpoint
+from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .weights import MatchReport, match_weights, open_weights
+
+__all__ = [
+    "Checkpoint",
+    "MatchReport",
+    "find_latest",
+    "is_checkpoint",
+    "mark_latest",
+    "match_weights",
+    "open_weights",
+    "remove_checkpoint",
+    "save_checkpoint",
+]

@@ -1,0 +1,217 @@
+"""What lies where in a checkpoint, and how a directory becomes one: all at once, or not at all.
+
+::
+
+    work_dir/
+        latest                      the name of the newest complete checkpoint
+        epoch_3/
+            manifest.json           format, files with their sizes, and for each tensor dtype, shape and pieces
+            values.json             everything that is not a tensor
+            rank-00000.safetensors  what rank 0 wrote, and so on; read by any safetensors reader
+
+A save goes to ``.epoch_3.tmp`` and is renamed when every byte is on disk. A directory without its manifest is not a
+checkpoint: never loaded, never counted, never in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from ..errors import CheckpointError
+
+FORMAT, VERSION = "flextrain-checkpoint", 1
+MANIFEST, VALUES, LATEST = "manifest.json", "values.json", "latest"
+SHARD = re.compile(r"rank-\d{5}\.safetensors")
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Chunk(_Strict):
+    """A rectangle of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    name: str
+    """The rectangle's name within the file."""
+
+    @pydantic.field_validator("file")
+    @classmethod
+    def _inside(cls, file: str) -> str:
+        if not SHARD.fullmatch(file):
+            raise ValueError(f'"{file}" is no name of a shard')
+        return file
+
+
+class TensorEntry(_Strict):
+    """A tensor of the checkpoint."""
+
+    dtype: str
+    """As safetensors calls it: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Manifest(_Strict):
+    """The index of a checkpoint; its presence is what makes a directory one."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    written_by: dict[str, str | int]
+    """Versions, strategy and world size, for people; nothing is decided by it."""
+    files: dict[str, int]
+    """Size of every file in bytes."""
+    tensors: dict[str, TensorEntry]
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a complete checkpoint directory."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def temporary(path: Path) -> Path:
+    """Where a save of ``path`` is put together."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def replaced(path: Path) -> Path:
+    """Where the previous checkpoint of the same name waits while its successor takes the name."""
+    return path.with_name(f".{path.name}.old")
+
+
+def begin(path: Path) -> Path:
+    """An empty directory to put the checkpoint ``path`` together in; leftovers of a killed save are removed."""
+    folder = temporary(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(path: Path) -> None:
+    """Give the finished save its name; the checkpoint that had the name before goes only after that."""
+    folder, old = temporary(path), replaced(path)
+    sync_directory(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    folder.rename(path)
+    sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    if not path.exists() and is_checkpoint(replaced(path)):
+        replaced(path).rename(path)
+
+
+def mark_latest(path: Path) -> None:
+    """Make ``path`` the checkpoint that resuming starts from."""
+    write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
+    os.replace(path.parent / f".{LATEST}.tmp", path.parent / LATEST)
+    sync_directory(path.parent)
+
+
+def find_latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a work directory; None when there is none.
+
+    Raises:
+        CheckpointError: ``latest`` names something that is no longer there.
+    """
+    pointer = Path(folder) / LATEST
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text().strip()
+    path = Path(folder) / name
+    if Path(name).name != name:
+        raise CheckpointError(f'{pointer}: "{name}" is no name of a checkpoint beside it')
+    recover(path)
+    if not is_checkpoint(path):
+        raise CheckpointError(f'{pointer}: names "{name}", which is no complete checkpoint; name another one in it')
+    return path
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint; it stops being one before its first file goes."""
+    (Path(path) / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> int:
+    """Write a file down to the disk; returns its size in bytes."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(content)
+
+
+def sync_directory(path: Path) -> None:
+    """Write a directory's entries down to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_json(value: Any, where: str) -> bytes:
+    """``value`` as JSON.
+
+    Raises:
+        CheckpointError: naming the first key whose value JSON cannot hold.
+    """
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{_culprit(value, where)}: cannot be saved, give plain values or tensors") from None
+
+
+def _culprit(value: Any, where: str) -> str:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        try:
+            json.dumps({key: item})
+        except (TypeError, ValueError):
+            return _culprit(item, f"{where}.{key}") if isinstance(key, (str, int)) else f"{where}[{key!r}]"
+    return f"{where} ({type(value).__name__})"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The index of the checkpoint at ``path``, after sizes were compared with the files.
+
+    Raises:
+        CheckpointError: no checkpoint, another version, or a file that is missing or not as long as it was.
+    """
+    recover(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist")
+    if not is_checkpoint(path):
+        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}")
+    try:
+        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {first['msg']}") from None
+    if manifest.format != FORMAT or manifest.version > VERSION:
+        raise CheckpointError(
+            f"{path / MANIFEST}: is {manifest.format} version {manifest.version}, this flextrain reads {FORMAT} {VERSION}"
+        )
+    for name, size in manifest.files.items():
+        if name != VALUES and not SHARD.fullmatch(name):
+            raise CheckpointError(f'{path / MANIFEST}: "{name}" is no name of a file of a checkpoint')
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise CheckpointError(f"{file}: {'is missing' if found is None else f'has {found} bytes instead of {size}'}")
+    return manifest

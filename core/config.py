@@ -1,0 +1,206 @@
+"""Typed configuration: pydantic models, models derived from signatures, and errors on one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from .errors import ConfigError, one_of, suggest
+
+
+class Config(BaseModel):
+    """Base of every component's configuration: unknown keys raise, values are not converted, fields stay as given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validate(model: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT:
+    """``data`` as an instance of ``model``.
+
+    Raises:
+        ConfigError: naming the first wrong key as ``where.key``, on one line.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: {_show(data)} is not allowed, give a dict")
+    try:
+        return model.model_validate(dict(data))
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error.errors(include_url=False), where, model)) from None
+
+
+def explain(problems: Sequence[Any], where: str, model: type[BaseModel], hidden: tuple[str, ...] = ()) -> str:
+    """The first of the problems that pydantic found in a ``model``, in flextrain's words.
+
+    ``hidden`` are top-level keys that are not the user's to give.
+    """
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    # pydantic names the branch of a union in the location; users only know keys and positions.
+    location = [part for part in problem["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    if len(problem["loc"]) > 1:
+        location = [part for i, part in enumerate(location) if i == 0 or isinstance(part, int) or not _is_branch(part)]
+    path = where
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    kind, given, context = problem["type"], problem.get("input"), problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = [key for key in _keys_at(model, location[:-1]) if len(location) > 1 or key not in hidden]
+        hint = suggest(str(location[-1]), known) or (f", choose {one_of(known)}" if known else ", no key is allowed")
+        return f"{path}: unknown key{hint}"
+    if kind == "missing":
+        return f"{path}: missing, it must be given"
+    if kind == "value_error":
+        message = str(context.get("error", problem["msg"]))
+        return message if message.startswith(f"{where}.") else f"{path}: {message}"
+    if kind in ("literal_error", "enum"):
+        allowed = str(context.get("expected", "")).replace("'", '"')
+        hint = suggest(given, allowed.replace('"', "").replace(" or ", ", ").split(", ")) if isinstance(given, str) else ""
+        return f"{path}: {_show(given)} is not allowed, choose {allowed}{hint}"
+    return f"{path}: {_show(given)} is not allowed, {_wanted(problem, problems)}"
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """The keys of the model that stands at ``location`` inside ``model``."""
+    for part in location:
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        if isinstance(part, int) or part not in fields:
+            continue
+        nested = _nested_model(fields[part].annotation)
+        if nested is None:
+            return []
+        model = nested
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in typing.get_args(annotation) if (found := _nested_model(arg))), None)
+
+
+def _wanted(problem: Any, problems: list[Any]) -> str:
+    """What would have been right, over all branches of a union that failed at the same place."""
+    same = [p for p in problems if p["loc"][:1] == problem["loc"][:1] and p["type"] != "extra_forbidden"]
+    wanted: list[str] = []
+    for other in same:
+        message = str(other["msg"])
+        for prefix in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
+            message = message.removeprefix(prefix)
+        message = _WORDS.get(message, message)
+        if message not in wanted:
+            wanted.append(message)
+    return "give " + " or ".join(wanted)
+
+
+def _is_branch(part: Any) -> bool:
+    return isinstance(part, str) and (part in _BRANCHES or part[:1].isupper())
+
+
+_WORDS = {
+    "dictionary": "a dict",
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "True or False",
+    "list": "a list",
+    "tuple": "a tuple",
+    "callable": "a function",
+    "valid dictionary or instance": "a dict",
+}
+_BRANCHES = {
+    "bool", "int", "float", "str", "none", "list", "dict", "tuple", "callable", "literal", "strict", "any", "union",
+}  # fmt: skip
+
+
+def _show(value: Any) -> str:
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_STRICT: dict[Any, Any] = {int: StrictInt, float: StrictFloat | StrictInt, bool: StrictBool, str: StrictStr}
+
+
+def _strict(annotation: Any) -> Any:
+    """``annotation`` without pydantic's conversions of scalars ("8" is not 8), and Any where pydantic has no schema."""
+    if annotation in _STRICT:
+        return _STRICT[annotation]
+    if annotation is None or annotation is type(None):
+        return None
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
+        branches = [pydantic.InstanceOf[arg] if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args]
+        return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
+    if origin is typing.Literal:
+        return annotation
+    if origin in (list, tuple, dict, set) or (isinstance(origin, type) and issubclass(origin, typing.Iterable)):  # type: ignore[arg-type]
+        if origin is not None and origin.__module__ == "collections.abc" and origin.__name__ in ("Callable", "Iterator"):
+            return Any
+        inner = tuple(arg if arg is Ellipsis else _strict(arg) for arg in args)
+        return origin[inner] if inner else Any  # type: ignore[index]
+    if annotation in (list, dict, tuple):
+        return annotation
+    return Any
+
+
+@functools.lru_cache(maxsize=None)
+def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
+    """A pydantic model of the keyword arguments of ``function``; None when it has no signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    target = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(target)
+    except Exception:  # a foreign library's annotation that does not resolve: names are still checked, types are not
+        hints = {}
+    fields: dict[str, Any] = {}
+    open_ended = False
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            open_ended = True
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[f"p_{parameter.name}"] = (
+                _strict(hints.get(parameter.name, Any)) if hints else Any,
+                pydantic.Field(default, alias=parameter.name),
+            )
+    config = ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    return pydantic.create_model("Arguments", __config__=config, **fields)
+
+
+def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], where: str, provided: tuple[str, ...] = ()) -> None:
+    """Check the keyword arguments of a call, names and plain types, without making it.
+
+    Args:
+        function: a class or function; its annotations say what is allowed.
+        kwargs: the arguments from a configuration.
+        where: the configuration key, for the message.
+        provided: parameters that the library fills in; giving one of them is an error, leaving them out is not.
+
+    Raises:
+        ConfigError: an unknown, missing or wrongly typed argument.
+    """
+    for name in provided:
+        if name in kwargs:
+            raise ConfigError(f"{where}.{name}: is filled in by flextrain, leave it out")
+    model = _signature_model(function)
+    if model is None:
+        return
+    try:
+        model.model_validate(dict(kwargs))
+    except pydantic.ValidationError as error:
+        problems = [p for p in error.errors(include_url=False) if not (p["type"] == "missing" and p["loc"][0] in provided)]
+        if problems:
+            raise ConfigError(explain(problems, where, model, provided)) from None

@@ -1,0 +1,149 @@
+"""Devices: which one this process uses, what it is called in torch, and moving data to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, StrategyError, one_of, suggest
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What flextrain must know of a kind of device.
+
+    Attributes:
+        type: torch's name of it ("cuda").
+        backend: the process-group back end for its tensors ("nccl").
+        autocast_dtype: what ``AmpOptimWrapper(dtype=None)`` computes in.
+        package: what to install when torch does not know the type; None when torch has it built in.
+    """
+
+    type: str
+    backend: str
+    autocast_dtype: torch.dtype = torch.float16
+    package: str | None = None
+
+    @property
+    def module(self) -> ModuleType:
+        """``torch.cuda`` and its like."""
+        return getattr(torch, self.type)  # type: ignore[no-any-return]
+
+    def is_available(self) -> bool:
+        """Whether a device of this kind can be used in this process."""
+        if self.type == "cpu":
+            return True
+        module = getattr(torch, self.type, None) or getattr(torch.backends, self.type, None)
+        return bool(module and module.is_available())
+
+    @property
+    def group_backend(self) -> str:
+        """The back end for a group that also carries CPU tensors (checkpoints, metrics, objects)."""
+        return self.backend if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.backend}"
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.type: spec
+    for spec in (
+        DeviceSpec("cpu", "gloo", torch.bfloat16),
+        DeviceSpec("cuda", "nccl"),
+        DeviceSpec("npu", "hccl", package="torch_npu"),
+        DeviceSpec("xpu", "xccl"),
+        DeviceSpec("mps", "gloo"),
+    )
+}
+
+
+def accelerator_type() -> str:
+    """The kind of device that torch sees here: an accelerator's type, or "cpu"."""
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        if current is not None and current.type in DEVICES:
+            return current.type
+    return "cpu"
+
+
+def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
+    """The spec of the device kind ``name``; of the accelerator that is here when None.
+
+    Raises:
+        ConfigError: an unknown name.
+        StrategyError: the device was asked for by name and is not usable here; the CPU is never taken instead.
+    """
+    if name is None:
+        return DEVICES[accelerator_type()]
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
+        raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(DEVICES)}{suggest(kind, DEVICES)}')
+    spec = DEVICES[kind]
+    if not spec.is_available():
+        advice = f"install {spec.package}" if spec.package and not hasattr(torch, kind) else "no such device was found"
+        raise StrategyError(f'{where}: "{name}" is not usable on this machine, {advice}')
+    return spec
+
+
+def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
+    """The device of the process with number ``local_rank`` on this machine, made current.
+
+    Raises:
+        StrategyError: more processes on this machine than devices.
+    """
+    if spec.type in ("cpu", "mps"):
+        return torch.device(spec.type)
+    count = spec.module.device_count()
+    if local_rank >= count:
+        raise StrategyError(f"strategy.device: process {local_rank} of this machine has no {spec.type}, there are {count}")
+    device = torch.device(spec.type, local_rank)
+    spec.module.set_device(device)
+    return device
+
+
+def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
+    """``data`` with every tensor in it on ``device``; dicts, lists, tuples, named tuples and dataclasses keep their type.
+
+    Anything with a ``to`` method of its own (a batch encoding, a data sample) is asked to move itself.
+    """
+    if isinstance(data, Tensor):
+        return data if data.device == device else data.to(device, non_blocking=non_blocking)
+    if isinstance(data, Mapping):
+        moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
+        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device, non_blocking) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(value, device, non_blocking) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: to_device(getattr(data, f.name), device, non_blocking) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(data, **fields)
+    if hasattr(data, "to") and callable(data.to):
+        return data.to(device)
+    return data
+
+
+def memory_mb(device: torch.device) -> float:
+    """Peak memory in MiB (2**20 bytes): what the allocator held at most, or the process's peak resident set on the CPU."""
+    if device.type == "cpu":
+        # Linux counts in KiB, macOS in bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform != "darwin" else 2**20)
+    module = DEVICES[device.type].module
+    return float(module.max_memory_allocated(device)) / 2**20 if hasattr(module, "max_memory_allocated") else 0.0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything that was started on ``device`` is done."""
+    if device.type != "cpu":
+        DEVICES[device.type].module.synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that the allocator keeps for later back to the device."""
+    if device.type != "cpu":
+        DEVICES[device.type].module.empty_cache()

@@ -1,0 +1,159 @@
+"""Collectives that also work without a process group, where the world is this one process."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """This process's number in the group; 0 without a group."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of processes in the group; 1 without a group."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0."""
+    return get_rank() == 0
+
+
+def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
+    """Decorator: the function runs on rank 0 and answers None elsewhere."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> T | None:
+        return function(*args, **kwargs) if is_main() else None
+
+    return guarded
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    """``tensor`` combined over all processes, in place; returned for convenience.
+
+    ``mean`` is a sum divided by the world size in the tensor's own dtype, because gloo has no average of its own.
+    """
+    size = get_world_size()
+    if size > 1:
+        dist.all_reduce(tensor, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
+        if op == "mean":
+            tensor.div_(size)
+    return tensor
+
+
+def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
+    """``tensor`` overwritten in place with the value that process ``src`` holds."""
+    if get_world_size() > 1:
+        dist.broadcast(tensor, src)
+    return tensor
+
+
+def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20) -> None:
+    """Many tensors overwritten with those of process ``src``, in messages of about ``bucket_bytes``."""
+    if get_world_size() == 1:
+        return
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, src)
+        _unflatten_into(flat, bucket)
+
+
+def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20) -> None:
+    """Many tensors replaced, in place, by their mean over all processes, in messages of about ``bucket_bytes``."""
+    size = get_world_size()
+    if size == 1:
+        return
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat)
+        _unflatten_into(flat.div_(size), bucket)
+
+
+def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """``tensors`` in groups of one dtype and device and about ``bucket_bytes`` each, in an order all ranks share."""
+    groups: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if key not in groups or room[key] < size:
+            groups.setdefault(key, []).append([])
+            room[key] = bucket_bytes
+        groups[key][-1].append(tensor)
+        room[key] -= size
+    return [bucket for group in groups.values() for bucket in group]
+
+
+def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def broadcast_object(value: T, src: int = 0) -> T:
+    """A picklable value as process ``src`` has it."""
+    if get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src)
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The values of all processes, ordered by rank, on every process."""
+    size = get_world_size()
+    if size == 1:
+        return [value]
+    box: list[Any] = [None] * size
+    dist.all_gather_object(box, value)
+    return box
+
+
+def gather_object(value: T) -> list[T] | None:
+    """The values of all processes, ordered by rank, on rank 0; None elsewhere."""
+    size = get_world_size()
+    if size == 1:
+        return [value]
+    box: list[Any] | None = [None] * size if get_rank() == 0 else None
+    dist.gather_object(value, box, dst=0)
+    return box
+
+
+def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float) -> None:
+    """Join the group of all processes; ``init_method`` is ``env://``, ``tcp://host:port`` or ``file://path``."""
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def destroy_process_group() -> None:
+    """Leave the process group; nothing happens when there is none."""
+    if is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""Gradient clipping that gives the single-device norm whatever the layout of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """The gradients of all parameters that have one."""
+    return [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
+
+
+def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of all gradients together as if they were one vector on one device; 0-dim, not read by the host.
+
+    Plain tensors and DTensors cannot meet in one foreach call, so each kind has its own norm and those are combined.
+    Raises RuntimeError on a non-finite norm if ``error_if_nonfinite``, on every process alike.
+    """
+    norms = []
+    for group in _by_layout(grads):
+        norm = torch.nn.utils.get_total_norm(group, norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped")
+    return total
+
+
+def clip_by_norm(
+    grads: list[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor | None:
+    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before, None without any.
+
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    """
+    if not grads:
+        return None
+    total = total_norm(grads, norm_type, error_if_nonfinite)
+    # The factor stays on the device: no branch on its value, the maximum is 1.
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for group in _by_layout(grads):
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in group], factor.to(group[0].device))
+    return total
+
+
+def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
+    """Clamp every element of every gradient to [-clip_value, clip_value]."""
+    for group in _by_layout(grads):
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in group]
+        torch._foreach_clamp_min_(local, -clip_value)
+        torch._foreach_clamp_max_(local, clip_value)
+
+
+def _by_layout(grads: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        groups.setdefault((key, grad.device), []).append(grad)
+    return list(groups.values())

@@ -1,0 +1,157 @@
+"""Models with MMEngine's calling convention, and what the loop needs to know of any other module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .device import to_device
+from .errors import ConfigError
+from .registry import MODELS
+
+
+class Updates(Protocol):
+    """What ``train_step`` needs of an OptimWrapper."""
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around forward."""
+
+    def update_params(self, loss: Tensor) -> None:
+        """Backward, and the update when the window is complete."""
+
+
+@MODELS.register_module()
+class BaseDataPreprocessor(nn.Module):
+    """Brings a batch to the model's device; the place to subclass for normalisation or augmentation on the device.
+
+    Args:
+        non_blocking: copy asynchronously, which needs pinned memory to gain anything.
+    """
+
+    def __init__(self, non_blocking: bool = True) -> None:
+        super().__init__()
+        self.non_blocking = non_blocking
+        self.device = torch.device("cpu")
+
+    def cast_data(self, data: Any) -> Any:
+        """``data`` with its tensors on this module's device."""
+        return to_device(data, self.device, self.non_blocking)
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """What the model is called with, from what the dataloader gave."""
+        return self.cast_data(data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseDataPreprocessor:
+        # The module has no parameters to be asked where it is: follow every .to() by moving a probe.
+        self.device = fn(torch.empty(0, device=self.device)).device
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+
+class BaseModel(nn.Module):
+    """A module with ``forward(*inputs, mode)``: "loss" gives a dict of losses, "predict" what metrics take, "tensor" raw output.
+
+    Subclassing is optional: any module is trained whose forward takes ``mode``, or returns something with a ``loss``.
+
+    Args:
+        data_preprocessor: a module, or ``dict(type=...)``; default: BaseDataPreprocessor.
+    """
+
+    def __init__(self, data_preprocessor: dict[str, Any] | nn.Module | None = None, init_cfg: None = None) -> None:
+        super().__init__()
+        if init_cfg is not None:
+            raise ConfigError("model.init_cfg: has no meaning here, initialise in __init__ or override init_weights()")
+        if data_preprocessor is None:
+            data_preprocessor = BaseDataPreprocessor()
+        elif not isinstance(data_preprocessor, nn.Module):
+            data_preprocessor = MODELS.build(data_preprocessor, "model.data_preprocessor")
+        self.data_preprocessor = data_preprocessor
+
+    def init_weights(self) -> None:
+        """Initialise parameters; called once on a model that was built without memory. Default: ``reset_parameters``."""
+        reset_parameters(self)
+
+    def forward(self, *args: Any, mode: str = "tensor", **kwargs: Any) -> Any:
+        """Losses, predictions or raw output, by ``mode``; every model defines its own."""
+        raise NotImplementedError(f"{type(self).__name__}.forward(..., mode) is not defined")
+
+    def train_step(self, data: Any, optim_wrapper: Updates) -> dict[str, Tensor]:
+        """One micro-batch: forward, backward and, at the end of the accumulation window, the update."""
+        with optim_wrapper.optim_context(self):
+            data = self.data_preprocessor(data, True)
+            losses = self._run_forward(data, mode="loss")
+        loss, log_vars = self.parse_losses(losses)
+        optim_wrapper.update_params(loss)
+        return log_vars
+
+    def val_step(self, data: Any) -> Any:
+        """Predictions for one batch of validation data."""
+        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
+
+    def test_step(self, data: Any) -> Any:
+        """Predictions for one batch of test data."""
+        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
+
+    def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The total to differentiate and the values to log; see ``flextrain.core.model.parse_losses``."""
+        return parse_losses(losses)
+
+    def _run_forward(self, data: Any, mode: str) -> Any:
+        return run_forward(self, data, mode=mode)
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Call ``reset_parameters`` of every submodule that has one (torch's own layers do)."""
+    for submodule in module.modules():
+        reset = getattr(submodule, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
+    """``model`` called with a dict's items as keywords, a list's or tuple's as positions, anything else as it is."""
+    if isinstance(data, Mapping):
+        return model(**data, **kwargs)
+    if isinstance(data, (list, tuple)):
+        return model(*data, **kwargs)
+    return model(data, **kwargs)
+
+
+def takes_mode(module: nn.Module) -> bool:
+    """Whether the module's forward has a parameter ``mode``."""
+    return "mode" in inspect.signature(type(module).forward).parameters
+
+
+def overrides(module: nn.Module, name: str) -> bool:
+    """Whether the module defines a method ``name`` of its own, other than BaseModel's."""
+    found = getattr(type(module), name, None)
+    return callable(found) and found is not getattr(BaseModel, name, None)
+
+
+def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of all values whose name contains "loss", and every value as a 0-dim tensor to log, "loss" first.
+
+    A value is a tensor (its mean is taken) or a sequence of tensors (the sum of their means).
+
+    Raises:
+        ConfigError: a value of another type, or no name that contains "loss".
+    """
+    values: dict[str, Tensor] = {}
+    for name, value in losses.items():
+        if isinstance(value, Tensor):
+            values[name] = value if value.dim() == 0 else value.mean()
+        elif isinstance(value, Sequence) and value and all(isinstance(item, Tensor) for item in value):
+            values[name] = torch.stack([item.mean() for item in value]).sum()
+        else:
+            raise ConfigError(f"model: loss {name!r} is {type(value).__name__}, give a tensor or a list of tensors")
+    parts = [value for name, value in values.items() if "loss" in name]
+    if not parts:
+        raise ConfigError(f"model: forward(mode='loss') gave {list(values)}, no name contains 'loss'")
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total, {"loss": total, **{name: value for name, value in values.items() if name != "loss"}}

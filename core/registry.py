@@ -1,0 +1,231 @@
+"""Names for classes, and objects from ``dict(type=..., **arguments)``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from .config import check_call
+from .errors import ConfigError, suggest
+
+T = TypeVar("T")
+Factory = Callable[..., Any]
+
+
+class Registry:
+    """Classes and functions of one kind, found by short name, by import path, or given as they are.
+
+    Args:
+        name: the kind, singular, for messages ("optimizer").
+        locations: modules that register this kind when imported; loaded at the first look-up.
+        entry_points: entry point group through which installed packages add names.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        locations: Iterable[str] = (),
+        entry_points: str | None = None,
+    ) -> None:
+        self.name = name
+        self._modules: dict[str, Factory] = {}
+        self._locations = list(locations)
+        self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
+        self._entry_points = entry_points
+
+    def register_module(
+        self, name: str | list[str] | None = None, force: bool = False, module: Any = None
+    ) -> Callable[[T], T]:
+        """A decorator that registers a class or function under ``name`` (default: its own name).
+
+        Called as ``register_module(name=..., module=Class)`` it registers at once, as in MMEngine.
+
+        Raises:
+            ConfigError: the name is taken and ``force`` is False.
+        """
+
+        def register(target: T) -> T:
+            given = [name] if isinstance(name, str) else name
+            for key in given or [target.__name__]:  # type: ignore[attr-defined]
+                if not force and self._modules.get(key, target) is not target:
+                    raise ConfigError(f'{self.name} "{key}": already registered as {self._modules[key]}, pass force=True')
+                self._modules[key] = target  # type: ignore[assignment]
+            return target
+
+        if module is not None:
+            register(module)
+        return register
+
+    def add_lookup(self, lookup: Callable[[str], Factory | None], names: Callable[[], Iterable[str]]) -> None:
+        """Find further names on demand with ``lookup``; ``names`` lists them, for suggestions."""
+        self._lookups.append((lookup, names))
+
+    def __contains__(self, key: str) -> bool:
+        return self._find(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        """All short names, sorted."""
+        self._load()
+        extra = {name for _, names in self._lookups for name in names()}
+        return iter(sorted({*self._modules, *self._entry_point_names(), *extra}))
+
+    def get(self, key: str | Factory, where: str = "type") -> Factory:
+        """The class or function that ``key`` names.
+
+        Args:
+            key: a class or function (returned as it is), a short name, or ``package.module:Name``.
+            where: the configuration key, for the message.
+
+        Raises:
+            ConfigError: nothing has this name; the nearest name is suggested.
+        """
+        if isinstance(key, str):
+            found = self._find(key)
+            if found is not None:
+                return found
+            if ":" in key:
+                return _import(key, where)
+            module, _, attribute = key.rpartition(".")
+            hint = f', did you mean "{module}:{attribute}"?' if module else suggest(key, self)
+            raise ConfigError(f'{where}: "{key}" is no known {self.name}{hint}')
+        if callable(key):
+            return key
+        raise ConfigError(f"{where}: {key!r} is not allowed, give a {self.name}'s class, name, or package.module:Name")
+
+    def check(self, cfg: Any, where: str, provided: tuple[str, ...] = ()) -> Factory:
+        """The class that ``cfg`` names, after its arguments were checked; nothing is built.
+
+        Raises:
+            ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
+        """
+        kind, kwargs = self._split(cfg, where)
+        factory = self.get(kind, where if isinstance(cfg, str) else f"{where}.type")
+        check_call(factory, kwargs, where, tuple(_accepted(factory, {"where": where, **dict.fromkeys(provided)})))
+        return factory
+
+    def build(self, cfg: Any, where: str | None = None, **provided: Any) -> Any:
+        """The object that ``cfg`` describes.
+
+        Args:
+            cfg: ``dict(type=..., **arguments)``, a name, or a class.
+            where: the configuration key, for messages; default: the registry's name.
+            provided: arguments that the library adds; those that the class does not take are left out. A parameter
+                called ``where`` is given the configuration key, so that a class can name its own nested keys.
+
+        Raises:
+            ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
+        """
+        where = where or self.name
+        kind, kwargs = self._split(cfg, where)
+        factory = self.get(kind, where if isinstance(cfg, str) else f"{where}.type")
+        provided = _accepted(factory, {"where": where, **provided})
+        check_call(factory, kwargs, where, tuple(provided))
+        return factory(**kwargs, **provided)
+
+    def _split(self, cfg: Any, where: str) -> tuple[Any, dict[str, Any]]:
+        if isinstance(cfg, Mapping):
+            if "type" not in cfg:
+                hint = suggest("type", cfg)
+                raise ConfigError(f"{where}.type: missing, say which {self.name}{hint}")
+            return cfg["type"], {key: value for key, value in cfg.items() if key != "type"}
+        if isinstance(cfg, str) or inspect.isclass(cfg) or inspect.isroutine(cfg) or isinstance(cfg, functools.partial):
+            return cfg, {}
+        raise ConfigError(f"{where}: {_brief(cfg)} is not allowed, give dict(type=...), a class, or a name")
+
+    def _find(self, key: str) -> Factory | None:
+        if key not in self._modules:
+            self._load()
+        if key in self._modules:
+            return self._modules[key]
+        for lookup, _ in self._lookups:
+            if found := lookup(key):
+                return found
+        for entry_point in self._iter_entry_points():
+            if entry_point.name == key:
+                self._modules[key] = entry_point.load()
+                return self._modules[key]
+        return None
+
+    def _load(self) -> None:
+        while self._locations:
+            importlib.import_module(self._locations.pop())
+
+    def _iter_entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
+        return importlib.metadata.entry_points(group=self._entry_points) if self._entry_points else ()
+
+    def _entry_point_names(self) -> Iterable[str]:
+        return (entry_point.name for entry_point in self._iter_entry_points())
+
+
+def _accepted(factory: Factory, provided: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return {name: value for name, value in provided.items() if name in parameters or name != "where"}
+    return {name: value for name, value in provided.items() if name in parameters}
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _import(path: str, where: str) -> Factory:
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'{where}: "{path}" cannot be imported, {error}') from None
+    except AttributeError:
+        hint = suggest(attribute, dir(importlib.import_module(module_name)))
+        raise ConfigError(f'{where}: "{path}" does not exist in {module_name}{hint}') from None
+    if not callable(found):
+        raise ConfigError(f'{where}: "{path}" is no class or function')
+    return found  # type: ignore[no-any-return]
+
+
+def _torch_optimizer(name: str) -> Factory | None:
+    import torch
+
+    found = getattr(torch.optim, name, None)
+    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found
+    return None
+
+
+def _torch_optimizer_names() -> list[str]:
+    import torch
+
+    return [name for name in dir(torch.optim) if _torch_optimizer(name)]
+
+
+def _function(name: str) -> Factory | None:
+    from torch.utils import data
+
+    return data.default_collate if name == "default_collate" else None
+
+
+MODELS = Registry("model")
+DATASETS = Registry("dataset")
+FUNCTIONS = Registry("function")
+FUNCTIONS.add_lookup(_function, lambda: ["default_collate"])
+OPTIMIZERS = Registry("optimizer")
+OPTIMIZERS.add_lookup(_torch_optimizer, _torch_optimizer_names)
+OPTIM_WRAPPERS = Registry("optimizer wrapper", locations=["flextrain.optim"])
+OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor", locations=["flextrain.optim"])
+PARAM_SCHEDULERS = Registry("parameter scheduler", locations=["flextrain.optim.schedulers"])
+STRATEGIES = Registry("strategy", locations=["flextrain.strategies"], entry_points="flextrain.strategies")
+DATA_SAMPLERS = Registry("sampler", locations=["flextrain.runner.data"])
+METRICS = Registry("metric", locations=["flextrain.runner.evaluation"])
+HOOKS = Registry("hook", locations=["flextrain.runner.hooks"])
+LOOPS = Registry("loop", locations=["flextrain.runner.loops"])
+REPORTERS = Registry("reporter", locations=["flextrain.runner.reporting"])

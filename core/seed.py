@@ -1,0 +1,79 @@
+"""Random numbers: one seed for a run, and the state of every generator that training draws from."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .device import DEVICES, accelerator_type
+from .distributed import broadcast_object, get_rank
+
+
+def draw_seed() -> int:
+    """A seed from the operating system, the same on every process; collective."""
+    return broadcast_object(int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF)
+
+
+def set_seed(seed: int | None = None, *, diff_rank_seed: bool = False, deterministic: bool = False) -> int:
+    """Seed Python, NumPy and torch (all devices); returns the run's seed, which all processes share.
+
+    Args:
+        seed: None draws one from the operating system; collective then.
+        diff_rank_seed: add the rank, so that dropout differs between processes.
+        deterministic: choose deterministic kernels only; torch raises where it has none.
+    """
+    run_seed = draw_seed() if seed is None else seed
+    local = run_seed + get_rank() if diff_rank_seed else run_seed
+    random.seed(local)
+    np.random.seed(local % 2**32)
+    torch.manual_seed(local)
+    if deterministic:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+        # cuBLAS reads this when its first handle is made; torch raises with its name when it is missing.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return run_seed
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this process's generators as JSON-able values."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+        "torch": encode(torch.get_rng_state()),
+    }
+    accelerator = accelerator_type()
+    if accelerator != "cpu":
+        state[accelerator] = encode(DEVICES[accelerator].module.get_rng_state())
+    return state
+
+
+def load_rng_state(state: dict[str, Any]) -> None:
+    """Continue the generators where ``rng_state`` found them; one of a device that is not here is left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(decode(state["torch"]))
+    accelerator = accelerator_type()
+    if accelerator in state:
+        DEVICES[accelerator].module.set_rng_state(decode(state[accelerator]))
+
+
+def encode(state: Tensor) -> str:
+    """A generator's state (uint8, 1-D) as text."""
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def decode(text: str) -> Tensor:
+    """The tensor that ``encode`` was given."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

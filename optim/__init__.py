@@ -1,0 +1,20 @@
+"""How parameters are updated: wrappers, parameter groups and schedules."""
+
+from __future__ import annotations
+
+from .amp import AmpOptimWrapper
+from .apex import ApexOptimWrapper
+from .builder import build_optim_wrapper
+from .param_groups import DefaultOptimWrapperConstructor
+from .wrapper import OptimWrapper, StepInfo
+from .wrapper_dict import OptimWrapperDict
+
+__all__ = [
+    "AmpOptimWrapper",
+    "ApexOptimWrapper",
+    "DefaultOptimWrapperConstructor",
+    "OptimWrapper",
+    "OptimWrapperDict",
+    "StepInfo",
+    "build_optim_wrapper",
+]

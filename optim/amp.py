@@ -1,0 +1,144 @@
+"""AmpOptimWrapper: mixed precision by autocast, with loss scaling for float16 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from ..core.device import DEVICES
+from ..core.errors import ConfigError
+from ..core.precision import Precision
+from ..core.registry import OPTIM_WRAPPERS
+from .wrapper import OptimWrapper
+
+
+class LossScaler:
+    """torch's GradScaler, with a fixed factor where one is asked for, and the outcome of a step without a look at the device.
+
+    Args:
+        loss_scale: "dynamic", a fixed factor, or keyword arguments of ``torch.amp.GradScaler``.
+        device_type: where the loss lives.
+    """
+
+    def __init__(self, loss_scale: float | dict[str, Any] | Literal["dynamic"], device_type: str) -> None:
+        arguments = loss_scale if isinstance(loss_scale, dict) else {}
+        self._fixed = None if isinstance(loss_scale, (dict, str)) else float(loss_scale)
+        if self._fixed is not None:
+            arguments = {"init_scale": self._fixed}
+        self._scaler = GradScaler(device_type, **arguments)
+        self._applied = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the current factor."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the factor and note whether any is not finite."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Update unless a gradient is not finite; returns whether the update was made."""
+        # GradScaler does not tell. Comparing scales would copy them to the host twice; a hook runs only if it steps.
+        self._applied = False
+        handle = optimizer.register_step_post_hook(self._note)
+        try:
+            self._scaler.step(optimizer)
+        finally:
+            handle.remove()
+        self._scaler.update(self._fixed)
+        return self._applied
+
+    def _note(self, *_: Any) -> None:
+        self._applied = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's own state: plain numbers."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._scaler.load_state_dict(state)
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """Forward under autocast, parameters and optimizer state in float32; float16 gradients are scaled against underflow.
+
+    Args:
+        optimizer, accumulative_counts, clip_grad, paramwise_cfg, constructor: see OptimWrapper.
+        dtype: "float16", "bfloat16", or None for what the device's autocast chooses (bfloat16 on the CPU, else float16).
+        loss_scale: for float16: "dynamic" (default), a fixed factor, or arguments of ``torch.amp.GradScaler``.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018; https://pytorch.org/docs/stable/amp.html
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        accumulative_counts: int = 1,
+        clip_grad: dict[str, Any] | None = None,
+        paramwise_cfg: dict[str, Any] | None = None,
+        constructor: Any = "DefaultOptimWrapperConstructor",
+        dtype: Literal["float16", "bfloat16"] | None = None,
+        loss_scale: float | int | dict[str, Any] | Literal["dynamic"] | None = None,
+        *,
+        where: str = "optim_wrapper",
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad, paramwise_cfg, constructor, where=where)
+        if loss_scale is not None and dtype == "bfloat16":
+            raise ConfigError(f"{where}.loss_scale: has no meaning with bfloat16, which needs no loss scaling")
+        if isinstance(loss_scale, (int, float)) and loss_scale <= 0:
+            raise ConfigError(f"{where}.loss_scale: {loss_scale} is not allowed, give a number above 0")
+        self._dtype = None if dtype is None else getattr(torch, dtype)
+        self._loss_scale = loss_scale
+        self._scaler: LossScaler | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """Compute in the low dtype under autocast; dynamic loss scale for float16."""
+        if self._dtype is not torch.float16:
+            return Precision(compute=self._dtype)
+        scale = "dynamic" if self._loss_scale is None or isinstance(self._loss_scale, dict) else self._loss_scale
+        return Precision(compute=self._dtype, loss_scale=scale)
+
+    def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        """See OptimWrapper; also settles the dtype and makes the scaler."""
+        super().attach(device, autocast)
+        if self._dtype is None:
+            self._dtype = DEVICES[device.type].autocast_dtype
+            if self._loss_scale is not None and self._dtype is not torch.float16:
+                raise ConfigError(f"{self.where}.loss_scale: has no meaning with {self._dtype}, the default on {device.type}")
+        if self._dtype is torch.float16 and self._scaler is None:
+            self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""
+        if self._autocast is None:
+            device = next(model.parameters()).device
+            self.attach(device, lambda: torch.autocast(device.type, self._dtype))
+        return super().optim_context(model)
+
+    def backward(self, loss: Tensor) -> None:
+        """See OptimWrapper; float16 losses are scaled first."""
+        super().backward(self._scaler.scale(loss) if self._scaler else loss)
+
+    def _unscale(self) -> None:
+        if self._scaler:
+            self._scaler.unscale(self.optimizer)
+
+    def _apply(self) -> bool:
+        return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale and its growth counter under float16; nothing otherwise."""
+        return {"scaler": self._scaler.state_dict()} if self._scaler else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``; one without a scaler starts the scale afresh."""
+        if self._scaler and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])

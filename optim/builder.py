@@ -1,0 +1,58 @@
+"""OptimWrappers from configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..core.errors import ConfigError, nearest
+from ..core.registry import OPTIM_WRAPPERS
+from .wrapper import OptimWrapper
+from .wrapper_dict import OptimWrapperDict
+
+
+def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper | OptimWrapperDict:
+    """The wrapper that a configuration describes; its torch optimizer is made later, by the strategy.
+
+    Args:
+        cfg: a wrapper; a torch optimizer; ``dict(optimizer=dict(type=...), ...)`` with an optional ``type`` of wrapper;
+            or several of the latter by name, ``dict(generator=dict(...), discriminator=dict(...))``.
+        where: the configuration key, for messages.
+
+    Raises:
+        ConfigError: anything about it that can be known without the model.
+    """
+    if isinstance(cfg, (OptimWrapper, OptimWrapperDict)):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(cfg, where=where)
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"{where}: {cfg!r} is not allowed, give dict(optimizer=dict(type=...))")
+    if "optimizer" in cfg or "type" in cfg:
+        if "optimizer" not in cfg:
+            raise ConfigError(_no_optimizer(cfg, where))
+        wrapper = OPTIM_WRAPPERS.build({"type": "OptimWrapper", **cfg}, where)
+        if not isinstance(wrapper, OptimWrapper):
+            raise ConfigError(f"{where}.type: {cfg['type']!r} is no optimizer wrapper")
+        return wrapper
+    if cfg and all(isinstance(value, (Mapping, OptimWrapper)) and _is_wrapper(value) for value in cfg.values()):
+        return OptimWrapperDict(**{name: _one(value, f"{where}.{name}") for name, value in cfg.items()})
+    raise ConfigError(_no_optimizer(cfg, where))
+
+
+def _no_optimizer(cfg: Mapping[str, Any], where: str) -> str:
+    if misspelled := nearest("optimizer", cfg):
+        return f'{where}.{misspelled}: unknown key, did you mean "optimizer"?'
+    return f"{where}.optimizer: missing, give dict(type=...)"
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, OptimWrapper) or "optimizer" in value
+
+
+def _one(cfg: Any, where: str) -> OptimWrapper:
+    wrapper = build_optim_wrapper(cfg, where)
+    assert isinstance(wrapper, OptimWrapper)
+    return wrapper

@@ -1,0 +1,252 @@
+"""OptimWrapper: what an update is. It decides precision, accumulation, clipping and stepping, and knows no strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core import gradients
+from ..core.config import Config, validate
+from ..core.errors import ConfigError, StrategyError
+from ..core.precision import Precision
+from ..core.registry import OPTIM_WRAPPERS
+from .param_groups import check_optimizer, make_optimizer
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """The outcome of one update.
+
+    Attributes:
+        grad_norm: total gradient norm before clipping, 0-dim on the device; None when it was not computed.
+        skipped: whether non-finite gradients under loss scaling cancelled the update.
+    """
+
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+
+class ClipGrad(Config):
+    """``clip_grad=dict(type='norm', max_norm=...)`` or ``dict(type='value', clip_value=...)``."""
+
+    type: Literal["norm", "value"] = "norm"
+    max_norm: float | int | None = None
+    norm_type: float | int = 2.0
+    error_if_nonfinite: bool = False
+    clip_value: float | int | None = None
+
+    def check(self, where: str) -> ClipGrad:
+        """Raise ConfigError unless the keys fit the type."""
+        needed, other = ("max_norm", "clip_value") if self.type == "norm" else ("clip_value", "max_norm")
+        value = getattr(self, needed)
+        if value is None:
+            raise ConfigError(f'{where}.{needed}: missing, type="{self.type}" needs it')
+        if value <= 0:
+            raise ConfigError(f"{where}.{needed}: {value} is not allowed, give a number above 0")
+        if getattr(self, other) is not None:
+            raise ConfigError(f'{where}.{other}: has no meaning with type="{self.type}", leave it out')
+        return self
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper:
+    """An optimizer with its accumulation window, gradient clipping and precision.
+
+    Args:
+        optimizer: ``dict(type='AdamW', lr=...)``, a callable that takes parameter groups, or a built torch optimizer.
+            Only the first two can follow a model whose parameters a strategy replaces.
+        accumulative_counts: micro-batches per update; the last window of an epoch may be shorter, and then divides by
+            its own length.
+        clip_grad: ``dict(max_norm=...)`` for the total norm, ``dict(type='value', clip_value=...)`` for each element.
+        paramwise_cfg: learning-rate and weight-decay multipliers, see ``DefaultOptimWrapperConstructor``.
+        constructor: a class that makes the parameter groups; default: DefaultOptimWrapperConstructor.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        accumulative_counts: int = 1,
+        clip_grad: dict[str, Any] | None = None,
+        paramwise_cfg: dict[str, Any] | None = None,
+        constructor: Any = "DefaultOptimWrapperConstructor",
+        *,
+        where: str = "optim_wrapper",
+    ) -> None:
+        if accumulative_counts < 1:
+            raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give 1 or more")
+        self.where = where
+        self.accumulate = accumulative_counts
+        self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")
+        if self.clip_grad is not None:
+            self.clip_grad.check(f"{where}.clip_grad")
+        self.last_step = StepInfo()
+        self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where)
+        self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
+        self._autocast: Callable[[], AbstractContextManager[None]] | None = None
+        self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
+        self._index, self._size, self._driven = 0, accumulative_counts, False
+
+    # What a strategy calls, in this order
+
+    @property
+    def precision(self) -> Precision:
+        """What forward, backward and the parameters should be computed and stored in."""
+        return Precision()
+
+    def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        """Take note of the device to train on and of the context that a strategy wants around forward."""
+        self._autocast = autocast
+
+    def build(self, model: nn.Module) -> None:
+        """Make the torch optimizer from the named parameters of ``model``, which are wrapped and sharded by now.
+
+        Raises:
+            StrategyError: the optimizer was built before and holds parameters that are not the model's.
+        """
+        if self._optimizer is None:
+            self._optimizer = self._make(model)
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
+            raise StrategyError(
+                f"{self.where}.optimizer: holds parameters that are not the model's, give dict(type=...) instead of a "
+                "built optimizer so that it is made after the model is placed"
+            )
+
+    def _make(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(self._recipe, model)
+
+    # Facts
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer.
+
+        Raises:
+            StrategyError: it is not built yet.
+        """
+        if self._optimizer is None:
+            raise StrategyError(f"{self.where}: the optimizer is not built yet, Strategy.setup(model, optim) builds it")
+        return self._optimizer
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the torch optimizer exists."""
+        return self._optimizer is not None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The torch optimizer's groups; schedulers write into them."""
+        return self.optimizer.param_groups
+
+    @property
+    def wrappers(self) -> dict[str, OptimWrapper]:
+        """The wrappers that hold a torch optimizer, by name; this one alone has the empty name."""
+        return {"": self}
+
+    def model_parameter(self, parameter: Tensor) -> Tensor:
+        """The model's parameter behind one of the optimizer's; another tensor where float32 masters are kept."""
+        return parameter
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The tensor that holds the true value of a model's parameter: its float32 master where there is one."""
+        return parameter
+
+    def refresh(self) -> None:
+        """Copy masters into the model's parameters, after masters were written from outside."""
+
+    # One update
+
+    def begin(self, index: int, size: int) -> None:
+        """Say that micro-batch ``index`` of a window of ``size`` comes next; the training loop does."""
+        self._index, self._size, self._driven = index, size, True
+
+    def should_sync(self) -> bool:
+        """Whether the micro-batch at hand is the last of its window."""
+        return self._index == self._size - 1
+
+    should_update = should_sync
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context for forward: autocast where the precision asks for it."""
+        return nullcontext() if self._autocast is None else self._autocast()
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate a scalar loss that is already divided by the length of the window."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update_params(self, loss: Tensor) -> None:
+        """Backward for one micro-batch, and the update after the last one of the window.
+
+        Divides by the window's length. Outside a training loop it counts the micro-batches itself.
+        """
+        self.backward(loss / self._size if self._size > 1 else loss)
+        if self.should_sync():
+            self.step()
+        if not self._driven:
+            self._index = (self._index + 1) % self._size
+
+    def step(self) -> StepInfo:
+        """Unscale, clip, update and zero: once per window."""
+        for hook in self._step_pre_hooks:
+            hook(self)
+        self._unscale()
+        norm = self._clip()
+        applied = self._apply()
+        self.zero_grad()
+        self.last_step = StepInfo(norm, not applied)
+        return self.last_step
+
+    def register_step_pre_hook(self, hook: Callable[[OptimWrapper], None]) -> None:
+        """Call ``hook(self)`` at the start of every update, before gradients are unscaled and clipped."""
+        self._step_pre_hooks.append(hook)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of all parameters of this optimizer."""
+        self.optimizer.zero_grad()
+
+    def _unscale(self) -> None:
+        pass
+
+    def _clip(self) -> Tensor | None:
+        clip = self.clip_grad
+        if clip is None:
+            return None
+        grads = gradients.gradients(self.param_groups)
+        if clip.max_norm is not None:
+            return gradients.clip_by_norm(grads, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
+        assert clip.clip_value is not None
+        gradients.clip_by_value(grads, clip.clip_value)
+        return None
+
+    def _apply(self) -> bool:
+        self.optimizer.step()
+        return True
+
+    # State and figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only (the loss scale); moments belong to ``Strategy.state_dict``."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` gave."""
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rate of every group, as ``{"lr": [...]}``."""
+        return {"lr": [float(group["lr"]) for group in self.param_groups]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momentum of every group (the first beta of Adam's kind), as ``{"momentum": [...]}``."""
+        momenta = [g.get("momentum", g["betas"][0] if "betas" in g else 0.0) for g in self.param_groups]
+        return {"momentum": [float(momentum) for momentum in momenta]}
+
+    def __repr__(self) -> str:
+        kind = type(self._optimizer).__name__ if self._optimizer else "not built"
+        return f"{type(self).__name__}({kind}, accumulate={self.accumulate})"

@@ -1,0 +1,10 @@
+"""How a model is spread over devices, behind one interface."""
+
+from __future__ import annotations
+
+from .base import Strategy, StrategyConfig
+from .ddp import DDPStrategy
+from .launch import detect_launch, launch
+from .single_device import SingleDeviceStrategy
+
+__all__ = ["DDPStrategy", "SingleDeviceStrategy", "Strategy", "StrategyConfig", "detect_launch", "launch"]

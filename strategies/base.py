@@ -1,0 +1,368 @@
+"""Strategy: where a model lives and who talks to whom. The base class behaves as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core import distributed as dist
+from ..core.config import Config, validate
+from ..core.device import DeviceSpec, device_spec, select_device
+from ..core.errors import CheckpointError, ConfigError, StrategyError
+from ..core.model import overrides
+from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from .launch import Launch, detect_launch
+
+Optim = OptimWrapper | OptimWrapperDict
+
+
+class ActivationCheckpointing(Config):
+    """Which submodules are recomputed in backward."""
+
+    check_fn: Callable[[nn.Module], bool] | None = None
+    """Says of a submodule whether to recompute it."""
+    classes: list[str] | None = None
+    """Names of submodules' classes to recompute; in place of check_fn."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> ActivationCheckpointing:
+        if (self.check_fn is None) == (self.classes is None):
+            raise ConfigError("strategy.activation_checkpointing.check_fn: give either check_fn or classes")
+        return self
+
+
+class StrategyConfig(Config):
+    """Options of every strategy."""
+
+    device: str | None = None
+    """Kind of device: "cpu", "cuda", "npu", "xpu" or "mps"; None takes the accelerator that is here, else the CPU."""
+    launcher: str | None = None
+    """Who started the processes: "none", "pytorch", "slurm" or "mpi"; None finds out."""
+    backend: str | None = None
+    """Process-group back end, such as "cpu:gloo,cuda:nccl"; None takes the device's."""
+    timeout_s: float | int = 1800.0
+    """Seconds after which a process that waits for others gives up."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``."""
+    compile: bool | dict[str, Any] = False
+    """True, or arguments of ``torch.compile``."""
+
+
+# How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
+_IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+class Strategy:
+    """Spreads a model over devices and keeps its state canonical; runs alone as one device.
+
+    Subclasses override ``_wrap``, mostly; further ``grad_sync``, ``autocast``, ``module`` and the three methods of state.
+    ``setup`` is called once; a strategy serves one model.
+
+    Args:
+        options: the fields of this class's ``Config``.
+
+    Raises:
+        ConfigError: an unknown or wrongly typed option.
+    """
+
+    Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    def __init__(self, **options: Any) -> None:
+        self.config = validate(self.Config, options, "strategy")
+        self.device = torch.device("cpu")
+        self.launch = Launch()
+        self.precision = Precision()
+        self.optim: Optim | None = None
+        self._spec: DeviceSpec | None = None
+        self._model: nn.Module | None = None
+        self._module: nn.Module | None = None
+        self._owns_group = False
+
+    # Facts
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return dist.get_world_size()
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which part of every global batch this process trains on, of how many."""
+        return self.rank, self.world_size
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, unwrapped.
+
+        Raises:
+            StrategyError: before ``setup``.
+        """
+        if self._module is None:
+            raise StrategyError(f"{type(self).__name__}: no model yet, call setup(model, optim) first")
+        return self._module
+
+    # Life
+
+    def setup_environment(self) -> None:
+        """Choose the device and join the process group; may be called again.
+
+        Raises:
+            LaunchError: the launcher's variables are missing.
+            StrategyError: the device is not usable here, or the strategy cannot run on this many processes.
+        """
+        if self._spec is not None:
+            return
+        spec = device_spec(self.config.device)
+        self.launch = detect_launch(self.config.launcher)
+        self._check_world(self.launch.world_size)
+        self.device = select_device(spec, self.launch.local_rank)
+        if self.launch.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                self.config.backend or spec.group_backend,
+                rank=self.launch.rank,
+                world_size=self.launch.world_size,
+                init_method=self.launch.init_method,
+                timeout_s=float(self.config.timeout_s),
+            )
+            self._owns_group = True
+        self._spec = spec
+
+    def _check_world(self, world_size: int) -> None:
+        """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which the runner builds a model from a configuration; may place parameters on the meta device."""
+        return nullcontext()
+
+    def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
+        """Give every process rank 0's weights, place and wrap the model, and build the optimizer at the right moment.
+
+        Args:
+            model: the user's module; it is changed in place and stays ``self.module``.
+            optim: what an update is; None for evaluation only.
+
+        Returns:
+            What to call in place of ``model``, and the wrapper to train with (possibly another object than ``optim``).
+
+        Raises:
+            StrategyError, ConfigError: something asked for cannot be honoured; nothing is found out later.
+        """
+        if self._model is not None:
+            raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
+        self.setup_environment()
+        if optim is not None:
+            optim.attach(self.device, self.autocast)
+            self.precision = optim.precision
+        self._check_request(model, optim)
+        cast_parameters(model, self.precision)
+        if (recompute := self.config.activation_checkpointing) is not None:
+            chooser = recompute.check_fn or recompute.classes or ()
+            where = "strategy.activation_checkpointing.classes"
+            if not checkpoint_activations(model, module_filter(chooser, model, where)):
+                raise ConfigError("strategy.activation_checkpointing.check_fn: accepts no submodule of the model")
+        self._place(model)
+        self._module = model
+        self._model = self._wrap(model)
+        if self.config.compile:
+            self._compile(self._model)
+        if optim is not None:
+            optim.build(self.module)
+        self.optim = optim
+        self._check_precision()
+        return self._model, optim
+
+    def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        """Raise if this strategy cannot do what the model or the wrapper asks for."""
+
+    def _place(self, model: nn.Module) -> None:
+        """Bring the model to the device and every process to rank 0's weights."""
+        model.to(self.device)
+        dist.broadcast_tensors([t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """What to call in place of ``model``, which is on the device and equal on all processes; called once."""
+        return model
+
+    def _compile(self, model: nn.Module) -> None:
+        """Compile the wrapped model in place."""
+        options = self.config.compile if isinstance(self.config.compile, dict) else {}
+        # A model with its own train_step calls its parts; the whole is never called.
+        parts = list(self.module.children()) if overrides(self.module, "train_step") else [model]
+        compile_in_place(parts, options)
+
+    def teardown(self) -> None:
+        """Leave the process group, if this strategy joined it, and let go of the model; may be called again."""
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+        self._model = self._module = self.optim = None
+        self._spec = None
+
+    # Around a micro-batch
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Context for forward, in training and evaluation: autocast where the precision asks for it."""
+        if not self.precision.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.precision.compute)  # type: ignore[no-any-return,unused-ignore]
+
+    def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
+        return nullcontext()
+
+    # State
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Every parameter (its float32 master where one exists) and persistent buffer of this process, live, by name.
+
+        The name is the one in the user's model; a tied parameter has the first of its names. The value's type says how it
+        lies: a plain tensor is whole on every process.
+        """
+        optim = self.optim
+        state = {name: optim.master(p) if optim else p for name, p in self.module.named_parameters()}
+        return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The canonical state: tensors without copying them, and plain values.
+
+        - ``model.<name>``: parameters and persistent buffers;
+        - ``optim.state.<name>.<key>``: what the optimizer keeps of a parameter, if it has created it;
+        - ``optim.group.<name>.<key>``: the hyper-parameters in force for it, and its optimizer's class as ``optimizer``.
+
+        Needs no communication. Whole buffers are rank 0's: those of other ranks are overwritten before the next forward.
+        """
+        state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
+        if self.rank > 0:
+            for name in self._buffers():
+                del state[f"model.{name}"]
+        for name, optimizer, parameter, group in self._optimized():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                state[f"optim.state.{name}.{key}"] = value
+            state[f"optim.group.{name}.optimizer"] = type(optimizer).__name__
+            for key, value in group.items():
+                if key not in _IMPLEMENTATION_KEYS:
+                    state[f"optim.group.{name}.{key}"] = value
+        return state
+
+    def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to fill, in this strategy's layout, for what a checkpoint holds.
+
+        Args:
+            saved: key to something with ``shape`` and ``dtype`` for tensors, to the value itself for plain values.
+
+        Returns:
+            The model's own tensors, to be filled in place, and new ones for optimizer state.
+        """
+        model = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
+        template = {key: tensor for key, tensor in model.items() if key in saved}
+        parameters = {name: parameter for name, _, parameter, _ in self._optimized()}
+        for key, info in saved.items():
+            name, _, _ = key.removeprefix("optim.state.").rpartition(".")
+            if key.startswith("optim.state.") and name in parameters and hasattr(info, "shape"):
+                template[key] = self._state_like(parameters[name], info)
+        return template
+
+    def _state_like(self, parameter: Tensor, info: Any) -> Tensor:
+        """An empty tensor for optimizer state of ``info.shape`` and ``info.dtype``, laid out like its parameter."""
+        if tuple(info.shape) == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
+        return torch.empty(info.shape, dtype=info.dtype)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adopt a filled template together with the plain values; keys that are not there leave things as they are.
+
+        Raises:
+            CheckpointError: the state is of another class of optimizer.
+        """
+        for wrapper in self.optim.wrappers.values() if self.optim else ():
+            wrapper.refresh()
+        if not any(key.startswith("optim.") for key in state):
+            return
+        by_name: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "group": {}}
+        for key, value in state.items():
+            if key.startswith(("optim.state.", "optim.group.")):
+                _, part, rest = key.split(".", 2)
+                name, _, item = rest.rpartition(".")
+                by_name[part].setdefault(name, {})[item] = value
+        for wrapper in self.optim.wrappers.values() if self.optim else ():
+            self._load_optimizer(wrapper, by_name["state"], by_name["group"])
+
+    def _load_optimizer(
+        self, wrapper: OptimWrapper, states: dict[str, dict[str, Any]], hyper: dict[str, dict[str, Any]]
+    ) -> None:
+        names = {id(parameter): name for name, _, parameter, _ in self._optimized()}
+        optimizer = wrapper.optimizer
+        packed = optimizer.state_dict()
+        packed["state"] = {}
+        for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], packed_group["params"], strict=True):
+                name = names[id(parameter)]
+                if name in states:
+                    packed["state"][index] = states[name]
+                values = dict(hyper.get(name, {}))
+                kind = values.pop("optimizer", type(optimizer).__name__)
+                if kind != type(optimizer).__name__:
+                    raise CheckpointError(
+                        f"optimizer: the checkpoint's is {kind}, the configuration's is {type(optimizer).__name__}; "
+                        "resume with the same one or leave it out with resume=dict(optimizer=False)"
+                    )
+                for key, value in values.items():
+                    packed_group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        optimizer.load_state_dict(packed)
+
+    def _optimized(self) -> list[tuple[str, Optimizer, Tensor, dict[str, Any]]]:
+        """(name, its optimizer, the tensor that is optimized, its group) for every parameter of every optimizer."""
+        if self.optim is None:
+            return []
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return [
+            (names[id(wrapper.model_parameter(parameter))], wrapper.optimizer, parameter, group)
+            for wrapper in self.optim.wrappers.values()
+            for group in wrapper.param_groups
+            for parameter in group["params"]
+        ]
+
+    # Precision
+
+    def precision_report(self) -> PrecisionReport:
+        """The dtypes in force, read off the tensors."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        stored = dtypes(trainable)
+        compute = self.precision.compute
+        states = [
+            value
+            for _, optimizer, parameter, _ in self._optimized()
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+        return PrecisionReport(
+            compute=(compute,) if self.precision.autocast and compute is not None else stored,
+            parameters=stored,
+            masters=dtypes([self.optim.master(p) for p in trainable]) if self.optim else (),
+            gradients=(self.precision.reduce,) if self.precision.reduce else stored,
+            optimizer_state=dtypes(states),
+        )
+
+    def _check_precision(self) -> None:
+        report = self.precision_report()
+        asked = self.precision.param
+        if asked is not None and asked not in report.parameters:
+            require(asked, report.parameters, "parameters")

@@ -1,0 +1,158 @@
+"""The whole model in every process, gradients averaged while backward runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core import distributed as dist
+from ..core.config import Config
+from ..core.errors import ConfigError, StrategyError
+from ..core.model import overrides
+from ..core.registry import STRATEGIES
+from ..optim.wrapper import OptimWrapper
+from .base import Optim, Strategy, StrategyConfig
+
+# Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
+CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]
+
+
+class WrapperOptions(Config):
+    """Arguments of torch's DistributedDataParallel; None is torch's default."""
+
+    static_graph: bool | None = None
+    """The same parameters take part in every iteration, in the same way."""
+    find_unused_parameters: bool | None = None
+    """Some parameters take no part in some iterations."""
+    gradient_as_bucket_view: bool | None = None
+    """Gradients share memory with the buckets that are sent; saves one copy of the gradients."""
+    broadcast_buffers: bool | None = None
+    """Rank 0's buffers go to all ranks before every forward."""
+    bucket_cap_mb: float | int | None = None
+    """Size of the messages in MiB."""
+
+
+class WrapperConfig(WrapperOptions):
+    """MMEngine's ``model_wrapper``."""
+
+    type: Any = None
+    """Accepted when it names DistributedDataParallel."""
+
+
+class DDPConfig(StrategyConfig, WrapperOptions):
+    """Options of DDPStrategy."""
+
+    model_wrapper: WrapperConfig | None = None
+    """MMEngine's place for the arguments of DistributedDataParallel."""
+    sync_bn: Literal["torch"] | None = None
+    """Batch normalisation over the batch of all processes; "torch" turns it on."""
+    comm_hook: CommHook | None = None
+    """How gradients travel: as they are, or halved to float16 or bfloat16."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> DDPConfig:
+        inner = self.model_wrapper
+        name = getattr(inner.type, "__name__", inner.type) if inner else None
+        if name not in (None, "MMDistributedDataParallel", "DistributedDataParallel"):
+            raise ConfigError(f'strategy.model_wrapper.type: "{name}" is not allowed, DDPStrategy wraps with its own')
+        for key in WrapperOptions.model_fields:
+            if inner and getattr(self, key) is not None and getattr(inner, key) not in (None, getattr(self, key)):
+                raise ConfigError(
+                    f"strategy.model_wrapper.{key}: {getattr(inner, key)} disagrees with "
+                    f"strategy.{key}={getattr(self, key)}, give one of them"
+                )
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise ConfigError(f"strategy.bucket_cap_mb: {self.bucket_cap_mb} is not allowed, give a number above 0")
+        return self
+
+    def wrapper_arguments(self) -> dict[str, Any]:
+        """What DistributedDataParallel is to be given, from both places."""
+        values = {key: getattr(self, key) for key in WrapperOptions.model_fields}
+        if self.model_wrapper:
+            values |= {k: v for k in values if (v := getattr(self.model_wrapper, k)) is not None}
+        return {key: value for key, value in values.items() if value is not None}
+
+
+@STRATEGIES.register_module()
+class DDPStrategy(Strategy):
+    """Data parallelism through torch's DistributedDataParallel; one process without launcher is a world of one.
+
+    A model that defines its own ``train_step`` is not called as a whole, so no wrapper can see its backward: its
+    gradients are then averaged at each update instead, in buckets, which gives the same result.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+
+    Config = DDPConfig
+    config: DDPConfig
+
+    def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        if self.config.sync_bn and self.device.type == "cpu" and any(isinstance(m, _BATCH_NORMS) for m in model.modules()):
+            raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
+        arguments = self.config.wrapper_arguments()
+        if overrides(model, "train_step") and (self.config.comm_hook or arguments):
+            given = next(iter(arguments), "comm_hook")
+            raise StrategyError(
+                f"strategy.{given}: has no effect on {type(model).__name__}, which defines its own train_step and is "
+                "therefore not wrapped; leave it out"
+            )
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self.config.sync_bn:
+            self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
+            return model
+        if overrides(model, "train_step"):
+            return model
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if self.device.index is None else [self.device.index],
+            init_sync=False,  # the weights agree already
+            **self.config.wrapper_arguments(),
+        )
+        if self.config.comm_hook:
+            wrapped.register_comm_hook(None, _comm_hook(self.config.comm_hook))
+        return wrapped
+
+    def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
+        """See Strategy."""
+        called, optim = super().setup(model, optim)
+        if self.world_size > 1 and optim is not None and overrides(self.module, "train_step"):
+            for wrapper in optim.wrappers.values():
+                wrapper.register_step_pre_hook(average_gradients)
+        return called, optim
+
+    def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """See Strategy; ``DistributedDataParallel.no_sync`` while disabled."""
+        if enabled or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def average_gradients(optim: OptimWrapper) -> None:
+    """Replace the gradients of one optimizer by their mean over all processes; a hook for the start of an update.
+
+    A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
+    """
+    parameters = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
+    # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
+    used = dist.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
+    for parameter, is_used in zip(parameters, used, strict=True):
+        if is_used and parameter.grad is None:
+            parameter.grad = parameter.new_zeros(parameter.shape)
+    dist.average_tensors([p.grad for p in parameters if p.grad is not None])
+
+
+def _comm_hook(name: CommHook) -> Callable[..., Any]:
+    hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+    return getattr(hooks, f"{name}_hook")  # type: ignore[no-any-return]

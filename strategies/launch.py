@@ -1,0 +1,156 @@
+"""Who started this process, and starting several of them without torchrun."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.multiprocessing as mp
+
+from ..core.errors import ConfigError, LaunchError, one_of, suggest
+
+LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the job, as the launcher says.
+
+    Attributes:
+        launcher: "none", "pytorch" (torchrun and torch.distributed.launch), "slurm" or "mpi" (Open MPI).
+        rank, world_size: number of this process, and of all processes.
+        local_rank: number of this process on its machine; chooses the device.
+        init_method: where the processes meet: ``env://`` or ``tcp://host:port``.
+    """
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    init_method: str = "env://"
+
+
+def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = None) -> Launch:
+    """The place of this process in the job.
+
+    Args:
+        launcher: one of LAUNCHERS, or None to find out.
+        env: environment variables; default: ``os.environ``.
+
+    Raises:
+        ConfigError: no such launcher.
+        LaunchError: the launcher did not set what it should, or "none" was asked for in a job of several processes.
+    """
+    env = os.environ if env is None else env
+    if launcher not in (None, *LAUNCHERS):
+        raise ConfigError(
+            f'launcher: "{launcher}" is not allowed, choose {one_of(LAUNCHERS)}{suggest(str(launcher), LAUNCHERS)}'
+        )
+    if launcher == "none":
+        started = _int(env, "WORLD_SIZE", 1)
+        if started > 1:
+            raise LaunchError(f'launcher: "none" was given and torchrun started {started} processes, leave launcher out')
+        return Launch()
+    if launcher == "pytorch" or (launcher is None and {"RANK", "WORLD_SIZE"} <= env.keys()):
+        rank = _int(env, "RANK")
+        return Launch("pytorch", rank, _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK", rank))
+    # In a batch script without srun SLURM_NTASKS counts tasks that nobody started; the step's own number does not.
+    if launcher == "slurm" or (launcher is None and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1):
+        size = _int(env, "SLURM_STEP_NUM_TASKS", _int(env, "SLURM_NTASKS"))
+        host = env.get("MASTER_ADDR") or first_host(_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+        # Derived from the job so that all tasks agree and two jobs on one machine seldom meet.
+        port = _int(env, "MASTER_PORT", 20000 + _int(env, "SLURM_JOB_ID", 0) % 20000)
+        return Launch("slurm", _int(env, "SLURM_PROCID"), size, _int(env, "SLURM_LOCALID"), f"tcp://{host}:{port}")
+    if launcher == "mpi" or (launcher is None and _int(env, "OMPI_COMM_WORLD_SIZE", 1) > 1):
+        size, local = _int(env, "OMPI_COMM_WORLD_SIZE"), _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
+        one_machine = "127.0.0.1" if local == size else None
+        host = env.get("MASTER_ADDR") or one_machine
+        if host is None:
+            raise LaunchError("launcher: Open MPI runs on several machines, set MASTER_ADDR to the first one's address")
+        init = f"tcp://{host}:{_int(env, 'MASTER_PORT', 29500)}"
+        return Launch("mpi", _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK"), init)
+    return Launch()
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of Slurm's list: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodelist)
+    if match is None:
+        raise LaunchError(f'launcher: cannot read a machine from SLURM_STEP_NODELIST="{nodelist}", set MASTER_ADDR')
+    return match.group(1) + (match.group(2) or "")
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    start_method: Literal["spawn", "fork"] = "spawn",
+    **kwargs: Any,
+) -> Any:
+    """Run ``fn(*args, **kwargs)`` in ``nprocs`` processes of this machine as torchrun would; returns rank 0's result.
+
+    For notebooks and scripts without torchrun. With "spawn", ``fn`` must be importable by the new processes; a function
+    defined in a notebook needs "fork", and no accelerator may have been used before.
+
+    Raises:
+        LaunchError: a process failed; the message holds its rank and traceback, the others are stopped.
+    """
+    if nprocs < 1:
+        raise ConfigError(f"nprocs: {nprocs} is not allowed, give 1 or more")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        job = (fn, args, kwargs, nprocs, free_port(), str(result))
+        try:
+            mp.start_processes(_run_as_rank, job, nprocs=nprocs, join=True, start_method=start_method)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise LaunchError(f"process {error.error_index} of {nprocs} failed: {error}") from None
+        # Written by our own process a moment ago, in a folder of our own.
+        return pickle.loads(result.read_bytes())
+
+
+def _run_as_rank(
+    rank: int, fn: Callable[..., Any], args: Any, kwargs: Any, nprocs: int, port: int, result: str
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nprocs),
+        LOCAL_WORLD_SIZE=str(nprocs),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    value = fn(*args, **kwargs)
+    if rank == 0:
+        Path(result).write_bytes(pickle.dumps(value))
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None:
+        if default is not None:
+            return default
+        raise LaunchError(f"launcher: environment variable {name} is not set, was the script started by the launcher?")
+    if not re.fullmatch(r"-?\d+", value):
+        raise LaunchError(f'launcher: environment variable {name}="{value}" is no whole number')
+    return int(value)
+
+
+def _text(env: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if env.get(name):
+            return env[name]
+    raise LaunchError(f"launcher: environment variable {names[0]} is not set, was the script started by the launcher?")

@@ -1,0 +1,19 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from ..core.errors import StrategyError
+from ..core.registry import STRATEGIES
+from .base import Strategy
+
+
+@STRATEGIES.register_module()
+class SingleDeviceStrategy(Strategy):
+    """Trains on one device in one process; what every other strategy must agree with."""
+
+    def _check_world(self, world_size: int) -> None:
+        if world_size > 1:
+            raise StrategyError(
+                f'strategy.type: "SingleDeviceStrategy" runs in one process and {world_size} were started, '
+                'choose "DDPStrategy" or start one'
+            )
