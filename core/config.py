@@ -63,7 +63,9 @@ def explain(problems: Sequence[Any], where: str, model: type[BaseModel], hidden:
         return message if message.startswith(f"{where}.") else f"{path}: {message}"
     if kind in ("literal_error", "enum"):
         allowed = str(context.get("expected", "")).replace("'", '"')
-        hint = suggest(given, allowed.replace('"', "").replace(" or ", ", ").split(", ")) if isinstance(given, str) else ""
+        hint = (
+            suggest(given, allowed.replace('"', "").replace(" or ", ", ").split(", ")) if isinstance(given, str) else ""
+        )
         return f"{path}: {_show(given)} is not allowed, choose {allowed}{hint}"
     return f"{path}: {_show(given)} is not allowed, {_wanted(problem, problems)}"
 
@@ -139,12 +141,18 @@ def _strict(annotation: Any) -> Any:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
-        branches = [pydantic.InstanceOf[arg] if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args]
+        branches = [
+            pydantic.InstanceOf[arg] if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args
+        ]
         return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
     if origin is typing.Literal:
         return annotation
     if origin in (list, tuple, dict, set) or (isinstance(origin, type) and issubclass(origin, typing.Iterable)):  # type: ignore[arg-type]
-        if origin is not None and origin.__module__ == "collections.abc" and origin.__name__ in ("Callable", "Iterator"):
+        if (
+            origin is not None
+            and origin.__module__ == "collections.abc"
+            and origin.__name__ in ("Callable", "Iterator")
+        ):
             return Any
         inner = tuple(arg if arg is Ellipsis else _strict(arg) for arg in args)
         return origin[inner] if inner else Any  # type: ignore[index]
@@ -153,7 +161,7 @@ def _strict(annotation: Any) -> Any:
     return Any
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
     """A pydantic model of the keyword arguments of ``function``; None when it has no signature."""
     try:
@@ -176,11 +184,15 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
                 _strict(hints.get(parameter.name, Any)) if hints else Any,
                 pydantic.Field(default, alias=parameter.name),
             )
-    config = ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    config = ConfigDict(
+        extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True, protected_namespaces=()
+    )
     return pydantic.create_model("Arguments", __config__=config, **fields)
 
 
-def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], where: str, provided: tuple[str, ...] = ()) -> None:
+def check_call(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], where: str, provided: tuple[str, ...] = ()
+) -> None:
     """Check the keyword arguments of a call, names and plain types, without making it.
 
     Args:
@@ -201,6 +213,8 @@ def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], where: s
     try:
         model.model_validate(dict(kwargs))
     except pydantic.ValidationError as error:
-        problems = [p for p in error.errors(include_url=False) if not (p["type"] == "missing" and p["loc"][0] in provided)]
+        problems = [
+            p for p in error.errors(include_url=False) if not (p["type"] == "missing" and p["loc"][0] in provided)
+        ]
         if problems:
             raise ConfigError(explain(problems, where, model, provided)) from None

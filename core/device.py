@@ -100,7 +100,9 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
         return torch.device(spec.type)
     count = spec.module.device_count()
     if local_rank >= count:
-        raise StrategyError(f"strategy.device: process {local_rank} of this machine has no {spec.type}, there are {count}")
+        raise StrategyError(
+            f"strategy.device: process {local_rank} of this machine has no {spec.type}, there are {count}"
+        )
     device = torch.device(spec.type, local_rank)
     spec.module.set_device(device)
     return device
@@ -121,7 +123,9 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
     if isinstance(data, (list, tuple)):
         return type(data)(to_device(value, device, non_blocking) for value in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        fields = {f.name: to_device(getattr(data, f.name), device, non_blocking) for f in dataclasses.fields(data) if f.init}
+        fields = {
+            f.name: to_device(getattr(data, f.name), device, non_blocking) for f in dataclasses.fields(data) if f.init
+        }
         return dataclasses.replace(data, **fields)
     if hasattr(data, "to") and callable(data.to):
         return data.to(device)

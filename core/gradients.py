@@ -27,7 +27,9 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped")
+        raise RuntimeError(
+            f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
+        )
     return total
 
 

@@ -53,7 +53,9 @@ class Registry:
             given = [name] if isinstance(name, str) else name
             for key in given or [target.__name__]:  # type: ignore[attr-defined]
                 if not force and self._modules.get(key, target) is not target:
-                    raise ConfigError(f'{self.name} "{key}": already registered as {self._modules[key]}, pass force=True')
+                    raise ConfigError(
+                        f'{self.name} "{key}": already registered as {self._modules[key]}, pass force=True'
+                    )
                 self._modules[key] = target  # type: ignore[assignment]
             return target
 

@@ -28,7 +28,9 @@ def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bo
     return chosen
 
 
-def module_filter(classes: Iterable[str] | Callable[[nn.Module], bool], module: nn.Module, where: str) -> Callable[..., bool]:
+def module_filter(
+    classes: Iterable[str] | Callable[[nn.Module], bool], module: nn.Module, where: str
+) -> Callable[..., bool]:
     """A ``check_fn`` from class names such as ``["Bottleneck"]``, or the callable itself.
 
     Raises:

@@ -112,7 +112,9 @@ class AmpOptimWrapper(OptimWrapper):
         if self._dtype is None:
             self._dtype = DEVICES[device.type].autocast_dtype
             if self._loss_scale is not None and self._dtype is not torch.float16:
-                raise ConfigError(f"{self.where}.loss_scale: has no meaning with {self._dtype}, the default on {device.type}")
+                raise ConfigError(
+                    f"{self.where}.loss_scale: has no meaning with {self._dtype}, the default on {device.type}"
+                )
         if self._dtype is torch.float16 and self._scaler is None:
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
 

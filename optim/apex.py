@@ -86,7 +86,9 @@ class ApexOptimWrapper(OptimWrapper):
             if value is not None:
                 raise ConfigError(f"{where}.{name}: has no meaning here, {_UNUSED[name]}; leave it out")
         if num_losses != 1:
-            raise ConfigError(f"{where}.num_losses: {num_losses} is not allowed, use an OptimWrapperDict for several losses")
+            raise ConfigError(
+                f"{where}.num_losses: {num_losses} is not allowed, use an OptimWrapperDict for several losses"
+            )
         level = opt_level if enabled else "O0"
         if loss_scale not in (None, 1, 1.0) and level in ("O0", "O3"):
             raise ConfigError(f'{where}.loss_scale: has no meaning with opt_level="{level}", choose O1 or O2')

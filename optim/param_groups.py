@@ -83,7 +83,9 @@ class DefaultOptimWrapperConstructor:
             for key in sorted(sorted(keys), key=len, reverse=True)
         }
         lr_rules = self.config.bias_lr_mult is not None or any(key.lr_mult != 1 for key in self.custom_keys.values())
-        wd_rules = any(getattr(self.config, f"{kind}_decay_mult") is not None for kind in ("bias", "norm", "flat", "dwconv"))
+        wd_rules = any(
+            getattr(self.config, f"{kind}_decay_mult") is not None for kind in ("bias", "norm", "flat", "dwconv")
+        )
         wd_rules = wd_rules or any(key.decay_mult != 1 for key in self.custom_keys.values())
         if lr_rules and self.base_lr is None:
             raise ConfigError(f"{where}.optimizer.lr: missing, paramwise_cfg multiplies it")

@@ -30,7 +30,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             raise ConfigError("optim_wrapper: an OptimWrapperDict needs at least one optimizer")
         for name, wrapper in wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
-                raise ConfigError(f"optim_wrapper.{name}: {type(wrapper).__name__} is not allowed, give an OptimWrapper")
+                raise ConfigError(
+                    f"optim_wrapper.{name}: {type(wrapper).__name__} is not allowed, give an OptimWrapper"
+                )
         first_name, first = next(iter(wrappers.items()))
         for name, wrapper in wrappers.items():
             for what in ("accumulate", "precision"):
@@ -100,7 +102,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             elif wrapper.is_built:
                 wrapper.build(model)
             else:
-                raise StrategyError(f"optim_wrapper.{name}: the model has no submodule of this name{suggest(name, parts)}")
+                raise StrategyError(
+                    f"optim_wrapper.{name}: the model has no submodule of this name{suggest(name, parts)}"
+                )
 
     def master(self, parameter: Tensor) -> Tensor:
         """See OptimWrapper."""
@@ -125,7 +129,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     def update_params(self, *_: Any) -> NoReturn:
         """Never: say which optimizer, as in ``optim_wrapper["generator"].update_params(loss)``."""
-        raise StrategyError(f"optim_wrapper: has {len(self)} optimizers, update one: optim_wrapper[name].update_params(loss)")
+        raise StrategyError(
+            f"optim_wrapper: has {len(self)} optimizers, update one: optim_wrapper[name].update_params(loss)"
+        )
 
     backward = step = update_params
 

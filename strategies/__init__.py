@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from .base import Strategy, StrategyConfig
+from .builder import build_strategy
 from .ddp import DDPStrategy
 from .launch import detect_launch, launch
 from .single_device import SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy", "Strategy", "StrategyConfig", "detect_launch", "launch"]
+__all__ = [
+    "DDPStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "StrategyConfig",
+    "build_strategy",
+    "detect_launch",
+    "launch",
+]

@@ -226,6 +226,12 @@ class Strategy:
 
     # State
 
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, with the name under which their state is kept."""
+        first: dict[int, str] = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
     def model_state(self) -> dict[str, Tensor]:
         """Every parameter (its float32 master where one exists) and persistent buffer of this process, live, by name.
 

@@ -56,7 +56,9 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
     if launcher == "none":
         started = _int(env, "WORLD_SIZE", 1)
         if started > 1:
-            raise LaunchError(f'launcher: "none" was given and torchrun started {started} processes, leave launcher out')
+            raise LaunchError(
+                f'launcher: "none" was given and torchrun started {started} processes, leave launcher out'
+            )
         return Launch()
     if launcher == "pytorch" or (launcher is None and {"RANK", "WORLD_SIZE"} <= env.keys()):
         rank = _int(env, "RANK")

@@ -117,7 +117,7 @@ def recover(path: Path) -> None:
 def mark_latest(path: Path) -> None:
     """Make ``path`` the checkpoint that resuming starts from."""
     write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
-    os.replace(path.parent / f".{LATEST}.tmp", path.parent / LATEST)
+    (path.parent / f".{LATEST}.tmp").replace(path.parent / LATEST)
     sync_directory(path.parent)
 
 
@@ -213,5 +213,7 @@ def read_manifest(path: Path) -> Manifest:
         file = path / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
-            raise CheckpointError(f"{file}: {'is missing' if found is None else f'has {found} bytes instead of {size}'}")
+            raise CheckpointError(
+                f"{file}: {'is missing' if found is None else f'has {found} bytes instead of {size}'}"
+            )
     return manifest

@@ -93,7 +93,9 @@ class ShardWriter(StorageWriter):
         """Write this rank's rectangles, one at a time."""
         folder = layout.temporary(self.path)
         if not folder.is_dir():
-            raise CheckpointError(f"{self.path}: rank 0's directory is not visible here, use storage that all processes share")
+            raise CheckpointError(
+                f"{self.path}: rank 0's directory is not visible here, use storage that all processes share"
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(write_shard(folder / plan.storage_data, plan.items, planner) if plan.items else [])
         return done
@@ -144,7 +146,11 @@ def write_shard(path: Path, items: Iterable[WriteItem], planner: SavePlanner) ->
         shape, dtype = tuple(data.chunk.sizes), data.properties.dtype
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{item.index.fqn}: tensors of {dtype} cannot be saved")
-        name = item.index.fqn if shape == tuple(data.size) else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+        name = (
+            item.index.fqn
+            if shape == tuple(data.size)
+            else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+        )
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         results.append(WriteResult(index=item.index, size_in_bytes=end - begin, storage_data=(path.name, name)))
@@ -182,7 +188,9 @@ class ChunkReader(StorageReader):
     def __init__(self, entries: Mapping[str, TensorEntry], source: Source) -> None:
         self.source = source
         self.places = {
-            MetadataIndex(key, torch.Size(chunk.offsets)): chunk for key, entry in entries.items() for chunk in entry.chunks
+            MetadataIndex(key, torch.Size(chunk.offsets)): chunk
+            for key, entry in entries.items()
+            for chunk in entry.chunks
         }
         self.metadata = Metadata(
             state_dict_metadata={

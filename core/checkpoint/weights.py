@@ -44,7 +44,8 @@ def _open_safetensors(path: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             entries = {
-                MODEL + name: _whole(piece.get_dtype(), tuple(piece.get_shape()), name) for name, piece in slices.items()
+                MODEL + name: _whole(piece.get_dtype(), tuple(piece.get_shape()), name)
+                for name, piece in slices.items()
             }
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is no safetensors file, {error}") from None

@@ -1,0 +1,57 @@
+# Needs python3 (3.10 or newer) and make. Everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit format clean distclean
+
+help:
+	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
+	@echo "make test    lint, type check and the whole test suite"
+	@echo "make lint    ruff only"
+	@echo "make types   mypy only"
+	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make clean   remove build outputs and caches (make distclean: .venv and work_dirs too)"
+
+demo: $(VENV)/.installed-examples
+	$(PY) examples/demo.py
+
+test: lint types unit
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# mypy does not follow the import hook of an editable install: it reads an installed copy.
+types: $(VENV)/.installed-dev
+	@rm -rf build/lib build/types
+	@$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flextrain
+
+unit: $(VENV)/.installed-dev
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+format: $(VENV)/.installed-dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# A stamp per set of extras: installed again only when pyproject.toml is newer.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/pyvenv.cfg
+	@echo "Installing flextrain[$*] into $(VENV); the first time this downloads torch, which takes a while"
+	@$(PIP) install --quiet --editable '.[$*]'
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "flextrain needs Python 3.10 or newer, $(PYTHON) is %d.%d: make PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) work_dirs

@@ -1,0 +1,153 @@
+"""The same tiny training run, written once by hand and once for each library that is compared.
+
+Every function trains `Tiny` on the batches of `loader` once and leaves the libraries' defaults alone, except that the loss
+is logged every LOG_INTERVAL iterations. Each imports its library itself and raises ImportError where it is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+LOG_INTERVAL = 10
+LR = 1e-3
+
+_serial = itertools.count()
+
+
+class Net(nn.Module):
+    """Small enough that the time of an iteration is the loop's, not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(inputs), labels)
+
+
+def by_hand(loader: DataLoader[Any], work_dir: Path) -> None:
+    """What the others are measured against: no log, no hook, no check."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for inputs, labels in loader:
+        loss = model(inputs, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flextrain(loader: DataLoader[Any], work_dir: Path) -> None:
+    _flexible_runner(import_module("flextrain"), import_module("flextrain"), loader, work_dir)
+
+
+def mmengine(loader: DataLoader[Any], work_dir: Path) -> None:
+    runner, model = import_module("mmengine.runner._flexible_runner"), import_module("mmengine.model")
+    _flexible_runner(runner, model, loader, work_dir)
+
+
+def _flexible_runner(runner_module: Any, model_module: Any, loader: DataLoader[Any], work_dir: Path) -> None:
+    class Tiny(model_module.BaseModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, inputs: Tensor, labels: Tensor, mode: str = "tensor") -> dict[str, Tensor]:
+            return {"loss": self.net(inputs, labels)}
+
+    runner = runner_module.FlexibleRunner(
+        model=Tiny(),
+        work_dir=str(work_dir),
+        experiment_name=f"overhead_{next(_serial)}",
+        train_dataloader=loader,
+        optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=LR)),
+        param_scheduler=dict(type="LinearLR"),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=LOG_INTERVAL)),
+    )
+    runner.train()
+
+
+def lightning(loader: DataLoader[Any], work_dir: Path) -> None:
+    pl = import_module("lightning.pytorch")
+    loggers = import_module("lightning.pytorch.loggers")
+
+    class Tiny(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(*batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=LOG_INTERVAL,
+        logger=loggers.CSVLogger(str(work_dir)),
+        default_root_dir=str(work_dir),
+        enable_progress_bar=False,
+    )
+    trainer.fit(Tiny(), loader)
+
+
+def fabric(loader: DataLoader[Any], work_dir: Path) -> None:
+    fabric = import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=LR))
+    for step, (inputs, labels) in enumerate(fabric.setup_dataloaders(loader)):
+        loss = model(inputs, labels)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % LOG_INTERVAL == 0:
+            fabric.print(f"{step + 1}: {loss.item():.4f}")
+
+
+def accelerate(loader: DataLoader[Any], work_dir: Path) -> None:
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=LR), loader)
+    for step, (inputs, labels) in enumerate(batches):
+        with accelerator.accumulate(model):
+            loss = model(inputs, labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % LOG_INTERVAL == 0:
+            accelerator.print(f"{step + 1}: {loss.item():.4f}")
+
+
+BASELINE = "hand-written loop"
+CONTESTANTS: dict[str, Callable[[DataLoader[Any], Path], None]] = {
+    BASELINE: by_hand,
+    "flextrain": flextrain,
+    "MMEngine FlexibleRunner": mmengine,
+    "Lightning Trainer": lightning,
+    "Lightning Fabric": fabric,
+    "Accelerate": accelerate,
+}
+# The installed package whose version stands beside a name.
+PACKAGES = {
+    "flextrain": "flextrain",
+    "MMEngine FlexibleRunner": "mmengine",
+    "Lightning Trainer": "lightning",
+    "Lightning Fabric": "lightning",
+    "Accelerate": "accelerate",
+}

@@ -1,0 +1,255 @@
+"""What a training loop costs on top of the model: time per iteration, scalar reads off the device, and import time.
+
+    python benchmarks/loop_overhead.py [--rounds 9] [--iterations 600] [--only flextrain ...]
+
+All contestants (contestants.py) train the same tiny model on the same batches, in one process on one thread, one after the
+other within a round so that a busy moment of the machine meets all of them. The clock is in the dataset: it notes when
+the first sample of each batch is fetched, so that set-up and the checkpoint at the end do not count, and no library is
+patched. Overhead is a contestant's mean time per iteration less that of the hand-written loop in the same round.
+Writes loop_overhead.{md,png,json} to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from contestants import BASELINE, CONTESTANTS, LOG_INTERVAL, PACKAGES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
+
+BATCH_SIZE = 4
+WARM_UP = 100  # iterations left out of the mean: lazy imports, first log lines
+RESULTS = Path(__file__).parent / "results"
+IMPORTS = {
+    "import torch": "import torch",
+    "import flextrain": "import flextrain",
+    "from flextrain import FlexibleRunner": "from flextrain import FlexibleRunner",
+    "from mmengine.runner import Runner": "from mmengine.runner import Runner",
+    "import lightning.pytorch": "import lightning.pytorch",
+    "import accelerate": "import accelerate",
+}
+
+
+class StampedDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Random samples that note, at the first sample of every batch, what `clock` says."""
+
+    def __init__(self, iterations: int, clock: Callable[[], float]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(iterations * BATCH_SIZE, 16, generator=generator)
+        self.labels = torch.randint(4, (iterations * BATCH_SIZE,), generator=generator)
+        self.clock = clock
+        self.stamps: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index % BATCH_SIZE == 0:
+            self.stamps.append(self.clock())
+        return self.inputs[index], self.labels[index]
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts the copies of one number from the device to Python (`.item()`, `float()`, `bool()`)."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def per_iteration(name: str, iterations: int, clock: Callable[[], float]) -> float:
+    """What `clock` advanced per iteration, on average after the warm-up, in a run of one contestant."""
+    dataset = StampedDataset(WARM_UP + iterations, clock)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE)
+    gc.collect()
+    with tempfile.TemporaryDirectory() as work_dir, quiet():
+        CONTESTANTS[name](loader, Path(work_dir))
+    # An untouched loader is read in order; a library that adds its own sampler still fetches every batch once.
+    assert len(dataset.stamps) == WARM_UP + iterations, f"{name} fetched {len(dataset.stamps)} batches"
+    return (dataset.stamps[-1] - dataset.stamps[WARM_UP]) / (iterations - 1)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Send stdout and stderr to nowhere, below Python, so that the terminal's speed does not count."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def count_reads(name: str, iterations: int) -> float:
+    with ScalarReads() as reads:
+        return per_iteration(name, iterations, lambda: reads.count)
+
+
+def import_seconds(statement: str, repeats: int = 5) -> float | None:
+    """Median time of `statement` in a fresh interpreter, less the interpreter's own start; None when it fails."""
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    times = []
+    for _ in range(repeats + 1):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tempfile.gettempdir())
+        if done.returncode:
+            return None
+        times.append(float(done.stdout.split()[-1]))
+    return statistics.median(times[1:])  # the first fills the file cache
+
+
+def installed(names: list[str]) -> list[str]:
+    """The contestants whose library can be imported; the others are named on stderr."""
+    found = []
+    for name in names:
+        try:
+            per_iteration(name, 20, time.perf_counter)
+            found.append(name)
+        except ImportError as error:
+            print(f"left out: {name} ({error})", file=sys.stderr)
+    return found
+
+
+def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds[name].append(per_iteration(name, iterations, time.perf_counter))
+        print(f"round {number + 1}/{rounds}", file=sys.stderr)
+    rows = []
+    for name in names:
+        added = [(own - base) * 1e6 for own, base in zip(seconds[name], seconds[BASELINE], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "version": metadata.version(PACKAGES[name]) if name in PACKAGES else "",
+                "iteration_us": statistics.median(seconds[name]) * 1e6,
+                "added_us": statistics.median(added),
+                "added_us_min": min(added),
+                "added_us_max": max(added),
+                "reads_per_iteration": count_reads(name, 200),
+            }
+        )
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "iterations": iterations,
+        "loops": rows,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    by_name = {row["name"]: row for row in report["loops"]}
+    reference = by_name.get("MMEngine FlexibleRunner")
+    lines = [
+        "| loop | version | us per iteration | added to the hand-written loop (min to max) | of MMEngine's | scalar reads per iteration |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["loops"]:
+        added = f"{row['added_us']:.0f} us ({row['added_us_min']:.0f} to {row['added_us_max']:.0f})"
+        share = f"{row['added_us'] / reference['added_us']:.1%}" if reference else ""
+        if row["name"] == BASELINE:
+            added = share = ""
+        cells = [row["name"], row["version"], f"{row['iteration_us']:.0f}", added, share]
+        lines.append("| " + " | ".join([*cells, f"{row['reads_per_iteration']:.2f}"]) + " |")
+    lines += [
+        "",
+        f"Median of {report['rounds']} interleaved rounds of {report['iterations']} iterations, loss logged every "
+        f"{LOG_INTERVAL} iterations, the libraries' defaults otherwise (the hand-written loop logs nothing). "
+        f"Python {report['python']}, torch {report['torch']}, {report['machine']}.",
+        "",
+        "| import, fresh interpreter, median of 5 | seconds | of torch's |",
+        "| --- | ---: | ---: |",
+    ]
+    torch_seconds = report["imports"]["import torch"]
+    for statement, seconds in report["imports"].items():
+        if seconds is not None:
+            lines.append(f"| `{statement}` | {seconds:.3f} | {seconds / torch_seconds:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted((row for row in report["loops"] if row["name"] != BASELINE), key=lambda row: -row["added_us"])
+    names = [row["name"] for row in rows]
+    added = [row["added_us"] for row in rows]
+    spread = [
+        [row["added_us"] - row["added_us_min"] for row in rows],
+        [row["added_us_max"] - row["added_us"] for row in rows],
+    ]
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.4))
+    colors = ["#d1495b" if name == "flextrain" else "#8d99ae" for name in names]
+    bars = axes.barh(names, added, xerr=spread, color=colors, error_kw={"ecolor": "#2b2d42", "capsize": 3})
+    axes.bar_label(bars, labels=[f"{value:.0f}" for value in added], padding=14)
+    axes.set_xlim(0, max(row["added_us_max"] for row in rows) * 1.15)
+    axes.set_xlabel("microseconds per iteration over a hand-written loop (bars: median, lines: all rounds)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown(report)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=600, help="per contestant and round")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    chosen = [name for name in CONTESTANTS if not arguments.only or name in (BASELINE, *arguments.only)]
+    imports = {statement: import_seconds(code) for statement, code in IMPORTS.items()}
+    report = measure(installed(chosen), arguments.rounds, arguments.iterations)
+    report["imports"] = imports
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "loop_overhead.json").write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.out / "loop_overhead.md").write_text(markdown(report))
+    plot(report, arguments.out / "loop_overhead.png")
+    show(report)
+
+
+if __name__ == "__main__":
+    main()

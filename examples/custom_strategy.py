@@ -1,0 +1,57 @@
+"""A back end of one's own: the gradients of an update travel as one message, after backward.
+
+    torchrun --nproc-per-node 2 examples/custom_strategy.py
+
+Without a wrapper around the model: nothing is sent while micro-batches accumulate, and a slow network sees one large
+message in place of many. A package that offers a strategy to others lists it in its pyproject.toml:
+
+    [project.entry-points."flextrain.strategies"]
+    OneMessageStrategy = "my_package.my_module:OneMessageStrategy"
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flextrain import STRATEGIES, FlexibleRunner, OptimWrapper, Strategy
+
+
+@STRATEGIES.register_module()
+class OneMessageStrategy(Strategy):
+    """The whole model in every process, gradients averaged in one message per update."""
+
+    def setup(self, model: nn.Module, optim: OptimWrapper | None = None) -> tuple[nn.Module, OptimWrapper | None]:
+        model, optim = super().setup(model, optim)
+        if optim is not None and self.world_size > 1:
+            for wrapper in optim.wrappers.values():
+                wrapper.register_step_pre_hook(self._average_gradients)
+        return model, optim
+
+    def _average_gradients(self, optim: OptimWrapper) -> None:
+        parameters = [p for group in optim.param_groups for p in group["params"] if p.requires_grad]
+        # All processes send messages of one length, also where a parameter took no part in the loss.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(message)
+        message /= self.world_size
+        for parameter, part in zip(parameters, message.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+if __name__ == "__main__":
+    from train_classifier import Accuracy, Classifier, dataloader, digits, digits_net
+
+    train_set, val_set = digits()
+    FlexibleRunner(
+        model=Classifier(digits_net()),
+        work_dir="work_dirs/custom_strategy",
+        strategy=dict(type="OneMessageStrategy"),
+        train_dataloader=dataloader(train_set, batch_size=32, num_workers=0, shuffle=True),
+        optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="AdamW", lr=2e-3)),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        val_dataloader=dataloader(val_set, batch_size=32, num_workers=0, shuffle=False),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+    ).train()

@@ -1,0 +1,95 @@
+"""flextrain: one runner for PyTorch training, with the distribution strategy as one argument.
+
+The public names live here and are imported when they are first used, so that `import flextrain` loads neither torch
+nor any optional package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .core.errors import CheckpointError as CheckpointError
+    from .core.errors import ConfigError as ConfigError
+    from .core.errors import FlexTrainError as FlexTrainError
+    from .core.errors import LaunchError as LaunchError
+    from .core.errors import StrategyError as StrategyError
+    from .core.model import BaseDataPreprocessor as BaseDataPreprocessor
+    from .core.model import BaseModel as BaseModel
+    from .core.registry import DATA_SAMPLERS as DATA_SAMPLERS
+    from .core.registry import DATASETS as DATASETS
+    from .core.registry import FUNCTIONS as FUNCTIONS
+    from .core.registry import HOOKS as HOOKS
+    from .core.registry import LOOPS as LOOPS
+    from .core.registry import METRICS as METRICS
+    from .core.registry import MODELS as MODELS
+    from .core.registry import OPTIM_WRAPPER_CONSTRUCTORS as OPTIM_WRAPPER_CONSTRUCTORS
+    from .core.registry import OPTIM_WRAPPERS as OPTIM_WRAPPERS
+    from .core.registry import OPTIMIZERS as OPTIMIZERS
+    from .core.registry import PARAM_SCHEDULERS as PARAM_SCHEDULERS
+    from .core.registry import REPORTERS as REPORTERS
+    from .core.registry import STRATEGIES as STRATEGIES
+    from .core.registry import Registry as Registry
+    from .optim.amp import AmpOptimWrapper as AmpOptimWrapper
+    from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
+    from .optim.wrapper import OptimWrapper as OptimWrapper
+    from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
+    from .runner.evaluation import BaseMetric as BaseMetric
+    from .runner.hooks.hook import Hook as Hook
+    from .runner.runner import FlexibleRunner as FlexibleRunner
+    from .strategies.base import Strategy as Strategy
+    from .strategies.ddp import DDPStrategy as DDPStrategy
+    from .strategies.launch import launch as launch
+    from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+
+__version__ = "0.1.0"
+
+# tests/test_packaging.py holds this table and the imports above against each other.
+_HOMES = {
+    "runner.runner": ["FlexibleRunner"],
+    "core.model": ["BaseModel", "BaseDataPreprocessor"],
+    "runner.evaluation": ["BaseMetric"],
+    "runner.hooks.hook": ["Hook"],
+    "strategies.base": ["Strategy"],
+    "strategies.single_device": ["SingleDeviceStrategy"],
+    "strategies.ddp": ["DDPStrategy"],
+    "strategies.launch": ["launch"],
+    "optim.wrapper": ["OptimWrapper"],
+    "optim.amp": ["AmpOptimWrapper"],
+    "optim.apex": ["ApexOptimWrapper"],
+    "optim.wrapper_dict": ["OptimWrapperDict"],
+    "core.registry": [
+        "Registry",
+        "MODELS",
+        "DATASETS",
+        "DATA_SAMPLERS",
+        "FUNCTIONS",
+        "OPTIMIZERS",
+        "OPTIM_WRAPPERS",
+        "OPTIM_WRAPPER_CONSTRUCTORS",
+        "PARAM_SCHEDULERS",
+        "HOOKS",
+        "LOOPS",
+        "METRICS",
+        "REPORTERS",
+        "STRATEGIES",
+    ],
+    "core.errors": ["FlexTrainError", "ConfigError", "LaunchError", "StrategyError", "CheckpointError"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__"]
+__all__ += list(_HOME_OF)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

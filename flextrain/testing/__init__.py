@@ -1,0 +1,18 @@
+"""Tools to test strategies with: worker processes and the conformance kit."""
+
+from __future__ import annotations
+
+from .conformance import check_strategy
+from .report import CheckResult, ConformanceError, ConformanceReport
+from .workers import WorkerError, WorkerGroup, fresh_rendezvous, run_distributed
+
+__all__ = [
+    "CheckResult",
+    "ConformanceError",
+    "ConformanceReport",
+    "WorkerError",
+    "WorkerGroup",
+    "check_strategy",
+    "fresh_rendezvous",
+    "run_distributed",
+]

@@ -1,0 +1,215 @@
+"""The process at the other end of a WorkerGroup: answers calls until its parent goes away.
+
+Nothing here imports torch at the top: the parent imports this module too, and a worker sets its thread count first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LaunchError
+
+READY = b"ready"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as it travels to a worker.
+
+    Attributes:
+        payload: pickled (function, args, kwargs).
+        modules: the modules that ``payload`` refers to, with their files, for those that cannot be found by name.
+        environ: all environment variables during the call, those of torchrun's among them.
+        ports: free ports, one for each process group that the call may set up.
+    """
+
+    payload: bytes
+    modules: dict[str, str]
+    environ: dict[str, str]
+    cwd: str
+    path: list[str]
+    ports: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker sends back: a pickled result, or an error as text and, where it can be pickled, as it was raised."""
+
+    result: bytes | None = None
+    error: str = ""
+    traceback: str = ""
+    exception: bytes | None = None
+    raised_at: float = 0.0
+
+
+_ports: Iterator[int] = iter(())
+
+
+def fresh_rendezvous() -> None:
+    """Let the next process group of this call meet at another port.
+
+    For a function that runs in a worker and sets up one process group after another; every rank must call it.
+
+    Raises:
+        LaunchError: this process is no worker, or the call used up its ports.
+    """
+    port = next(_ports, None)
+    if port is None:
+        raise LaunchError("fresh_rendezvous: no port left, it works inside WorkerGroup.run and 32 times in one call")
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def serve(connection: Connection, log_file: str, stack_file: str) -> None:
+    """Answer calls until the parent closes the connection or ends."""
+    os.setsid()  # its children die with it, and Ctrl-C reaches the parent only
+    _redirect_output(log_file)
+    faulthandler.enable()
+    stacks = Path(stack_file).open("w")  # noqa: SIM115 - must stay open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # torch's modules are for ever: without them the collection after each call takes a tenth of the time
+    connection.send_bytes(READY)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        connection.send_bytes(pickle.dumps(_answer(request)))
+
+
+def _redirect_output(log_file: str) -> None:
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # The parent may have replaced these two with objects that keep what is written.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _answer(request: bytes) -> Answer:
+    call: Call = pickle.loads(request)
+    with _clean_state(call):
+        try:
+            for name, file in call.modules.items():
+                _make_importable(name, file)
+            function, args, kwargs = pickle.loads(call.payload)
+            return Answer(result=pickle.dumps(function(*args, **kwargs)))
+        except BaseException as error:  # SystemExit and DCP's CheckpointException too: the parent decides what to do
+            # The time is taken here: leaving the process group below makes ranks that wait for this one fail as well.
+            return Answer(
+                raised_at=time.time(),
+                error="".join(traceback.format_exception_only(error)).strip(),
+                traceback="".join(traceback.format_exception(error)),
+                exception=_pickled_exception(error),
+            )
+
+
+def _pickled_exception(error: BaseException) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+@contextlib.contextmanager
+def _clean_state(call: Call) -> Iterator[None]:
+    """Each call finds the process as if it had just started, and leaves no process group behind."""
+    global _ports
+    os.environ.clear()
+    os.environ.update(call.environ)
+    os.chdir(call.cwd)
+    sys.path[:] = call.path
+    _ports = iter(call.ports)
+    _reset_torch()
+    try:
+        yield
+    finally:
+        _leave_process_group()
+        gc.collect()
+
+
+def _reset_torch() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    if (
+        torch.are_deterministic_algorithms_enabled()
+    ):  # asked first: setting it imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(False)
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _make_importable(name: str, file: str) -> None:
+    """Import ``name``, from its ``file`` when it is on no path (test modules, scripts loaded by path)."""
+    try:
+        importlib.import_module(name)
+        return
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not (name == missing or name.startswith(f"{missing}.")):
+            raise
+    root = _root_of(name, Path(file))
+    if root is not None:
+        sys.path.append(str(root))
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f'WorkerGroup.run: module "{name}" cannot be imported from {file}')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _root_of(name: str, file: Path) -> Path | None:
+    """The folder that makes ``name`` importable when it is put on the path; None when names and folders differ."""
+    parts: list[Any] = name.split(".")
+    if len(parts) < 2 or list(file.with_suffix("").parts[-len(parts) :]) != parts:
+        return None
+    return file.parents[len(parts) - 1]

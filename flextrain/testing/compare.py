@@ -1,0 +1,128 @@
+"""Comparisons that say what differs, where, by how much and, where it shows, why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import FlexTrainError
+
+# Float32 keeps 24 bits, 6e-8 relative. Sums taken in another order (per process, then over processes) round differently
+# at each of a few tens of additions and updates; what remains well above 1e-6 is a different sum.
+FLOAT32_TOLERANCE = 1e-6
+
+
+class CheckFailed(FlexTrainError, AssertionError):
+    """What a check found is not what it asks for."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise CheckFailed unless ``condition`` holds."""
+    if not condition:
+        raise CheckFailed(message)
+
+
+# Tensors whose elements are all below this share of the largest of their kind are compared on that scale: they are
+# differences of larger numbers and carry their rounding.
+SMALL = 0.01
+
+
+def relative_difference(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The largest difference of two tensors over the largest magnitude in ``expected``, or over ``scale`` if that is more.
+
+    Infinite where one of them is not finite and the other is not the same.
+    """
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    if torch.equal(found, expected) or not expected.numel():
+        return 0.0
+    difference = (found - expected).abs().max().item()
+    return difference / max(_magnitude(expected), scale, 1e-30) if difference < float("inf") else float("inf")
+
+
+def _magnitude(value: Any) -> float:
+    is_number = isinstance(value, Tensor) and value.numel() and value.dtype is not torch.bool
+    return float(value.detach().double().abs().max()) if is_number else 0.0
+
+
+def multiple(found: Tensor, expected: Tensor) -> str:
+    """The words ``, it is 0.5 times what it should be`` if that is how they differ; otherwise empty."""
+    a, b = found.detach().double().flatten().cpu(), expected.detach().double().flatten().cpu()
+    if not b.norm() > 0:
+        return ""
+    factor = (a @ b / (b @ b)).item()
+    if not (a - factor * b).norm() <= 1e-3 * a.norm() or abs(factor - 1) < 1e-4:
+        return ""
+    return f", it is {factor:.4g} times what it should be"
+
+
+def same_numbers(found: Iterable[float | None], expected: Iterable[float | None], what: str, tolerance: float) -> None:
+    """Raise CheckFailed at the first update whose number differs by more than ``tolerance``, relative."""
+    found, expected = list(found), list(expected)
+    require(len(found) == len(expected), f"{len(found)} updates were made, single-device makes {len(expected)}")
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours is None or theirs is None:
+            require(ours is theirs, f"{what} of update {number} is {ours}, single-device has {theirs}")
+            continue
+        difference = relative_difference(torch.tensor(ours), torch.tensor(theirs))
+        hint = multiple(torch.tensor([ours]), torch.tensor([theirs])) if difference > 0.01 else ""
+        require(
+            difference <= tolerance,
+            f"{what} of update {number} is {ours:.8g}, single-device has {theirs:.8g} "
+            f"(relative difference {difference:.1e}, allowed {tolerance:.0e}){hint}",
+        )
+
+
+def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: str, tolerance: float = 0.0) -> None:
+    """Raise CheckFailed at the entry that differs most, if it does by more than ``tolerance``, relative.
+
+    Entries that only one side has are left to ``same_keys``; something must be on both.
+    """
+    keys = [key for key in expected if key in found]
+    require(bool(keys), f"{what}: nothing to compare, the keys are {_some(sorted(found))} and not {_some(sorted(expected))}")
+    scales = _scales(expected)
+    worst, where = 0.0, ""
+    for key in keys:
+        value = expected[key]
+        if isinstance(value, Tensor):
+            require(
+                isinstance(found[key], Tensor) and found[key].shape == value.shape,
+                f"{what}: {key} has shape {tuple(getattr(found[key], 'shape', ()))}, expected {tuple(value.shape)}",
+            )
+            difference = relative_difference(found[key], value, scales[_kind(key)])
+            if difference > worst:
+                worst, where = difference, key
+        else:
+            require(found[key] == value, f"{what}: {key} is {found[key]!r}, expected {value!r}")
+    allowed = f"allowed {tolerance:.0e}" if tolerance else "must be equal"
+    require(worst <= tolerance, f"{what}: {where} differs by {worst:.1e} relative, {allowed}")
+
+
+def _kind(key: str) -> str:
+    return "model" if key.startswith("model.") else key.rpartition(".")[2]
+
+
+def _scales(expected: Mapping[str, Any]) -> dict[str, float]:
+    scales: dict[str, float] = {}
+    for key, value in expected.items():
+        scales[_kind(key)] = max(scales.get(_kind(key), 0.0), SMALL * _magnitude(value))
+    return scales
+
+
+def same_keys(found: Iterable[str], expected: Iterable[str], what: str) -> None:
+    """Raise CheckFailed naming the missing and the unexpected keys."""
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    parts = []
+    if missing:
+        near = difflib.get_close_matches(missing[0], extra, n=1)
+        parts.append(f"{len(missing)} missing, {_some(missing)}" + (f' (renamed to "{near[0]}"?)' if near else ""))
+    if extra:
+        parts.append(f"{len(extra)} unexpected, {_some(extra)}")
+    require(not parts, f"{what}: keys differ from single-device's: {'; '.join(parts)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,98 @@
+"""check_strategy: the one definition of what a strategy must do, for the library's own and for those of third parties."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from ..core.errors import ConfigError, suggest
+from . import checks_contract, checks_state, checks_training  # noqa: F401 - importing them registers their checks
+from .compare import FLOAT32_TOLERANCE, CheckFailed
+from .kit import CHECKS, Kit, Refused
+from .report import CheckResult, ConformanceError, ConformanceReport
+from .sessions import StrategyLike, strategy_name
+from .workers import WorkerError, WorkerGroup
+
+# Those that a strategy fails by itself come first, so that the first failure listed is the nearest to its cause.
+ORDER = (
+    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "schedule", "frozen", "tied",
+    "evaluation", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
+    "refusals", "teardown",
+)  # fmt: skip
+
+
+def check_strategy(
+    strategy: StrategyLike,
+    *,
+    world_size: int = 2,
+    workers: WorkerGroup | None = None,
+    only: Collection[str] | None = None,
+    skip: Collection[str] = (),
+    tolerance: float = FLOAT32_TOLERANCE,
+    timeout_s: float = 60.0,
+) -> ConformanceReport:
+    """Train small models under a strategy, without the runner, and compare with a single device on the whole batch.
+
+    Processes on this machine with gloo, no accelerator. In a script, call it under ``if __name__ == "__main__":``.
+
+    Args:
+        strategy: a registered name, ``dict(type=...)``, a class, or a function without arguments that makes one; importable
+            in other processes, so no lambda.
+        world_size: number of processes; 1 for a strategy of one process.
+        workers: processes to use, of that number; default: new ones, ended afterwards.
+        only, skip: names of checks to make, to leave out.
+        tolerance: relative difference to single-device that counts as rounding, in float32.
+        timeout_s: how long one check may take.
+
+    Raises:
+        ConformanceError: listing every check that failed, with what was found.
+    """
+    names = _selected(only, skip)
+    report = ConformanceReport(strategy_name(strategy), world_size)
+    group = workers or WorkerGroup(world_size, timeout_s)
+    if group.world_size != world_size:
+        raise ConfigError(f"check_strategy.workers: has {group.world_size} processes, world_size is {world_size}")
+    try:
+        for name in ORDER:
+            if name in names:
+                report.results.append(_make(name, strategy, group, tolerance))
+            elif name in skip:
+                report.results.append(CheckResult(name, CHECKS[name][0], "skipped"))
+    finally:
+        if workers is None:
+            group.close()
+    if not report.passed:
+        raise ConformanceError(report)
+    return report
+
+
+def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:
+    for argument, names in (("only", only or ()), ("skip", skip)):
+        for name in names:
+            if name not in CHECKS:
+                raise ConfigError(f'check_strategy.{argument}: "{name}" is no check{suggest(name, CHECKS)}')
+    return set(CHECKS if only is None else only) - set(skip)
+
+
+def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: float) -> CheckResult:
+    title, _ = CHECKS[name]
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="flextrain-") as folder:
+        try:
+            group.run(_run_check, name, Kit(strategy, group.world_size, Path(folder), tolerance))
+        except WorkerError as error:
+            seconds = time.perf_counter() - begin
+            if isinstance(error.__cause__, Refused):
+                return CheckResult(name, title, "refused", str(error.__cause__), seconds)
+            # What a check says speaks for itself; anything else needs the traceback.
+            found = str(error.__cause__) if isinstance(error.__cause__, CheckFailed) else str(error)
+            return CheckResult(name, title, "failed", found, seconds)
+    return CheckResult(name, title, "passed", seconds=time.perf_counter() - begin)
+
+
+def _run_check(name: str, kit: Kit) -> None:
+    CHECKS[name][1](dataclasses.replace(kit, rank=int(os.environ["RANK"])))

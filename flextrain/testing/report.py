@@ -1,0 +1,86 @@
+"""What the conformance kit found out about a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import FlexTrainError
+
+Status = Literal["passed", "failed", "refused", "skipped"]
+_STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check's outcome.
+
+    Attributes:
+        name: what ``only`` and ``skip`` call it.
+        title: what it asks for, as a sentence.
+        status: "refused" means that the strategy declined the request in ``setup``, which the contract allows there.
+        message: what was found instead; one line, then details.
+    """
+
+    name: str
+    title: str
+    status: Status
+    message: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class ConformanceReport:
+    """The outcome of all checks; printing it with rich gives a table, ``str`` the same without colours."""
+
+    strategy: str
+    world_size: int
+    results: list[CheckResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The failed checks' messages by name."""
+        return {result.name: result.message for result in self.results if result.status == "failed"}
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{self.strategy} on {self.world_size} processes", title_justify="left")
+        for heading in ("check", "outcome", "what it asks for"):
+            table.add_column(heading)
+        table.add_column("seconds", justify="right")
+        for result in self.results:
+            text = Text(result.title)
+            if result.message:
+                text.append(f"\n{result.message.splitlines()[0]}", style=_STYLES[result.status])
+            outcome = Text(result.status, style=_STYLES[result.status])
+            table.add_row(result.name, outcome, text, f"{result.seconds:.1f}")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+class ConformanceError(FlexTrainError, AssertionError):
+    """A strategy failed checks; the message lists each with what was found.
+
+    Attributes:
+        report: all results, the passed checks among them.
+    """
+
+    def __init__(self, report: ConformanceReport) -> None:
+        count, total = len(report.failed), len(report.results)
+        lines = [f"{report.strategy}: {count} of {total} checks failed on {report.world_size} processes"]
+        lines += [f"- {name}: {message}" for name, message in report.failed.items()]
+        super().__init__("\n".join(lines))
+        self.report = report

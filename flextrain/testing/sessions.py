@@ -1,0 +1,145 @@
+"""A strategy's life in a test: built, set up with a model, trained, looked at as a whole, torn down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core import distributed as dist
+from ..core.checkpoint import Checkpoint, save_checkpoint
+from ..core.registry import STRATEGIES
+from ..optim.wrapper import OptimWrapper
+from ..strategies.base import Strategy
+from ..strategies.single_device import SingleDeviceStrategy
+from .loop import Steps, Trace, alone, train
+from .models import Batch, ConformanceNet, SmallModel
+from .workers import fresh_rendezvous
+
+StrategyLike = str | Mapping[str, Any] | type[Strategy] | Callable[[], Strategy]
+SEED = 7
+# Far apart, so that a process that kept its own seed has visibly different weights.
+SEED_STEP = 1000
+
+
+@dataclass
+class Session:
+    """A strategy after ``setup``, with what the loop uses."""
+
+    strategy: Strategy
+    model: nn.Module
+    optim: OptimWrapper
+
+
+@dataclass
+class Run:
+    """A training run: what the loop saw, and the whole model after each update (the first entry is before training)."""
+
+    trace: Trace
+    weights: list[dict[str, Tensor]]
+
+
+def make_strategy(spec: StrategyLike) -> Strategy:
+    """The strategy that a registered name, a configuration, a class or a factory describes."""
+    if isinstance(spec, (str, Mapping)):
+        return STRATEGIES.build(spec, "strategy")  # type: ignore[no-any-return]
+    return spec()
+
+
+def strategy_name(spec: StrategyLike) -> str:
+    """What to call the strategy in a report."""
+    if isinstance(spec, Mapping):
+        kind = spec.get("type")
+        options = ", ".join(f"{key}={value!r}" for key, value in spec.items() if key != "type")
+        return f"{getattr(kind, '__name__', kind)}({options})"
+    return spec if isinstance(spec, str) else getattr(spec, "__name__", repr(spec))
+
+
+@contextlib.contextmanager
+def started(
+    spec: StrategyLike, optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
+) -> Iterator[Session]:
+    """The strategy set up with a model that every process initialised from a seed of its own; torn down at the end."""
+    fresh_rendezvous()
+    strategy = make_strategy(spec)
+    try:
+        strategy.setup_environment()
+        torch.manual_seed(seed + SEED_STEP * strategy.rank)
+        model, built = strategy.setup(model_class(), optim)
+        assert built is not None
+        yield Session(strategy, model, built)  # type: ignore[arg-type]
+    finally:
+        strategy.teardown()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def single_device(
+    optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
+) -> Iterator[Session]:
+    """The reference: one process with the whole batch and rank 0's seed; each process can have its own."""
+    with alone():
+        strategy = SingleDeviceStrategy(device="cpu")
+        torch.manual_seed(seed)
+        model, built = strategy.setup(model_class(), optim)
+        assert built is not None
+        yield Session(strategy, model, built)  # type: ignore[arg-type]
+        strategy.teardown()
+
+
+def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequence[Steps] = ()) -> Run:
+    """Train on the windows, keeping the whole model after each update."""
+    strategy = session.strategy
+    weights = [whole_model(strategy)]
+    trace = train(
+        strategy, session.model, session.optim, windows, schedulers, lambda: weights.append(whole_model(strategy))
+    )
+    return Run(trace, weights)
+
+
+def whole_state(strategy: Strategy) -> dict[str, Any]:
+    """The canonical state with every tensor whole, on every process; collective.
+
+    What several processes hold is each process's own, so that comparing on all of them finds a process that strays.
+    """
+    state = strategy.state_dict()
+    local = {key: _whole(state[key]) for key in sorted(state)}
+    # Most is on every process already, and objects travel slowly: only what some process lacks does.
+    holders = [set(keys) for keys in dist.all_gather_object(list(local))]
+    lacking = set.union(*holders) - set.intersection(*holders)
+    if lacking:
+        for part in dist.all_gather_object({key: local[key] for key in lacking if key in local}):
+            local = {**part, **local}
+    return local
+
+
+def whole_model(strategy: Strategy) -> dict[str, Tensor]:
+    """The ``model.`` part of ``whole_state``."""
+    return {key: value for key, value in whole_state(strategy).items() if key.startswith("model.")}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def save(session: Session, path: Path) -> None:
+    """Write the session's state to a checkpoint directory; collective."""
+    save_checkpoint(path, {**session.strategy.state_dict(), "optim.wrapper": session.optim.state_dict()})
+
+
+def load(session: Session, path: Path) -> None:
+    """Continue the session from a checkpoint directory; collective."""
+    checkpoint = Checkpoint.open(path)
+    template = session.strategy.load_template(checkpoint.saved)
+    checkpoint.load(template)
+    values = dict(checkpoint.values)
+    session.optim.load_state_dict(values.pop("optim.wrapper"))
+    session.strategy.load_state_dict({**values, **template})

@@ -1,0 +1,283 @@
+"""Processes for tests: started once, used for many calls, and never able to hang the caller."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..core.errors import FlexTrainError
+from ._worker import READY, Answer, Call, _end_with_parent, fresh_rendezvous, serve
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 180.0  # a cold import of torch on a busy machine
+GRACE_S = 2.0  # how long the others may take once one rank has failed
+PORTS_PER_CALL = 33
+
+__all__ = ["WorkerError", "WorkerGroup", "fresh_rendezvous", "run_distributed"]
+
+
+class WorkerError(FlexTrainError, RuntimeError):
+    """A rank raised, died or hung; the message has its traceback, or the stack of every rank that hung.
+
+    Attributes:
+        rank: the rank that failed first.
+        timed_out: whether it had to be ended because it did not answer in time.
+
+    ``__cause__`` is the exception of that rank itself where it can be pickled.
+    """
+
+    def __init__(self, message: str, rank: int, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.timed_out = timed_out
+
+
+@dataclass
+class _Worker:
+    process: SpawnProcess
+    connection: Connection
+    log: Path
+    stacks: Path
+    log_start: int = 0
+
+    def output(self, last_chars: int = 4000) -> str:
+        """The tail of what the process printed during this call."""
+        if not self.log.exists():
+            return ""
+        return self.log.read_bytes()[self.log_start :].decode(errors="replace")[-last_chars:].strip()
+
+
+class WorkerGroup:
+    """Processes on this machine that look to the code in them as if torchrun had started them.
+
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
+    otherwise the variables, folder and import path that the caller has at the time of the call. The processes start at
+    the first ``run`` and are used again until ``close``; each computes with one thread.
+
+    Args:
+        world_size: number of processes.
+        timeout_s: how long one ``run`` may take.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._workers: list[_Worker] = []
+        self._folder: Path | None = None
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """What ``function(*args, **kwargs)`` returns on every rank, ordered by rank.
+
+        The function must be importable (no lambda, no function inside a function), arguments and results picklable.
+        A process group that it leaves behind is destroyed.
+
+        Raises:
+            WorkerError: a rank raised, died, or did not answer within ``timeout_s``. When any rank had to be ended, all
+                processes are, and the next call starts new ones.
+        """
+        payload, modules = _pack(function, args, kwargs)
+        self._start()
+        ports = _free_ports(PORTS_PER_CALL)
+        for rank, worker in enumerate(self._workers):
+            worker.log_start = worker.log.stat().st_size
+            call = Call(payload, modules, self._environ(rank, ports[0]), str(Path.cwd()), list(sys.path), ports[1:])
+            worker.connection.send_bytes(pickle.dumps(call))
+        answers = self._collect(self.timeout_s)
+        if self._failed(answers):
+            self._raise(answers, getattr(function, "__name__", str(function)))
+        return [pickle.loads(answers[rank].result or b"") for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes; the next ``run`` starts new ones. Safe to call twice."""
+        atexit.unregister(self.close)
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(timeout=GRACE_S)
+        self._kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._workers and all(worker.process.is_alive() for worker in self._workers):
+            return
+        self._kill()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="flextrain-workers-"))
+            # Registered after multiprocessing's own handler, so it runs before that one waits for the processes.
+            atexit.register(self.close)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            log, stacks = self._folder / f"rank{rank}.log", self._folder / f"rank{rank}.stacks"
+            log.write_bytes(b"")
+            ours, theirs = context.Pipe()
+            # Not a daemon: data loaders inside need children of their own.
+            process = context.Process(target=serve, args=(theirs, str(log), str(stacks)), name=f"flextrain-rank{rank}")
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, log, stacks))
+        answers = self._collect(START_TIMEOUT_S, expect_ready=True)
+        if self._failed(answers):
+            self._raise(answers, "start")
+
+    def _environ(self, rank: int, port: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _collect(self, timeout_s: float, expect_ready: bool = False) -> dict[int, Answer]:
+        """The answers that came in time; a rank that died answers with its exit code."""
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.world_size:
+            pending = {rank: w for rank, w in enumerate(self._workers) if rank not in answers}
+            watched = [end for w in pending.values() for end in (w.connection, w.process.sentinel)]
+            if not wait(watched, timeout=max(0.0, deadline - time.monotonic())):
+                break
+            for rank, worker in pending.items():
+                answer = _receive(worker, expect_ready)
+                if answer is not None:
+                    answers[rank] = answer
+                    if answer.result is None:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _failed(self, answers: dict[int, Answer]) -> bool:
+        return len(answers) < self.world_size or any(answer.result is None for answer in answers.values())
+
+    def _raise(self, answers: dict[int, Answer], what: str) -> None:
+        failures = {rank: answer for rank, answer in answers.items() if answer.result is None}
+        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        dead = [rank for rank, worker in enumerate(self._workers) if not worker.process.is_alive()]
+        parts: list[str] = []
+        cause = None
+        if failures:
+            first = min(failures, key=lambda rank: failures[rank].raised_at)
+            answer = failures[first]
+            parts += [f"{what}: rank {first} of {self.world_size} failed, {answer.error}", answer.traceback.rstrip()]
+            parts += [f"rank {rank} then failed too, {failures[rank].error}" for rank in failures if rank != first]
+            cause = pickle.loads(answer.exception) if answer.exception else None
+        else:
+            first = silent[0]
+            ranks = ", ".join(map(str, silent))
+            parts.append(f"{what}: no answer from rank {ranks} of {self.world_size} within {self.timeout_s:g} s")
+        parts += [f"rank {rank} was at\n{self._stack(rank)}" for rank in silent]
+        printed = {rank: worker.output() for rank, worker in enumerate(self._workers)}
+        parts += [f"rank {rank} printed\n{text}" for rank, text in printed.items() if text]
+        if silent or dead:
+            self._kill()
+        raise WorkerError("\n".join(parts), first, timed_out=not failures) from cause
+
+    def _stack(self, rank: int) -> str:
+        """The Python stack of every thread of a rank that is still busy."""
+        worker = self._workers[rank]
+        if worker.process.pid is None or not worker.process.is_alive():
+            return "(ended)"
+        # A process that has not come as far as to listen for the signal would die of it, and has nothing to tell yet.
+        if worker.stacks.exists():
+            os.kill(worker.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, text = text, worker.stacks.read_text() if worker.stacks.exists() else ""
+            if text and text == before:
+                break
+        threads = [thread for thread in text.strip().split("\n\n") if f"in {_end_with_parent.__name__}" not in thread]
+        return "\n\n".join(threads) or "(no stack could be read)"
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            if worker.process.is_alive() and worker.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.kill()  # it may not have come as far as to lead a process group
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+
+
+def run_distributed(
+    function: Callable[..., T], world_size: int, timeout_s: float, *args: Any, **kwargs: Any
+) -> list[T]:
+    """What ``function`` returns on every rank of processes that live for this call only; see ``WorkerGroup.run``."""
+    with WorkerGroup(world_size, timeout_s) as group:
+        return group.run(function, *args, **kwargs)
+
+
+def _receive(worker: _Worker, expect_ready: bool) -> Answer | None:
+    try:
+        if worker.connection.poll():
+            data = worker.connection.recv_bytes()
+            if expect_ready:
+                return Answer(result=data) if data == READY else Answer(error="did not start", raised_at=time.time())
+            return pickle.loads(data)  # type: ignore[no-any-return]
+    except (EOFError, OSError):
+        worker.process.join(timeout=GRACE_S)
+    if worker.process.is_alive():
+        return None
+    return Answer(error=f"the process ended with exit code {worker.process.exitcode}", raised_at=time.time())
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the modules that pickled functions and classes come from."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: dict[str, str] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, types.FunctionType)):
+            module = sys.modules.get(value.__module__)
+            file = getattr(module, "__file__", None)
+            if file and value.__module__ != "__main__":
+                self.modules[value.__module__] = file
+        return NotImplemented
+
+
+def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump((function, args, kwargs))
+    return buffer.getvalue(), pickler.modules
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]

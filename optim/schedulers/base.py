@@ -1,0 +1,211 @@
+"""What all parameter schedulers share: the window in which they act, the clock, the state."""
+
+# No `from __future__ import annotations` here: fields keep their types as objects, so that the constructors that
+# dataclass writes for subclasses in other modules can be checked against a configuration.
+
+import logging
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from torch import Tensor
+
+from ...core.errors import CheckpointError, ConfigError, suggest
+
+INF = int(1e9)
+"""The ``end`` of a window that stays open."""
+
+logger = logging.getLogger("flextrain")
+
+SchedulerT = TypeVar("SchedulerT", bound="ParamScheduler")
+
+
+class HasParamGroups(Protocol):
+    """What a scheduler acts on: an OptimWrapper or a torch optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(eq=False)
+class ParamScheduler:
+    """Sets ``param_name`` in every parameter group, once per `step`, while the step lies in [begin, end).
+
+    The constructor makes step 0. Subclasses say in `_next` how a value follows from the one before, so several schedulers
+    may act on one optimizer, at the same time or in windows that follow each other. The values live in the optimizer's groups
+    and are saved with them; `state_dict` holds the position in the schedule. Configuration is not saved: after a
+    resume the arguments given to the constructor count.
+
+    Args:
+        optimizer: an OptimWrapper or a torch optimizer.
+        param_name: key in the groups; "momentum" stands for the first of ``betas`` where a group has no momentum.
+        begin: first step at which the values are set.
+        end: the step from which on they are left alone.
+        last_step: the last step inside the window that was made before, to go on without a saved state.
+        by_epoch: steps are epochs; otherwise iterations, which are updates of the optimizer.
+        verbose: log every value that is set.
+
+    Raises:
+        ConfigError: a value outside of its range, or an optimizer without ``param_name``.
+    """
+
+    optimizer: HasParamGroups = field(repr=False)
+    param_name: str
+    _: KW_ONLY
+    begin: int = 0
+    end: int = INF
+    last_step: int = -1
+    by_epoch: bool = True
+    verbose: bool = False
+
+    need_val_args: ClassVar[bool] = False
+    """Whether `step` wants the metrics of a validation epoch."""
+    _counts: ClassVar[tuple[str, ...]] = ()
+    """The arguments, besides the window, that count steps."""
+    _unsaved: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that do not belong into the state, besides the constructor's arguments."""
+
+    def __post_init__(self) -> None:
+        self._prepare()
+        initial = f"initial_{self.param_name}"
+        for i, group in enumerate(self.optimizer.param_groups):
+            if self.last_step >= 0 and initial not in group:
+                raise ConfigError(f"{self._where('last_step')}: {self.last_step} needs {initial} in param_groups[{i}]")
+            group.setdefault(initial, float(self._read(group)))
+        self.base_values = [float(group[initial]) for group in self.optimizer.param_groups]
+        self._global_step = -1 if self.last_step < 0 else self.begin + self.last_step
+        self._last_value = self._values()
+        self.step()
+
+    @classmethod
+    def build_iter_from_epoch(
+        cls: type[SchedulerT], *args: Any, epoch_length: int | None = None, by_epoch: bool = True, **options: Any
+    ) -> SchedulerT:
+        """A scheduler that moves every iteration, from arguments that count epochs of ``epoch_length`` iterations."""
+        if not by_epoch:
+            raise ConfigError(
+                f"{cls.__name__}.by_epoch: False is not allowed, only epochs can be converted to iterations"
+            )
+        if epoch_length is None or epoch_length <= 0:
+            raise ConfigError(f"{cls.__name__}.epoch_length: {epoch_length} is not allowed, give a positive int")
+        return cls(*args, **cls.in_iterations(options, epoch_length))
+
+    @classmethod
+    def in_iterations(cls, options: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
+        """The constructor's keyword arguments ``options`` with epochs replaced by iterations; epochs may be fractions."""
+        counts = ("begin", "end", *cls._counts)
+        return {
+            **{name: _scaled(value, epoch_length) if name in counts else value for name, value in options.items()},
+            "by_epoch": False,
+        }
+
+    def step(self) -> None:
+        """Move on by one step and set the values if it lies in the window."""
+        self._global_step += 1
+        if self.begin <= self._global_step < self.end:
+            self.last_step += 1
+            for group, value in zip(self.optimizer.param_groups, self._get_value(), strict=True):
+                self._write(group, value)
+        self._last_value = self._values()
+
+    def get_last_value(self) -> list[float]:
+        """The values that the last step left, one per group."""
+        return [float(value) for value in self._last_value]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the schedule as plain values: all attributes but the constructor's arguments."""
+        configuration = {f.name for f in fields(self)} - {"last_step"} | self._unsaved
+        state = {name: value for name, value in vars(self).items() if name not in configuration}
+        return {**state, "_last_value": self.get_last_value()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``; the values themselves come back with the optimizer's state.
+
+        Raises:
+            CheckpointError: the state is of another kind of scheduler or of another number of groups.
+        """
+        name, expected = type(self).__name__, self.state_dict()
+        if differing := sorted(set(state) ^ set(expected)):
+            raise CheckpointError(
+                f"{name}: saved by another kind of scheduler, the states differ in {', '.join(differing)}"
+            )
+        if len(state["base_values"]) != len(self.base_values):
+            groups = f"{len(state['base_values'])} parameter groups, the optimizer has {len(self.base_values)}"
+            raise CheckpointError(f"{name}: saved for {groups}")
+        vars(self).update(state)
+
+    def _get_value(self) -> list[float]:
+        """The value that every group gets at `last_step`; subclasses override this or `_next`."""
+        return [self._next(value, base) for value, base in zip(self._values(), self.base_values, strict=True)]
+
+    def _next(self, value: float, base: float) -> float:
+        """What follows ``value`` at `last_step`, in a group that began with ``base``.
+
+        ``value`` may be a 0-dim tensor (a capturable optimizer's lr); plain arithmetic never waits for its device.
+        """
+        raise NotImplementedError
+
+    def _prepare(self) -> None:
+        """Raise ConfigError for arguments out of range, work out those left open; subclasses extend this."""
+        self._require(self.begin >= 0, "begin", "an int from 0 on")
+        self._require(self.end > self.begin, "end", f"an int larger than begin={self.begin}")
+        self._require(self.last_step >= -1, "last_step", "an int from -1 on")
+        for i, group in enumerate(self.optimizer.param_groups):
+            if self.param_name not in group and not self._is_beta(group):
+                known = [key for key in group if key != "params"]
+                hint = suggest(self.param_name, known) or f", it has {', '.join(known)}"
+                raise ConfigError(
+                    f"{self._where('param_name')}: no {self.param_name} in the optimizer's group {i}{hint}"
+                )
+
+    def _require(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            raise ConfigError(f"{self._where(name)}: {getattr(self, name)!r} is not allowed, give {wanted}")
+
+    def _where(self, name: str) -> str:
+        return f"{type(self).__name__}.{name}"
+
+    def _is_beta(self, group: dict[str, Any]) -> bool:
+        return self.param_name == "momentum" and "momentum" not in group and "betas" in group
+
+    def _read(self, group: dict[str, Any]) -> Any:
+        return group["betas"][0] if self._is_beta(group) else group[self.param_name]
+
+    def _write(self, group: dict[str, Any], value: float) -> None:
+        if self._is_beta(group):
+            group["betas"] = (value, *group["betas"][1:])
+        elif isinstance(group[self.param_name], Tensor):
+            group[self.param_name].fill_(value)
+        else:
+            group[self.param_name] = value
+        if self.verbose:
+            logger.info(
+                "%s: %s is %.4e from step %d on", type(self).__name__, self.param_name, value, self._global_step
+            )
+
+    def _values(self) -> list[Any]:
+        values = [self._read(group) for group in self.optimizer.param_groups]
+        return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+@dataclass(eq=False)
+class LRScheduler(ParamScheduler):
+    """Fixes ``param_name`` of the scheduler that it is mixed into to the learning rate."""
+
+    param_name: str = field(default="lr", init=False)
+
+
+@dataclass(eq=False)
+class MomentumScheduler(ParamScheduler):
+    """Fixes ``param_name`` of the scheduler that it is mixed into to SGD's momentum, or Adam's first beta."""
+
+    param_name: str = field(default="momentum", init=False)
+
+
+def _scaled(value: Any, epoch_length: int) -> Any:
+    """``value`` epochs as iterations; what is no number is left for the check of the arguments to refuse."""
+    if isinstance(value, (list, tuple)):
+        return [_scaled(item, epoch_length) for item in value]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value == INF:
+        return value
+    return int(value * epoch_length)

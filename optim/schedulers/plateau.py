@@ -1,0 +1,112 @@
+"""The scheduler that listens to a validation metric."""
+
+# No `from __future__ import annotations` here, for the reason given in base.py.
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ...core.errors import ConfigError, suggest
+from ...core.registry import PARAM_SCHEDULERS
+from .base import ParamScheduler, SchedulerT
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class ReduceOnPlateauParamScheduler(ParamScheduler):
+    """The value times ``factor`` when ``monitor`` has not improved for more than ``patience`` validations.
+
+    Args:
+        monitor: name of the metric.
+        rule: whether "less" or "greater" is better.
+        factor: what the value is multiplied with.
+        patience: validations without improvement that are borne.
+        threshold: how much better counts as an improvement.
+        threshold_rule: whether threshold is a share of the best ("rel") or a distance to it ("abs").
+        cooldown: validations after a reduction in which nothing is counted.
+        min_value: lower bound, for all groups or one for each.
+        eps: a reduction smaller than this is not made.
+    """
+
+    monitor: str = "loss"
+    rule: Literal["less", "greater"] = "less"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_rule: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min_value: float | list[float] = 0.0
+    eps: float = 1e-8
+
+    need_val_args: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.best: float | None = None
+        self.num_bad_epochs = 0
+        self.cooldown_counter = 0
+        super().__post_init__()
+
+    @classmethod
+    def build_iter_from_epoch(cls: type[SchedulerT], *args: Any, **options: Any) -> SchedulerT:
+        """Raises ConfigError: validations are counted, not iterations."""
+        raise ConfigError(f"{cls.__name__}.convert_to_iter_based: True is not allowed, it steps once per validation")
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Count a training epoch (no ``metrics``), or judge the metrics of the validation that follows it.
+
+        Raises:
+            ConfigError: the metrics do not hold ``monitor``.
+        """
+        if metrics is None:
+            self._global_step += 1
+            return
+        if self.begin <= self._global_step < self.end:
+            self.last_step += 1
+            self._judge(self._metric(metrics))
+        self._last_value = self._values()
+
+    def _judge(self, metric: float) -> None:
+        if self._is_better(metric):
+            self.best, self.num_bad_epochs = metric, 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs > self.patience:
+            for group, minimum in zip(self.optimizer.param_groups, self._minima(), strict=True):
+                value = float(self._read(group))
+                reduced = max(value * self.factor, minimum)
+                if value - reduced > self.eps:
+                    self._write(group, reduced)
+            self.num_bad_epochs, self.cooldown_counter = 0, self.cooldown
+
+    def _is_better(self, metric: float) -> bool:
+        if self.best is None:
+            return not math.isnan(metric)
+        margin = self.threshold * (self.best if self.threshold_rule == "rel" else 1.0)
+        return metric < self.best - margin if self.rule == "less" else metric > self.best + margin
+
+    def _metric(self, metrics: Mapping[str, Any]) -> float:
+        if self.monitor not in metrics:
+            hint = suggest(self.monitor, metrics) or f", choose from {', '.join(metrics)}"
+            raise ConfigError(f'{self._where("monitor")}: "{self.monitor}" is no metric of the validation{hint}')
+        return float(metrics[self.monitor])
+
+    def _minima(self) -> list[float]:
+        if isinstance(self.min_value, (list, tuple)):
+            return list(self.min_value)
+        return [self.min_value] * len(self.optimizer.param_groups)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(self.by_epoch, "by_epoch", "True, it steps once per validation")
+        self._require(self.rule in ("less", "greater"), "rule", '"less" or "greater"')
+        self._require(self.threshold_rule in ("rel", "abs"), "threshold_rule", '"rel" or "abs"')
+        self._require(0 <= self.factor < 1, "factor", "a number from 0 to below 1")
+        self._require(self.patience >= 0, "patience", "an int from 0 on")
+        self._require(self.cooldown >= 0, "cooldown", "an int from 0 on")
+        self._require(self.threshold >= 0, "threshold", "a number from 0 on")
+        groups = len(self.optimizer.param_groups)
+        self._require(len(self._minima()) == groups, "min_value", f"a number, or one for each of the {groups} groups")

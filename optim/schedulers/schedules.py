@@ -1,0 +1,265 @@
+"""The schedules, for any parameter of the groups; learning_rate.py and momentum.py name the two usual ones."""
+
+# No `from __future__ import annotations` here, for the reason given in base.py.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ...core.errors import ConfigError
+from ...core.registry import PARAM_SCHEDULERS
+from .base import ParamScheduler
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class ConstantParamScheduler(ParamScheduler):
+    """The value times ``factor`` inside the window; its last step takes the factor away."""
+
+    factor: float = 1.0 / 3
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(0 <= self.factor <= 1, "factor", "a number from 0 to 1")
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value * self.factor
+        if self.last_step == self.end - self.begin - 1:
+            return value / self.factor if self.factor else base
+        return value
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class LinearParamScheduler(ParamScheduler):
+    """The value times a factor that goes in a straight line from ``start_factor`` to ``end_factor``."""
+
+    start_factor: float = 1.0 / 3
+    end_factor: float = 1.0
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(0 <= self.start_factor <= 1, "start_factor", "a number from 0 to 1")
+        self._require(0 <= self.end_factor <= 1, "end_factor", "a number from 0 to 1")
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value * self.start_factor
+        length = self.end - self.begin - 1
+        rise = self.end_factor - self.start_factor
+        before = length * self.start_factor + (self.last_step - 1) * rise
+        if before == 0:  # the value has become 0: only the base tells where the line goes on
+            return base * (self.start_factor + rise * self.last_step / length)
+        return value * (1 + rise / before)
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class StepParamScheduler(ParamScheduler):
+    """The value times ``gamma`` every ``step_size`` steps."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    _counts: ClassVar[tuple[str, ...]] = ("step_size",)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(self.step_size > 0, "step_size", "a positive int")
+        self._require(self.gamma >= 0, "gamma", "a number from 0 on")
+
+    def _next(self, value: float, base: float) -> float:
+        return value * self.gamma if self.last_step and self.last_step % self.step_size == 0 else value
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class MultiStepParamScheduler(ParamScheduler):
+    """The value times ``gamma`` at each of ``milestones``, counted from the window's begin; one named twice counts twice."""
+
+    milestones: list[int]
+    gamma: float = 0.1
+
+    _counts: ClassVar[tuple[str, ...]] = ("milestones",)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(all(milestone >= 0 for milestone in self.milestones), "milestones", "ints from 0 on")
+        self._require(self.gamma >= 0, "gamma", "a number from 0 on")
+
+    def _next(self, value: float, base: float) -> float:
+        return value * self.gamma ** self.milestones.count(self.last_step)
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class ExponentialParamScheduler(ParamScheduler):
+    """The value times ``gamma`` every step."""
+
+    gamma: float
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(self.gamma >= 0, "gamma", "a number from 0 on")
+
+    def _next(self, value: float, base: float) -> float:
+        return value * self.gamma if self.last_step else value
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class PolyParamScheduler(ParamScheduler):
+    """The value falls to ``eta_min`` at the window's last step, as the share that is left to the power of ``power``."""
+
+    eta_min: float = 0.0
+    power: float = 1.0
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(self.power >= 0, "power", "a number from 0 on")
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value
+        left = self.end - self.begin - self.last_step
+        return (value - self.eta_min) * math.pow(1 - 1 / left, self.power) + self.eta_min
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class CosineAnnealingParamScheduler(ParamScheduler):
+    """The value swings between the initial one and the minimum, half a cosine in ``T_max`` steps (default: the window).
+
+    The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value.
+    """
+
+    T_max: int | None = None
+    eta_min: float | None = None
+    eta_min_ratio: float | None = None
+
+    _counts: ClassVar[tuple[str, ...]] = ("T_max",)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.T_max = self.end - self.begin if self.T_max is None else self.T_max
+        self._require(self.T_max > 0, "T_max", "a positive int")
+        _check_minimum(self)
+
+    def _next(self, value: float, base: float) -> float:
+        assert self.T_max is not None  # set by _prepare
+        step, minimum = self.last_step, _minimum(self, base)
+        if step == 0:
+            return value
+        if (step - 1 - self.T_max) % (2 * self.T_max) == 0:  # at the minimum a ratio has nothing to start from
+            return value + (base - minimum) * (1 - math.cos(math.pi / self.T_max)) / 2
+        return _cosine(value, minimum, step, self.T_max)
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class CosineRestartParamScheduler(ParamScheduler):
+    """One half cosine per entry of ``periods``, each from the initial value times its weight down to the minimum.
+
+    The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value. After the last period
+    the value stays.
+    """
+
+    periods: list[int]
+    restart_weights: Sequence[float] = (1.0,)
+    eta_min: float | None = None
+    eta_min_ratio: float | None = None
+
+    _counts: ClassVar[tuple[str, ...]] = ("periods",)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(all(period > 0 for period in self.periods), "periods", "positive ints")
+        same = len(self.restart_weights) == len(self.periods)
+        self._require(same, "restart_weights", f"one weight for each of the {len(self.periods)} periods")
+        _check_minimum(self)
+
+    def _next(self, value: float, base: float) -> float:
+        step = self.last_step
+        for period, weight in zip(self.periods, self.restart_weights, strict=True):
+            if step == 0:
+                return base * weight
+            if step < period:
+                return _cosine(value, _minimum(self, base), step, period)
+            step -= period
+        return value
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False)
+class OneCycleParamScheduler(ParamScheduler):
+    """The learning rate rises from ``eta_max / div_factor`` to ``eta_max`` and falls to ``eta_max / div_factor /
+    final_div_factor``, where it stays.
+
+    Args:
+        eta_max: the peak, for all groups or one for each.
+        total_steps: length of the cycle (default: the window).
+        pct_start: share of the cycle in which the value rises.
+        anneal_strategy: along a half cosine, or a straight line.
+        three_phase: fall back to where it began as fast as it rose, then to the end.
+    """
+
+    eta_max: float | list[float]
+    total_steps: int | None = None
+    pct_start: float = 0.3
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+    _counts: ClassVar[tuple[str, ...]] = ("total_steps",)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._require(self.param_name == "lr", "param_name", '"lr", the only one that makes a cycle')
+        self.total_steps = self.end - self.begin if self.total_steps is None else self.total_steps
+        self._require(self.total_steps > 0, "total_steps", "a positive int")
+        self._require(0 <= self.pct_start <= 1, "pct_start", "a number from 0 to 1")
+        self._require(self.anneal_strategy in ("cos", "linear"), "anneal_strategy", '"cos" or "linear"')
+        self._require(self.div_factor > 0, "div_factor", "a positive number")
+        self._require(self.final_div_factor > 0, "final_div_factor", "a positive number")
+        groups = self.optimizer.param_groups
+        peaks = self.eta_max if isinstance(self.eta_max, (list, tuple)) else [self.eta_max] * len(groups)
+        self._require(len(peaks) == len(groups), "eta_max", f"a number, or one for each of the {len(groups)} groups")
+        self._require(all(peak > 0 for peak in peaks), "eta_max", "a positive number")
+        if self.last_step == -1:
+            for group, peak in zip(groups, peaks, strict=True):
+                group["initial_lr"] = peak / self.div_factor
+
+    def _next(self, value: float, base: float) -> float:
+        assert self.total_steps is not None  # set by _prepare
+        last, rise = self.total_steps - 1, self.pct_start * self.total_steps - 1
+        peak, bottom = base * self.div_factor, base / self.final_div_factor
+        if self.three_phase:
+            phases = [(0, rise, base, peak), (rise, 2 * rise, peak, base), (2 * rise, last, base, bottom)]
+        else:
+            phases = [(0, rise, base, peak), (rise, last, peak, bottom)]
+        begin, end, start, goal = next((phase for phase in phases if self.last_step <= phase[1]), phases[-1])
+        share = min((self.last_step - begin) / (end - begin), 1) if end > begin else 1
+        if self.anneal_strategy == "linear":
+            return start + (goal - start) * share
+        return goal + (start - goal) / 2 * (1 + math.cos(math.pi * share))
+
+
+_Cosine = CosineAnnealingParamScheduler | CosineRestartParamScheduler
+
+
+def _check_minimum(scheduler: _Cosine) -> None:
+    if scheduler.eta_min is not None and scheduler.eta_min_ratio is not None:
+        raise ConfigError(f"{type(scheduler).__name__}: eta_min and eta_min_ratio are both given, choose one")
+
+
+def _minimum(scheduler: _Cosine, base: float) -> float:
+    return scheduler.eta_min or 0.0 if scheduler.eta_min_ratio is None else scheduler.eta_min_ratio * base
+
+
+def _cosine(value: float, minimum: float, step: int, period: int) -> float:
+    """One step of a half cosine, from where the value is now rather than from where it should be."""
+    here, before = (1 + math.cos(math.pi * at / period) for at in (step, step - 1))
+    return here / before * (value - minimum) + minimum

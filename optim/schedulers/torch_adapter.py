@@ -1,0 +1,166 @@
+"""torch.optim.lr_scheduler's classes inside flextrain's windows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from ...core.errors import ConfigError
+from ...core.registry import PARAM_SCHEDULERS
+from .base import INF, HasParamGroups, ParamScheduler
+
+_INSTEAD = {
+    "ReduceLROnPlateau": 'use ReduceOnPlateauLR(monitor="...")',
+    "SequentialLR": "give a list of schedulers, each with its begin and end",
+    "ChainedScheduler": "give a list of schedulers",
+}
+
+
+class TorchScheduler(ParamScheduler):
+    """Moves a scheduler of torch's own, which `torch_scheduler` has fixed, while the step lies in [begin, end).
+
+    ``options`` go to its constructor, at step ``begin``; their numbers count steps from there. Only what changes
+    while it runs is saved; functions come from the configuration again.
+
+    Raises:
+        ConfigError: torch does not take the options; raised by the constructor even if the window begins later.
+    """
+
+    scheduler: ClassVar[type[lr_scheduler.LRScheduler]]
+    _unsaved = frozenset({"_options", "_inner", "_groups", "_fresh"})
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        *,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+        **options: Any,
+    ) -> None:
+        self._options = options
+        self._inner: lr_scheduler.LRScheduler | None = None
+        if begin > 0:
+            self._start(_copies(optimizer.param_groups), last_step=-1)
+            self._inner = None
+        super().__init__(optimizer, "lr", begin=begin, end=end, last_step=last_step, by_epoch=by_epoch, verbose=verbose)
+
+    @classmethod
+    def in_iterations(cls, options: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
+        """Raises ConfigError: which of torch's options count steps is not known here."""
+        name = cls.scheduler.__name__
+        raise ConfigError(
+            f"{name}.convert_to_iter_based: True is not allowed, give by_epoch=False and count in iterations"
+        )
+
+    def _get_value(self) -> list[float]:
+        groups = self.optimizer.param_groups
+        if self._inner is None:
+            self._start(groups, self.last_step - 1)
+        else:
+            self._groups.param_groups = groups  # a torch optimizer makes new ones when it loads its state
+            self._inner.step()
+        return self._values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the schedule, with torch's own under ``inner``."""
+        return {**super().state_dict(), "inner": None if self._inner is None else self._progress(self._inner)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``; the learning rates themselves come back with the optimizer's state."""
+        super().load_state_dict(state)
+        inner, self._inner = vars(self).pop("inner"), None
+        if inner is not None:
+            # torch's constructor sets learning rates, which are back already: let it work on copies.
+            copies = _copies(self.optimizer.param_groups)
+            started = self._start(copies, last_step=-1)
+            started.load_state_dict({**started.state_dict(), **inner})
+            for group, copied in zip(self.optimizer.param_groups, copies, strict=True):
+                for name in copied.keys() - group.keys():
+                    group[name] = copied[name]
+
+    def _start(self, groups: list[dict[str, Any]], last_step: int) -> lr_scheduler.LRScheduler:
+        self._groups = _Groups(groups)
+        if "base_lr" in self._options and last_step == -1:
+            # Where there is an initial_lr already, CyclicLR would take that and forget its own base_lr.
+            for group in groups:
+                group.pop("initial_lr", None)
+        try:
+            resumed = {} if last_step == -1 else {"last_epoch": last_step}
+            self._inner = self.scheduler(self._groups, **resumed, **self._options)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"{self.scheduler.__name__}: {' '.join(str(error).split())}") from error
+        self._groups.step()  # torch warns when its schedulers move before the optimizer does
+        self._fresh = json.dumps(_plain(self._inner.state_dict()))
+        return self._inner
+
+    def _progress(self, inner: lr_scheduler.LRScheduler) -> dict[str, Any]:
+        fresh = json.loads(self._fresh)
+        state = _plain(inner.state_dict())
+        return {name: value for name, value in state.items() if name == "base_lrs" or value != fresh.get(name)}
+
+
+@functools.cache
+def torch_scheduler(kind: type[lr_scheduler.LRScheduler]) -> type[TorchScheduler]:
+    """The subclass of TorchScheduler for ``kind``, whose signature has the arguments of both."""
+    if kind.__name__ in _INSTEAD:
+        raise ConfigError(f"{kind.__name__}: is not taken from torch, {_INSTEAD[kind.__name__]}")
+    own = inspect.signature(TorchScheduler.__init__).parameters.values()
+    window = {p.name: p for p in own if p.kind is not p.VAR_KEYWORD and p.name != "self"}
+    merged = list(window.values())
+    for p in inspect.signature(kind).parameters.values():
+        if p.name not in window and p.name != "last_epoch":
+            merged.append(p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY))
+    return type(
+        kind.__name__,
+        (TorchScheduler,),
+        {"scheduler": kind, "__signature__": inspect.Signature(merged), "__doc__": kind.__doc__},
+    )
+
+
+class _Groups(Optimizer):
+    """Parameter groups in the shape of an optimizer, which torch's schedulers insist on; wrappers and engines are none."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        # Not Optimizer's constructor: it would copy the groups.
+        self.param_groups = groups
+        self.defaults = {name: value for name, value in groups[0].items() if name != "params"}
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def _copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()} for group in groups]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """What of ``state`` JSON gives back unchanged."""
+    plain = {}
+    for name, value in state.items():
+        try:
+            if json.loads(json.dumps(value)) == value:
+                plain[name] = value
+        except (TypeError, ValueError):
+            continue
+    return plain
+
+
+def _names() -> list[str]:
+    return [name for name in lr_scheduler.__all__ if name not in ("LRScheduler", *_INSTEAD)]
+
+
+def _find(name: str) -> Callable[..., Any] | None:
+    known = name in lr_scheduler.__all__ and name != "LRScheduler"
+    return torch_scheduler(getattr(lr_scheduler, name)) if known else None
+
+
+PARAM_SCHEDULERS.add_lookup(_find, _names)

@@ -1,0 +1,50 @@
+"""Hooks: code that the runner calls at fixed points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .checkpoint import CheckpointHook
+from .dispatch import POINTS, HookDispatcher
+from .early_stopping import EarlyStoppingHook
+from .ema import EMAHook
+from .empty_cache import EmptyCacheHook
+from .hook import Hook
+from .iter_timer import IterTimerHook
+from .logger import LoggerHook
+from .param_scheduler import ParamSchedulerHook
+from .priority import Priority, get_priority
+from .profiler import ProfilerHook
+from .runtime_info import RuntimeInfoHook
+from .sampler_seed import DistSamplerSeedHook
+from .sync_buffers import SyncBuffersHook
+
+DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "logger": {"type": "LoggerHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
+"""What runs unless ``default_hooks`` replaces an entry, or removes it with None."""
+
+__all__ = [
+    "DEFAULT_HOOKS",
+    "POINTS",
+    "CheckpointHook",
+    "DistSamplerSeedHook",
+    "EMAHook",
+    "EarlyStoppingHook",
+    "EmptyCacheHook",
+    "Hook",
+    "HookDispatcher",
+    "IterTimerHook",
+    "LoggerHook",
+    "ParamSchedulerHook",
+    "Priority",
+    "ProfilerHook",
+    "RuntimeInfoHook",
+    "SyncBuffersHook",
+    "get_priority",
+]

@@ -1,0 +1,89 @@
+"""WeightAverage: a second set of weights that follows the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class WeightAverage:
+    """Averages of live tensors, in their layout; every process works on its own part and none waits for the device.
+
+    Args:
+        tensors: the live tensors by name; they stay the same objects while the model trains.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = list(tensors)
+        self._model = [tensor.detach() for tensor in tensors.values()]
+        with torch.no_grad():
+            # At a momentum of 1e-4 a half-precision average would round every change away.
+            self._averages = [
+                tensor.to(torch.float32) if tensor.dtype in _HALF else tensor.clone() for tensor in self._model
+            ]
+        self._own: list[Tensor] | None = None
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averages by name, live."""
+        return dict(zip(self._names, self._averages, strict=True))
+
+    @property
+    def is_swapped_in(self) -> bool:
+        """Whether the model holds the averages."""
+        return self._own is not None
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        """Make the averages equal to the weights."""
+        _copy(self._averages, self._model)
+
+    @torch.no_grad()
+    def lerp_to_model(self, weight: float) -> None:
+        """Move the averages towards the weights by the share ``weight`` of the distance."""
+        pairs = list(zip(map(_local, self._averages), map(_local, self._model), strict=True))
+        alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
+        if alike:
+            averages, tensors = map(list, zip(*alike, strict=True))
+            torch._foreach_lerp_(averages, tensors, weight)
+        for average, tensor in pairs:
+            if average.dtype != tensor.dtype:
+                average.lerp_(tensor.to(average.dtype), weight)
+
+    @torch.no_grad()
+    def load(self, averages: Mapping[str, Tensor]) -> None:
+        """Take over averages by name, and the weights themselves where there is none."""
+        for name, mine, tensor in zip(self._names, self._averages, self._model, strict=True):
+            source = averages.get(name, tensor)
+            # One that was loaded in place is there already.
+            if source is not mine:
+                mine.copy_(source)
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the averages into the model; nothing happens when they are there."""
+        if self._own is None:
+            own = [tensor.clone() for tensor in self._model]
+            _copy(self._model, self._averages)
+            self._own = own
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Give the model its own weights back, bit for bit."""
+        if self._own is not None:
+            _copy(self._model, self._own)
+            self._own = None
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    torch._foreach_copy_(list(map(_local, to)), list(map(_local, source)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, sharing its memory; the tensor itself otherwise."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()

@@ -1,0 +1,245 @@
+"""CheckpointHook: when checkpoints are saved, and which are kept."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.checkpoint import find_latest, is_checkpoint, remove_checkpoint
+from ...core.distributed import broadcast_object
+from ...core.errors import CheckpointError, ConfigError
+from ...core.registry import HOOKS
+from .best import BestScores
+from .hook import Hook
+from .unsupported import refuse
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class CheckpointHook(Hook):
+    """Saves a checkpoint every few epochs or iterations, keeps the newest ones and the best.
+
+    Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. One is
+    deleted only after its successor is complete, and never while ``latest`` names it. What other runs left in the folder
+    is not touched, unless a checkpoint takes the same name.
+
+    Args:
+        interval: epochs or iterations between two checkpoints; -1: none in between.
+        by_epoch: the interval counts epochs.
+        save_optimizer: the optimizer's state is part of a checkpoint.
+        save_param_scheduler: the parameter schedulers' state is part of a checkpoint.
+        out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory.
+        max_keep_ckpts: how many of the newest to keep; -1: all.
+        save_last: save when training ends, whatever the interval.
+        save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
+        rule: "greater" or "less" is better, one for all or a list for the list of metrics; default: by their names.
+        greater_keys, less_keys: words in a metric's name that decide the rule.
+        filename_tmpl: name with one ``{}`` for the number.
+        save_begin: epochs or iterations before which nothing is saved.
+        file_client_args, backend_args, published_keys: not supported.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(
+        self,
+        interval: int = -1,
+        by_epoch: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        out_dir: str | Path | None = None,
+        max_keep_ckpts: int = -1,
+        save_last: bool = True,
+        save_best: str | list[str] | None = None,
+        rule: str | list[str] | None = None,
+        greater_keys: Sequence[str] | str | None = None,
+        less_keys: Sequence[str] | str | None = None,
+        file_client_args: dict[str, Any] | None = None,
+        filename_tmpl: str | None = None,
+        backend_args: dict[str, Any] | None = None,
+        published_keys: str | list[str] | None = None,
+        save_begin: int = 0,
+    ) -> None:
+        where = "CheckpointHook"
+        refuse(where, file_client_args=file_client_args, backend_args=backend_args, published_keys=published_keys)
+        if interval < 1 and interval != -1:
+            raise ConfigError(f"{where}.interval: {interval} is not allowed, give 1 or more, or -1 for never")
+        if max_keep_ckpts < 1 and max_keep_ckpts != -1:
+            raise ConfigError(f"{where}.max_keep_ckpts: {max_keep_ckpts} is not allowed, give 1 or more, or -1 for all")
+        if save_begin < 0:
+            raise ConfigError(f"{where}.save_begin: {save_begin} is not allowed, give 0 or more")
+        self.interval = interval
+        self.by_epoch = by_epoch
+        self.save_optimizer = save_optimizer
+        self.save_param_scheduler = save_param_scheduler
+        self.max_keep_ckpts = max_keep_ckpts
+        self.save_last = save_last
+        self.save_begin = save_begin
+        self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
+        self._parent = None if out_dir is None else Path(out_dir)
+        self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
+        self._kept: list[int] = []
+        self._run = ""
+        self._last: int | None = None
+        self._is_training = False
+
+    @property
+    def _unit(self) -> str:
+        return "epoch" if self.by_epoch else "iter"
+
+    def out_dir(self, runner: FlexibleRunner) -> Path:
+        """The folder that checkpoints are saved to."""
+        work_dir = Path(runner.work_dir)
+        return work_dir if self._parent is None else self._parent / work_dir.name
+
+    # When
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Take over what a resumed run had kept."""
+        self._is_training, self._last = True, None
+        folder = self.out_dir(runner)
+        runner.logger.info("Checkpoints will be saved to %s", folder)
+        if not self._run:
+            self._run = uuid.uuid4().hex
+        elif self._best.wanted:
+            if runner.rank == 0:
+                self._best.catch_up(folder, self._run, runner.iter)
+            # The ranks save together, so they must agree on what is best; not all may see the folder.
+            self._best.load_state_dict(broadcast_object(self._best.state_dict()))
+        self._prune(runner)
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Save if it is due."""
+        if self.by_epoch and (
+            self.every_n_epochs(runner, self.interval, self.save_begin)
+            or (self.save_last and self.is_last_train_epoch(runner))
+        ):
+            self._save(runner, runner.epoch + 1, {"epoch": runner.epoch + 1, "iter": runner.iter})
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save if it is due."""
+        if not self.by_epoch and (
+            self.every_n_train_iters(runner, self.interval, self.save_begin)
+            or (self.save_last and self.is_last_train_iter(runner))
+        ):
+            self._save(runner, runner.iter + 1, {"epoch": runner.epoch, "iter": runner.iter + 1})
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """Save those that are best now; only in training."""
+        if not self._is_training:
+            return
+        if not metrics:
+            if self._best.wanted:
+                runner.logger.warning("CheckpointHook.save_best: the validation gave no metrics, nothing to compare")
+            return
+        number = runner.epoch if self.by_epoch else runner.iter
+        for key, score in self._best.improved(metrics):
+            name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
+            self._save_best(runner, key, score, name)
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """Save the last state of a training that was stopped early."""
+        number = runner.epoch if self.by_epoch else runner.iter
+        if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
+            self._save(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
+        self._is_training = False
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """A validation that comes later is not part of training."""
+        self._is_training = False
+
+    # What
+
+    def _save(self, runner: FlexibleRunner, number: int, meta: dict[str, int]) -> None:
+        runner.logger.info("Saving checkpoint at %d %ss", number, self._unit)
+        # Numbers from there on are those of checkpoints that a resumed run replaces.
+        self._kept = [*(kept for kept in self._kept if kept < number), number]
+        self._last = number
+        name = self.filename_tmpl.format(number)
+        runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
+        runner.save_checkpoint(
+            self.out_dir(runner),
+            name,
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+        )
+        self._prune(runner)
+
+    def _save_best(self, runner: FlexibleRunner, key: str, score: float, name: str) -> None:
+        folder, previous = self.out_dir(runner), self._best.name(key)
+        self._best.set(key, score, name, runner.iter)
+        suffix = "" if self._best.is_single else f"_{key}"
+        runner.message_hub.update_info(f"best_score{suffix}", score)
+        runner.message_hub.update_info(f"best_ckpt{suffix}", str(folder / name))
+        runner.save_checkpoint(
+            folder,
+            name,
+            save_optimizer=False,
+            save_param_scheduler=False,
+            meta={"epoch": runner.epoch, "iter": runner.iter},
+        )
+        if runner.rank == 0:
+            self._best.write(folder, self._run)
+        if previous not in (None, name) and previous not in self._best.names():
+            self._remove(runner, folder / str(previous))
+        runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
+
+    def _prune(self, runner: FlexibleRunner) -> None:
+        """Delete the oldest checkpoints of this run while there are too many."""
+        surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
+        for number in surplus:
+            if self._remove(runner, self.out_dir(runner) / self.filename_tmpl.format(number)):
+                self._kept.remove(number)
+
+    def _remove(self, runner: FlexibleRunner, path: Path) -> bool:
+        """Delete a checkpoint on rank 0, unless ``latest`` names it; False: it stays."""
+        # Every rank answers alike without asking rank 0: the file is read after a save that all have left.
+        if _is_latest(path):
+            return False
+        if runner.rank == 0 and is_checkpoint(path):
+            try:
+                remove_checkpoint(path)
+            except OSError as error:
+                runner.logger.warning("Checkpoint %s could not be deleted: %s", path, error)
+        return True
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which checkpoints this run has kept, and the best scores."""
+        return {"run": self._run, "kept": list(self._kept), "best": self._best.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._run = state["run"]
+        self._kept = list(state["kept"])
+        self._best.load_state_dict(state["best"])
+
+
+def _is_latest(path: Path) -> bool:
+    try:
+        latest = find_latest(path.parent)
+    except CheckpointError:
+        return False
+    return latest is not None and latest.name == path.name
+
+
+def _check_template(template: str | None, where: str) -> str | None:
+    if template is None:
+        return None
+    if template.count("{}") != 1 or "/" in template:
+        raise ConfigError(f'{where}: "{template}" is not allowed, give a name with exactly one {{}}')
+    if template.endswith((".pth", ".pt")):
+        raise ConfigError(f'{where}: "{template}" is not allowed, checkpoints are directories; leave the ending out')
+    return template

@@ -1,0 +1,89 @@
+"""HookDispatcher: which hooks have something to do at a point, worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError, suggest
+from .hook import Hook
+from .priority import Priority, get_priority
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+HookCall = Callable[..., None]
+
+_MODES = ("train", "val", "test")
+# Each point with the group forms that it falls back to.
+_POINTS: dict[str, tuple[str, ...]] = {
+    **{f"{when}_run": () for when in ("before", "after")},
+    **{f"{when}_{mode}": () for when in ("before", "after") for mode in _MODES},
+    **{
+        f"{when}_{mode}_{what}": (f"_{when}_{what}", f"{when}_{what}")
+        for when in ("before", "after")
+        for mode in _MODES
+        for what in ("epoch", "iter")
+    },
+    "on_exception": (),
+    "before_save_checkpoint": (),
+    "after_load_checkpoint": (),
+}
+POINTS = tuple(_POINTS)
+
+
+class HookDispatcher:
+    """Hooks in order of priority, and for each point the methods that do something there.
+
+    ``dispatcher[point]`` is a tuple of bound methods: a loop may call them itself, which saves the argument passing of
+    ``call``. Registering a hook makes new tuples, so look them up anew at every epoch.
+    """
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self._entries: list[tuple[int, Hook]] = []
+        self._table: dict[str, tuple[HookCall, ...]] = {}
+        for hook in hooks:
+            self._insert(hook, get_priority(hook.priority, f"{type(hook).__name__}.priority"))
+        self._rebuild()
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks in the order in which they run at every point."""
+        return [hook for _, hook in self._entries]
+
+    def register(self, hook: Hook, priority: int | str | Priority | None = None) -> None:
+        """Add ``hook`` behind those of the same priority; ``priority`` takes the place of the hook's own.
+
+        Raises:
+            ConfigError: no Hook, or an unknown priority.
+        """
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"register_hook: {hook!r} is not allowed, give an instance of a subclass of Hook")
+        given = hook.priority if priority is None else priority
+        self._insert(hook, get_priority(given, f"{type(hook).__name__}.priority"))
+        self._rebuild()
+
+    def call(self, point: str, runner: FlexibleRunner, **kwargs: Any) -> None:
+        """Run every hook that overrides ``point``."""
+        for method in self[point]:
+            method(runner, **kwargs)
+
+    def __getitem__(self, point: str) -> tuple[HookCall, ...]:
+        try:
+            return self._table[point]
+        except KeyError:
+            raise ConfigError(f'call_hook: "{point}" is no hook point{suggest(point, POINTS)}') from None
+
+    def _insert(self, hook: Hook, priority: int) -> None:
+        at = sum(1 for other, _ in self._entries if other <= priority)
+        self._entries.insert(at, (priority, hook))
+
+    def _rebuild(self) -> None:
+        self._table = {
+            point: tuple(getattr(hook, point) for _, hook in self._entries if _overrides(hook, (point, *groups)))
+            for point, groups in _POINTS.items()
+        }
+
+
+def _overrides(hook: Hook, names: tuple[str, ...]) -> bool:
+    return any(getattr(type(hook), name) is not getattr(Hook, name) or name in vars(hook) for name in names)

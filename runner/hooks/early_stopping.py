@@ -1,0 +1,111 @@
+"""EarlyStoppingHook: training ends when a metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError, suggest
+from ...core.registry import HOOKS
+from .hook import Hook
+from .rules import check_rule, infer_rule, is_better, worst
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class EarlyStoppingHook(Hook):
+    """Stops training after the epoch in which a metric has not improved for a while.
+
+    Args:
+        monitor: name of the metric.
+        rule: "greater" or "less" is better; default: by the name.
+        min_delta: how much better counts as an improvement.
+        strict: raise rather than warn when the metric is missing.
+        check_finite: stop when the metric is NaN or infinite.
+        patience: validations without improvement after which to stop.
+        stopping_threshold: stop as soon as the metric is better than this.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(
+        self,
+        monitor: str,
+        rule: str | None = None,
+        min_delta: float = 0.1,
+        strict: bool = False,
+        check_finite: bool = True,
+        patience: int = 5,
+        stopping_threshold: float | None = None,
+    ) -> None:
+        where = "EarlyStoppingHook"
+        self.monitor = monitor
+        self.rule = infer_rule(monitor, f"{where}.rule") if rule is None else check_rule(rule, f"{where}.rule")
+        self.min_delta = min_delta
+        self.strict = strict
+        self.check_finite = check_finite
+        self.patience = patience
+        self.stopping_threshold = stopping_threshold
+        self.wait_count = 0
+        self.best_score = worst(self.rule)
+        self._is_training = False
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """From now on metrics count."""
+        self._is_training = True
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """A validation that comes later is not part of training."""
+        self._is_training = False
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """A validation that comes later is not part of training."""
+        self._is_training = False
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """Judge the metric."""
+        if not self._is_training:
+            return
+        metrics = metrics or {}
+        if self.monitor not in metrics:
+            message = (
+                f'EarlyStoppingHook.monitor: "{self.monitor}" is no metric of the validation'
+                f"{suggest(self.monitor, metrics) or f', there are {sorted(metrics)}'}"
+            )
+            if self.strict:
+                raise ConfigError(message)
+            runner.logger.warning(message)
+            return
+        reason = self._reason_to_stop(float(metrics[self.monitor]))
+        if reason:
+            runner.train_loop.stop_training = True
+            runner.logger.info("Training stops: %s", reason)
+
+    def _reason_to_stop(self, score: float) -> str | None:
+        name = f"{self.monitor} = {score:.4f}"
+        if self.check_finite and not math.isfinite(score):
+            return f"{name} is not finite, the best value was {self.best_score:.4f}"
+        if self.stopping_threshold is not None and is_better(self.rule, score, self.stopping_threshold):
+            self.best_score = score
+            return f"{name} is {self.rule} than stopping_threshold = {self.stopping_threshold}"
+        needed = self.best_score + (self.min_delta if self.rule == "greater" else -self.min_delta)
+        # Exactly min_delta better is an improvement; NaN, where it is borne, is none.
+        if score == needed or is_better(self.rule, score, needed):
+            self.best_score, self.wait_count = score, 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return (
+            f"{self.monitor} has not improved in {self.wait_count} validations, the best value is {self.best_score:.4f}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score and for how long it has stood."""
+        return {"best_score": self.best_score, "wait_count": self.wait_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.best_score, self.wait_count = state["best_score"], state["wait_count"]

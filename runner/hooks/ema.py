@@ -1,0 +1,209 @@
+"""EMAHook: a moving average of the weights, which is what validation and testing see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ...core.errors import CheckpointError, ConfigError
+from ...core.registry import HOOKS
+from .averaging import WeightAverage
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+AverageType = Literal["ExponentialMovingAverage", "StochasticWeightAverage", "MomentumAnnealingEMA"]
+_PREFIX = "averaged."
+
+
+@HOOKS.register_module()
+class EMAHook(Hook):
+    """Keeps an average of the model's weights and puts it in their place for validation and testing.
+
+    The model's own weights come back afterwards, also when validation raises, and are the ones that a checkpoint holds as
+    the model; the averages are stored beside them. Where float32 masters exist, they are what is averaged. Averages of
+    half-precision weights are kept in float32, which small momenta need. An update that loss scaling cancelled does not
+    move the average.
+
+    Args:
+        ema_type: ExponentialMovingAverage, StochasticWeightAverage (the mean of all), or MomentumAnnealingEMA (the
+            momentum falls like ``gamma / (gamma + updates)`` down to ``momentum``).
+        strict_load: raise when a checkpoint's averages are of other weights; otherwise the model's fill the gaps.
+        begin_iter: the average starts with this iteration.
+        begin_epoch: the average starts with this epoch; only one of the two.
+        momentum: share of the newest weights; default 0.0002.
+        gamma: see MomentumAnnealingEMA; default 100.
+        interval: updates between two that count.
+        update_buffers: average floating-point buffers too; otherwise validation uses the model's.
+    """
+
+    priority = "NORMAL"
+
+    def __init__(
+        self,
+        ema_type: AverageType = "ExponentialMovingAverage",
+        strict_load: bool = False,
+        begin_iter: int = 0,
+        begin_epoch: int = 0,
+        momentum: float | None = None,
+        gamma: int | None = None,
+        interval: int = 1,
+        update_buffers: bool = False,
+    ) -> None:
+        if begin_iter < 0 or begin_epoch < 0 or (begin_iter and begin_epoch):
+            raise ConfigError(
+                f"EMAHook.begin_iter: {begin_iter} with begin_epoch={begin_epoch} is not allowed, give one of them, 0 or more"
+            )
+        if interval < 1:
+            raise ConfigError(f"EMAHook.interval: {interval} is not allowed, give 1 or more")
+        self.strict_load = strict_load
+        self.begin_iter = begin_iter
+        self.begin_epoch = begin_epoch
+        self.update_buffers = update_buffers
+        self._weight = _weight_of(ema_type, momentum, gamma, interval)
+        self._interval = interval
+        self._average: WeightAverage | None = None
+        self._updates = 0
+
+    def before_run(self, runner: FlexibleRunner) -> None:
+        """Make room for the averages; until the first update they mean nothing."""
+        if self._average is None:
+            self._average = WeightAverage(_averaged(runner, self.update_buffers))
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Check that the average will start at all."""
+        for name, begin, limit in (
+            ("begin_epoch", self.begin_epoch, runner.max_epochs),
+            ("begin_iter", self.begin_iter, runner.max_iters),
+        ):
+            if begin > limit:
+                raise ConfigError(f"EMAHook.{name}: {begin} is not allowed, training ends at {limit}")
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Move the average, if the update was applied."""
+        if not self._has_begun(runner) or runner.optim_wrapper.last_step.skipped:
+            return
+        if self._updates == 0:
+            self._get().copy_from_model()
+        elif self._updates % self._interval == 0:
+            self._get().lerp_to_model(self._weight(self._updates))
+        self._updates += 1
+
+    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+        """The averages take the weights' place."""
+        self._swap_in(runner)
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """The weights come back."""
+        self._swap_out(runner)
+
+    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+        """The averages take the weights' place."""
+        self._swap_in(runner)
+
+    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """The weights come back."""
+        self._swap_out(runner)
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """The weights come back, if validation or testing did not get to its end."""
+        self._swap_out(runner)
+
+    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+        """The weights come back, if somebody saves while the averages are in their place."""
+        self._swap_out(runner)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages as ``averaged.<name>``, laid out like the weights, and the number of updates."""
+        if self._average is None:
+            return {}
+        averages = {_PREFIX + name: tensor for name, tensor in self._average.averages.items()}
+        return {"updates": self._updates, **averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``.
+
+        Raises:
+            CheckpointError: the averages are of other weights, and ``strict_load`` is set.
+        """
+        found = {key.removeprefix(_PREFIX): value for key, value in state.items() if key.startswith(_PREFIX)}
+        averages = self._get().averages
+        if self.strict_load and found.keys() != averages.keys():
+            names = sorted(found.keys() ^ averages.keys())
+            raise CheckpointError(
+                f"EMAHook.strict_load: the checkpoint's averages differ from the model in {', '.join(names)}"
+            )
+        self._get().load(found)
+        self._updates = int(state.get("updates", 0))
+
+    def _get(self) -> WeightAverage:
+        assert self._average is not None, "before_run makes it"
+        return self._average
+
+    def _has_begun(self, runner: FlexibleRunner) -> bool:
+        if self.begin_epoch:
+            return runner.epoch + 1 >= self.begin_epoch
+        return runner.iter + 1 >= self.begin_iter
+
+    def _swap_in(self, runner: FlexibleRunner) -> None:
+        # Before the first update the averages are weights of long ago.
+        if self._average is not None and self._updates:
+            self._average.swap_in()
+            _refresh(runner)
+
+    def _swap_out(self, runner: FlexibleRunner) -> None:
+        if self._average is not None and self._average.is_swapped_in:
+            self._average.swap_out()
+            _refresh(runner)
+
+
+def _averaged(runner: FlexibleRunner, with_buffers: bool) -> dict[str, Tensor]:
+    """The live tensors that are averaged, by canonical name."""
+    strategy = runner.strategy
+    parameters = {name for name, _ in strategy.module.named_parameters()}
+    return {
+        name: tensor
+        for name, tensor in strategy.model_state().items()
+        if tensor.is_floating_point() and (with_buffers or name in parameters)
+    }
+
+
+def _refresh(runner: FlexibleRunner) -> None:
+    """Make half-precision weights follow their masters."""
+    if runner.optim_wrapper is not None:
+        for wrapper in runner.optim_wrapper.wrappers.values():
+            wrapper.refresh()
+
+
+def _weight_of(kind: str, momentum: float | None, gamma: int | None, interval: int) -> Callable[[int], float]:
+    """The share of the newest weights, from the number of updates before."""
+    where = "EMAHook"
+    if gamma is not None and (kind != "MomentumAnnealingEMA" or gamma < 1):
+        raise ConfigError(f"{where}.gamma: {gamma} is not allowed with {kind}, give 1 or more to MomentumAnnealingEMA")
+    if kind == "StochasticWeightAverage":
+        if momentum is not None:
+            raise ConfigError(f"{where}.momentum: has no meaning with StochasticWeightAverage, leave it out")
+        return lambda updates: 1.0 / (updates // interval + 1)
+    lowest = 0.0002 if momentum is None else momentum
+    if not 0.0 < lowest < 1.0:
+        raise ConfigError(
+            f"{where}.momentum: {lowest} is not allowed, give a number between 0 and 1, small for a long memory"
+        )
+    if kind == "ExponentialMovingAverage":
+        return lambda updates: lowest
+    if kind == "MomentumAnnealingEMA":
+        fall = 100 if gamma is None else gamma
+        return lambda updates: max(lowest, fall / (fall + updates))
+    known = "ExponentialMovingAverage, StochasticWeightAverage or MomentumAnnealingEMA"
+    raise ConfigError(f'{where}.ema_type: "{kind}" is not allowed, choose {known}')

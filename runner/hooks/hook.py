@@ -1,0 +1,204 @@
+"""Hook: code that runs at named points of training, validation and testing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+from .priority import Priority
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+class Hook:
+    """Base of all hooks; every point does nothing until a subclass overrides it.
+
+    A point of one mode (``before_train_iter``) calls the group form (``before_iter``), which is told the mode, unless it
+    is overridden. Points that no hook overrides cost nothing at run time.
+
+    In ``after_train_iter`` of the first iteration ``runner.iter`` is 0. An iteration is one optimizer update; where
+    several micro-batches make one, ``data_batch`` is the list of them.
+    """
+
+    priority: int | str | Priority = "NORMAL"
+
+    # The whole job
+
+    def before_run(self, runner: FlexibleRunner) -> None:
+        """Before anything is loaded; the model and the optimizer exist."""
+
+    def after_run(self, runner: FlexibleRunner) -> None:
+        """At the very end of train(), val() or test()."""
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """Instead of the points that are left, when train(), val() or test() ends with ``exception``."""
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """After loading and resuming, before the first iteration."""
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """After the last iteration and its validation."""
+
+    def before_val(self, runner: FlexibleRunner) -> None:
+        """Before each pass over the validation data."""
+
+    def after_val(self, runner: FlexibleRunner) -> None:
+        """After each pass over the validation data."""
+
+    def before_test(self, runner: FlexibleRunner) -> None:
+        """Before the pass over the test data."""
+
+    def after_test(self, runner: FlexibleRunner) -> None:
+        """After the pass over the test data."""
+
+    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+        """On every rank, before ``checkpoint`` is written; plain values and tensors may be added."""
+
+    def after_load_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+        """On every rank, after a checkpoint was read; ``checkpoint`` holds what hooks added when it was saved."""
+
+    # Epochs
+
+    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Before the first iteration of an epoch; once for a loop without epochs."""
+        self._before_epoch(runner, mode="train")
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        """After the last iteration of an epoch, before ``runner.epoch`` moves."""
+        self._after_epoch(runner, mode="train")
+
+    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+        """Before the first validation batch."""
+        self._before_epoch(runner, mode="val")
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """After the last validation batch, with the metrics; the same ones on every rank."""
+        self._after_epoch(runner, mode="val")
+
+    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+        """Before the first test batch."""
+        self._before_epoch(runner, mode="test")
+
+    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """After the last test batch, with the metrics; the same ones on every rank."""
+        self._after_epoch(runner, mode="test")
+
+    # Iterations
+
+    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        """Before an update; ``batch_idx`` counts updates from the start of the epoch."""
+        self._before_iter(runner, batch_idx, data_batch, mode="train")
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """After an update; ``outputs`` holds 0-dim tensors that are still on the device."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="train")
+
+    def before_val_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        """Before a validation batch."""
+        self._before_iter(runner, batch_idx, data_batch, mode="val")
+
+    def after_val_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+    ) -> None:
+        """After a validation batch, with what the model predicted."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="val")
+
+    def before_test_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        """Before a test batch."""
+        self._before_iter(runner, batch_idx, data_batch, mode="test")
+
+    def after_test_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+    ) -> None:
+        """After a test batch, with what the model predicted."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
+
+    # Group forms, for all three modes. The names with an underscore are MMEngine's.
+
+    def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        """Before every epoch; ``mode`` is train, val or test."""
+
+    def after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        """After every epoch; ``mode`` is train, val or test."""
+
+    def before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+        """Before every iteration; ``mode`` is train, val or test."""
+
+    def after_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+        mode: str = "train",
+    ) -> None:
+        """After every iteration; ``mode`` is train, val or test."""
+
+    def _before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        self.before_epoch(runner, mode=mode)
+
+    def _after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        self.after_epoch(runner, mode=mode)
+
+    def _before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+        self.before_iter(runner, batch_idx, data_batch, mode=mode)
+
+    def _after_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+        mode: str = "train",
+    ) -> None:
+        self.after_iter(runner, batch_idx, data_batch, outputs, mode=mode)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know: plain values and tensors. Empty: nothing is saved."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` gave."""
+
+    # Questions that hooks ask
+
+    def every_n_epochs(self, runner: FlexibleRunner, n: int, start: int = 0) -> bool:
+        """Whether the epoch that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
+        count = runner.epoch + 1 - start
+        return n > 0 and count >= 0 and count % n == 0
+
+    def every_n_train_iters(self, runner: FlexibleRunner, n: int, start: int = 0) -> bool:
+        """Whether the iteration that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
+        count = runner.iter + 1 - start
+        return n > 0 and count >= 0 and count % n == 0
+
+    def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
+        """Whether the iteration is the n-th, 2n-th, ... of its epoch; never for n < 1."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    def end_of_epoch(self, dataloader: Sized | int, batch_idx: int) -> bool:
+        """Whether the iteration is the last of its epoch.
+
+        Args:
+            dataloader: what is iterated over, or the number of iterations. In training give
+                ``runner.train_loop.epoch_length``: where several batches make one update, the loader is longer.
+            batch_idx: the iteration's place in the epoch.
+        """
+        return batch_idx + 1 == (dataloader if isinstance(dataloader, int) else len(dataloader))
+
+    def is_last_train_epoch(self, runner: FlexibleRunner) -> bool:
+        """Whether training ends with this epoch."""
+        return runner.epoch + 1 == runner.max_epochs
+
+    def is_last_train_iter(self, runner: FlexibleRunner) -> bool:
+        """Whether training ends with this iteration."""
+        return runner.iter + 1 == runner.max_iters

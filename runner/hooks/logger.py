@@ -1,0 +1,184 @@
+"""LoggerHook: log lines, the progress bar, and records for the reporters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError
+from ...core.registry import HOOKS
+from ..reporting.progress import ProgressBar, is_interactive
+from ..reporting.reporter import plain
+from .hook import Hook
+from .unsupported import refuse
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class LoggerHook(Hook):
+    """Writes what the message hub holds: a log line, and a record to every reporter.
+
+    Only at these iterations are scalars read from the device.
+
+    Args:
+        interval: iterations between two lines.
+        ignore_last: no line at the end of an epoch whose length is no multiple of ``interval``, unless it would be the
+            epoch's only one.
+        interval_exp_name: iterations between two lines with the experiment's name, which is also shown at each epoch's end.
+        out_dir: folder to copy the logs to at the end, into a subfolder named like the work directory.
+        out_suffix: endings of the files to copy.
+        keep_local: leave the originals of copied files.
+        log_metric_by_epoch: the step of validation records is the epoch, where training has epochs.
+        progress_bar: show a progress bar; None: on an interactive terminal.
+        file_client_args, backend_args: not supported.
+    """
+
+    priority = "BELOW_NORMAL"
+
+    def __init__(
+        self,
+        interval: int = 10,
+        ignore_last: bool = True,
+        interval_exp_name: int = 1000,
+        out_dir: str | Path | None = None,
+        out_suffix: Sequence[str] | str = (".json", ".log", ".py", ".yaml"),
+        keep_local: bool = True,
+        file_client_args: dict[str, Any] | None = None,
+        log_metric_by_epoch: bool = True,
+        backend_args: dict[str, Any] | None = None,
+        progress_bar: bool | None = None,
+    ) -> None:
+        refuse("LoggerHook", file_client_args=file_client_args, backend_args=backend_args)
+        for name, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
+            if value < 1:
+                raise ConfigError(f"LoggerHook.{name}: {value} is not allowed, give 1 or more")
+        if not keep_local and out_dir is None:
+            raise ConfigError("LoggerHook.keep_local: False has no meaning without out_dir")
+        self.interval = interval
+        self.ignore_last = ignore_last
+        self.interval_exp_name = interval_exp_name
+        self.out_dir = None if out_dir is None else Path(out_dir)
+        self.out_suffix = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
+        self.keep_local = keep_local
+        self.log_metric_by_epoch = log_metric_by_epoch
+        self._wants_bar = progress_bar
+        self._bar: ProgressBar | None = None
+        self._length = 0
+        self._by_epoch = True
+
+    def before_run(self, runner: FlexibleRunner) -> None:
+        """Open the reporters."""
+        if runner.rank == 0:
+            for reporter in runner.reporters:
+                reporter.on_start(runner.cfg)
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Have enough history kept, and show the bar."""
+        runner.log_processor.prepare(runner, "train")
+        loop = runner.train_loop
+        self._by_epoch = loop.by_epoch
+        self._length = loop.epoch_length if loop.by_epoch else loop.max_iters
+        wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
+        if runner.rank == 0 and wants_bar:
+            self._bar = ProgressBar(runner)
+            self._bar.start()
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A line if it is due; the same decision on every rank, because the loss is averaged over them."""
+        done = runner.iter + 1
+        inner = batch_idx + 1 if self._by_epoch else done
+        is_last = inner == self._length
+        if is_last or done % self.interval_exp_name == 0:
+            runner.logger.info("Exp name: %s", runner.experiment_name)
+        if inner % self.interval == 0 or (is_last and (not self.ignore_last or self._length <= self.interval)):
+            record, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
+            runner.logger.info(line)
+            self._report(runner, record, done, "train")
+            if self._bar is not None:
+                self._bar.update(record)
+
+    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+        """Have enough history kept."""
+        runner.log_processor.prepare(runner, "val")
+
+    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+        """Have enough history kept."""
+        runner.log_processor.prepare(runner, "test")
+
+    def after_val_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+    ) -> None:
+        """A line if it is due."""
+        if (batch_idx + 1) % self.interval == 0:
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
+        if self._bar is not None:
+            self._bar.evaluate("val", batch_idx + 1, runner.val_loop.num_batches)
+
+    def after_test_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+    ) -> None:
+        """A line if it is due."""
+        if (batch_idx + 1) % self.interval == 0:
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """A line with the metrics, and a record."""
+        record, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.num_batches, "val")
+        runner.logger.info(line)
+        counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
+        self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
+
+    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """A line with the metrics, and ``<timestamp>.json`` with them in the log folder."""
+        processor = runner.log_processor
+        record, line = processor.get_log_after_epoch(runner, runner.test_loop.num_batches, "test", with_non_scalar=True)
+        runner.logger.info(line)
+        if runner.rank == 0:
+            path = Path(runner.log_dir) / f"{runner.timestamp}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plain(record)) + "\n", encoding="utf-8")
+
+    def after_run(self, runner: FlexibleRunner) -> None:
+        """Close what is open, and copy the logs if asked to."""
+        self._close(runner)
+        if self.out_dir is not None and runner.rank == 0:
+            self._copy(runner, self.out_dir / Path(runner.work_dir).name)
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """Give the terminal back and write what is pending."""
+        self._close(runner)
+
+    def _report(self, runner: FlexibleRunner, record: dict[str, Any], step: int, mode: str) -> None:
+        if runner.rank == 0:
+            for reporter in runner.reporters:
+                reporter.on_scalars(record, step, mode)
+
+    def _close(self, runner: FlexibleRunner) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if runner.rank == 0:
+            for reporter in runner.reporters:
+                reporter.close()
+
+    def _copy(self, runner: FlexibleRunner, target: Path) -> None:
+        source = Path(runner.log_dir)
+        for path in sorted(source.rglob("*")):
+            if path.is_file() and path.name.endswith(self.out_suffix):
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
+                if not self.keep_local:
+                    path.unlink()
+        runner.logger.info("Logs were copied to %s", target)

@@ -1,0 +1,64 @@
+"""ParamSchedulerHook: learning rates and momenta move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...core.registry import HOOKS
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class ParamSchedulerHook(Hook):
+    """Steps the parameter schedulers: by iteration, by epoch, or by the metrics of a validation.
+
+    A scheduler that counts iterations counts updates that were applied: one that loss scaling cancelled does not move it.
+    """
+
+    priority = "LOW"
+
+    def __init__(self) -> None:
+        self._by_iter: list[Any] = []
+        self._by_epoch: list[Any] = []
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Sort the schedulers by what they count."""
+        given = runner.param_schedulers or []
+        schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
+        self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
+        self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Step those that count iterations."""
+        for scheduler in self._by_iter:
+            if not scheduler.optimizer.last_step.skipped:
+                scheduler.step()
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Step those that count epochs."""
+        for scheduler in self._by_epoch:
+            scheduler.step()
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """Give the metrics to those that judge them; only in training."""
+        for scheduler in self._by_epoch:
+            if scheduler.need_val_args:
+                scheduler.step(metrics or {})
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """A validation that comes later is not part of training."""
+        self._by_iter, self._by_epoch = [], []
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """A validation that comes later is not part of training."""
+        self._by_iter, self._by_epoch = [], []

@@ -1,0 +1,124 @@
+"""RuntimeInfoHook: what the run is doing, in the message hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...core.registry import HOOKS
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class RuntimeInfoHook(Hook):
+    """Puts learning rates, training outputs, metrics and the loop's position into the message hub.
+
+    Scalars are ``train/lr``, ``train/loss``, ``val/<metric>``; metrics that are no scalars become facts of that name.
+    """
+
+    priority = "VERY_HIGH"
+
+    def __init__(self) -> None:
+        self._rates: list[tuple[str, Any]] = []
+        self._stages: list[str] = []
+
+    def before_run(self, runner: FlexibleRunner) -> None:
+        """Note the experiment's name."""
+        runner.message_hub.update_info("experiment_name", runner.experiment_name, resumed=False)
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Note where training begins and how long it will be."""
+        self._enter(runner, "train")
+        hub, optim = runner.message_hub, runner.optim_wrapper
+        wrappers = {} if optim is None else optim.wrappers
+        self._rates = [(f"train/{name}.lr" if name else "train/lr", wrapper) for name, wrapper in wrappers.items()]
+        for key in ("epoch", "iter", "max_epochs", "max_iters"):
+            hub.update_info(key, getattr(runner, key))
+        meta = getattr(getattr(runner.train_dataloader, "dataset", None), "metainfo", None)
+        if meta is not None:
+            hub.update_info("dataset_meta", meta)
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """Note that training is over."""
+        self._leave(runner)
+
+    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Note the epoch."""
+        runner.message_hub.update_info("epoch", runner.epoch)
+
+    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        """Note the iteration and the learning rate of each optimizer's first group."""
+        hub = runner.message_hub
+        hub.update_info("iter", runner.iter)
+        for key, wrapper in self._rates:
+            hub.update_scalar(key, wrapper.param_groups[0]["lr"])
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep the outputs, on the device if they are there."""
+        if outputs:
+            update = runner.message_hub.update_scalar
+            for key, value in outputs.items():
+                update(f"train/{key}", value)
+
+    def before_val(self, runner: FlexibleRunner) -> None:
+        """Note that validation runs."""
+        self._enter(runner, "val")
+
+    def after_val(self, runner: FlexibleRunner) -> None:
+        """Note what runs again."""
+        self._leave(runner)
+
+    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """Keep the metrics."""
+        _keep(runner, "val", metrics)
+
+    def before_test(self, runner: FlexibleRunner) -> None:
+        """Note that testing runs."""
+        self._enter(runner, "test")
+
+    def after_test(self, runner: FlexibleRunner) -> None:
+        """Note that testing is over."""
+        self._leave(runner)
+
+    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+        """Keep the metrics."""
+        _keep(runner, "test", metrics)
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """Note that nothing runs any more."""
+        self._stages = []
+        runner.message_hub.pop_info("loop_stage")
+
+    def _enter(self, runner: FlexibleRunner, stage: str) -> None:
+        self._stages.append(stage)
+        runner.message_hub.update_info("loop_stage", stage, resumed=False)
+
+    def _leave(self, runner: FlexibleRunner) -> None:
+        del self._stages[-1:]
+        if self._stages:
+            runner.message_hub.update_info("loop_stage", self._stages[-1], resumed=False)
+        else:
+            runner.message_hub.pop_info("loop_stage")
+
+
+def _keep(runner: FlexibleRunner, mode: str, metrics: Mapping[str, Any] | None) -> None:
+    for key, value in (metrics or {}).items():
+        if isinstance(value, (bool, int, float)) or getattr(value, "size", None) == 1 or _is_one_element(value):
+            runner.message_hub.update_scalar(f"{mode}/{key}", value)
+        else:
+            runner.message_hub.update_info(f"{mode}/{key}", value)
+
+
+def _is_one_element(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

@@ -1,0 +1,40 @@
+"""SyncBuffersHook: running statistics that are the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...core.distributed import average_tensors
+from ...core.registry import HOOKS
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+@HOOKS.register_module()
+class SyncBuffersHook(Hook):
+    """Replaces floating-point buffers by their means over the ranks after every training epoch.
+
+    Loops without epochs do it before every validation.
+    """
+
+    priority = "NORMAL"
+
+    def __init__(self) -> None:
+        self._is_fresh = False
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Average, and spare the validation that follows."""
+        self._average(runner)
+        self._is_fresh = True
+
+    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+        """Average, unless that was just done."""
+        if not self._is_fresh:
+            self._average(runner)
+        self._is_fresh = False
+
+    def _average(self, runner: FlexibleRunner) -> None:
+        if runner.world_size > 1:
+            average_tensors([b for b in runner.strategy.module.buffers() if b.is_floating_point()])

@@ -1,0 +1,358 @@
+"""Loops: in which order batches, updates, validation and hooks come."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..core import distributed as dist
+from ..core.errors import ConfigError
+from ..core.registry import LOOPS
+from .data import TrainData
+from .evaluation import Evaluator, build_evaluator
+
+if TYPE_CHECKING:
+    from .runner import FlexibleRunner
+
+
+class BaseLoop:
+    """What all loops share.
+
+    Args:
+        runner: whose loop it is.
+        dataloader: built, and split over processes.
+    """
+
+    def __init__(self, runner: FlexibleRunner, dataloader: DataLoader[Any]) -> None:
+        self.runner = runner
+        self.dataloader = dataloader
+
+    def run(self) -> Any:
+        """Go through the data."""
+        raise NotImplementedError
+
+
+class TrainLoop(BaseLoop):
+    """Base of training loops: counters, windows of micro-batches, one update after another.
+
+    An iteration is one update. ``epoch`` and ``iter`` count from 0 and move after the hooks of the epoch or iteration.
+    """
+
+    by_epoch: bool = True
+
+    def __init__(
+        self,
+        runner: FlexibleRunner,
+        dataloader: DataLoader[Any],
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader)
+        for name, value in (("val_begin", val_begin), ("val_interval", val_interval)):
+            if value < 1:
+                raise ConfigError(f"train_cfg.{name}: {value} is not allowed, give 1 or more")
+        self.val_begin = val_begin
+        self.data = TrainData(dataloader, runner.accumulate, runner.seed)
+        self.stop_training = False
+        self.start_iter = 0
+        self._epoch = 0
+        self._iter = 0
+        # Both count the update whose hooks are running, which ``iter`` does not yet.
+        self._done = 0
+        self._inner = 0  # of the epoch
+        self._milestones = [0, *(begin for begin, _ in dynamic_intervals or ())]
+        self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._epoch
+
+    @property
+    def iter(self) -> int:
+        """Updates done."""
+        return self._iter
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs to do."""
+        raise NotImplementedError
+
+    @property
+    def max_iters(self) -> int:
+        """Updates to do."""
+        raise NotImplementedError
+
+    @property
+    def epoch_length(self) -> int:
+        """Updates per epoch."""
+        raise NotImplementedError
+
+    def val_is_due(self, done: int, start: int) -> bool:
+        """Whether validation comes after ``done`` epochs or iterations; ``start`` is what the interval counts from."""
+        interval = self._intervals[bisect.bisect(self._milestones, done) - 1]
+        return self.runner.val_loop is not None and done >= self.val_begin and (done - start) % interval == 0
+
+    def run_iter(self, batch_idx: int, window: list[Any]) -> None:
+        """One update, with its hooks; ``batch_idx`` is its place in the epoch."""
+        runner = self.runner
+        batch = window[0] if runner.accumulate == 1 else window
+        for hook in runner.hook_calls["before_train_iter"]:
+            hook(runner, batch_idx, batch)
+        outputs = runner.stepper.train(window)
+        self._inner = batch_idx + 1
+        self._done += 1
+        for hook in runner.hook_calls["after_train_iter"]:
+            hook(runner, batch_idx, batch, outputs)
+        self._iter = self._done
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training stands: epochs and updates done, and updates done of the epoch; correct inside hooks too."""
+        return {"epoch": self._epoch, "iter": self._done, "inner": self._inner}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there."""
+        self._epoch, self._iter, self._inner = state["epoch"], state["iter"], state["inner"]
+        self.start_iter = self._done = self._iter
+
+
+@LOOPS.register_module()
+class EpochBasedTrainLoop(TrainLoop):
+    """Trains for a number of passes over the data.
+
+    Args:
+        max_epochs: passes.
+        val_begin: first epoch, counted from 1, after which validation may run.
+        val_interval: epochs between validations.
+        dynamic_intervals: ``[(epoch, interval), ...]``: from that epoch on, this interval.
+    """
+
+    def __init__(
+        self,
+        runner: FlexibleRunner,
+        dataloader: DataLoader[Any],
+        max_epochs: int,
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        if max_epochs < 1:
+            raise ConfigError(f"train_cfg.max_epochs: {max_epochs} is not allowed, give 1 or more")
+        if self.data.epoch_length is None:
+            raise ConfigError("train_cfg.by_epoch: the training data have no end, give by_epoch=False and max_iters")
+        if self.data.epoch_length == 0:
+            raise ConfigError(
+                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
+            )
+        self._max_epochs = max_epochs
+        self._length = self.data.epoch_length
+        self._in_epoch = False
+
+    @property
+    def max_epochs(self) -> int:
+        """See TrainLoop."""
+        return self._max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """See TrainLoop."""
+        return self._max_epochs * self._length
+
+    @property
+    def epoch_length(self) -> int:
+        """See TrainLoop."""
+        return self._length
+
+    def run(self) -> None:
+        """Train; validation comes after the epochs that it is due after."""
+        runner = self.runner
+        runner.call_hook("before_train")
+        while self._epoch < self._max_epochs and not self.stop_training:
+            self.run_epoch()
+            if self.val_is_due(self._epoch, 0):
+                assert runner.val_loop is not None
+                runner.val_loop.run()
+        runner.call_hook("after_train")
+
+    def run_epoch(self) -> None:
+        """One pass over the data, or what is left of it."""
+        runner = self.runner
+        self._in_epoch = True
+        start = self._inner
+        runner.model.train()
+        runner.call_hook("before_train_epoch")
+        for i, window in enumerate(self.data.windows(self._epoch, start), start):
+            self.run_iter(i, window)
+        self._in_epoch = False
+        runner.call_hook("after_train_epoch")
+        self._epoch += 1
+        self._inner = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """See TrainLoop; in the hooks after an epoch that epoch is done."""
+        state = super().state_dict()
+        return state if self._in_epoch or not self._inner else {**state, "epoch": self._epoch + 1, "inner": 0}
+
+
+@LOOPS.register_module()
+class IterBasedTrainLoop(TrainLoop):
+    """Trains for a number of updates, starting the data anew whenever they end.
+
+    Args:
+        max_iters: updates.
+        val_begin: first iteration, counted from 1, after which validation may run.
+        val_interval: iterations between validations.
+        dynamic_intervals: ``[(iteration, interval), ...]``: from that iteration on, this interval.
+    """
+
+    by_epoch = False
+
+    def __init__(
+        self,
+        runner: FlexibleRunner,
+        dataloader: DataLoader[Any],
+        max_iters: int,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        if max_iters < 1:
+            raise ConfigError(f"train_cfg.max_iters: {max_iters} is not allowed, give 1 or more")
+        if self.data.epoch_length == 0:
+            raise ConfigError(
+                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
+            )
+        self._max_iters = max_iters
+        self._length = self.data.epoch_length or max_iters
+
+    @property
+    def max_epochs(self) -> int:
+        """See TrainLoop."""
+        return math.ceil(self._max_iters / self._length)
+
+    @property
+    def max_iters(self) -> int:
+        """See TrainLoop."""
+        return self._max_iters
+
+    @property
+    def epoch_length(self) -> int:
+        """See TrainLoop."""
+        return self._length
+
+    def run(self) -> None:
+        """Train; validation comes after the iterations that it is due after."""
+        runner = self.runner
+        runner.call_hook("before_train")
+        runner.model.train()
+        runner.call_hook("before_train_epoch")
+        while self._iter < self._max_iters and not self.stop_training:
+            self._run_pass()
+        runner.call_hook("after_train_epoch")
+        runner.call_hook("after_train")
+
+    def _run_pass(self) -> None:
+        """One pass over the data, or as much of it as is left to do."""
+        runner, start = self.runner, self._inner
+        endless = self.data.epoch_length is None
+        first = self._iter if endless else start
+        stop = first + self._max_iters - self._iter
+        for window in self.data.windows(0 if endless else self._epoch, first, stop):
+            self.run_iter(self._iter if endless else self._inner, window)
+            if self.val_is_due(self._iter, 0):
+                assert runner.val_loop is not None
+                runner.val_loop.run()
+                runner.model.train()
+            if self.stop_training or self._iter >= self._max_iters:
+                return
+        if self._iter == 0:
+            raise ConfigError("train_dataloader.dataset: gives no batch")
+        self._epoch += 1
+        self._inner = 0
+
+
+class EvalLoop(BaseLoop):
+    """Goes once through validation or test data and evaluates the metrics.
+
+    Every process runs forward equally often, because forward may communicate: one that has fewer batches repeats its last
+    one, and nobody sees the result.
+
+    Args:
+        evaluator: metrics, or their configuration.
+        fp16: forward under float16 autocast, whatever the training's precision.
+    """
+
+    mode = "val"
+
+    def __init__(self, runner: FlexibleRunner, dataloader: DataLoader[Any], evaluator: Any, fp16: bool = False) -> None:
+        super().__init__(runner, dataloader)
+        self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
+        self.fp16 = fp16
+        self.evaluator.dataset_meta = getattr(dataloader.dataset, "metainfo", None)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this process."""
+        return len(self.dataloader)
+
+    @torch.no_grad()
+    def run(self) -> dict[str, Any]:
+        """The metrics by name, on every process."""
+        runner = self.runner
+        runner.call_hook(f"before_{self.mode}")
+        runner.call_hook(f"before_{self.mode}_epoch")
+        was_training = runner.model.training
+        runner.model.eval()
+        self.evaluator.to(runner.strategy.device)
+        batch: Any = None
+        for i, batch in enumerate(self.dataloader):
+            self.run_iter(i, batch)
+        self._even_out(batch)
+        metrics = self.evaluator.evaluate(len(self.dataloader.dataset))  # type: ignore[arg-type]
+        runner.model.train(was_training)
+        runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{self.mode}")
+        return metrics
+
+    def run_iter(self, batch_idx: int, batch: Any) -> None:
+        """One batch, with its hooks."""
+        runner = self.runner
+        for hook in runner.hook_calls[f"before_{self.mode}_iter"]:
+            hook(runner, batch_idx, batch)
+        outputs = self._forward(batch)
+        self.evaluator.process(data_samples=outputs, data_batch=batch)
+        for hook in runner.hook_calls[f"after_{self.mode}_iter"]:
+            hook(runner, batch_idx, batch, outputs)
+
+    def _forward(self, batch: Any) -> Any:
+        if not self.fp16:
+            return self.runner.stepper.evaluate(batch, self.mode)
+        with torch.autocast(self.runner.strategy.device.type, torch.float16):
+            return self.runner.stepper.evaluate(batch, self.mode)
+
+    def _even_out(self, last_batch: Any) -> None:
+        own = len(self.dataloader)
+        most = int(dist.all_reduce(torch.tensor(own), "max"))
+        if own < most and last_batch is None:
+            last_batch = self.dataloader.collate_fn([self.dataloader.dataset[0]])
+        for _ in range(most - own):
+            self._forward(last_batch)
+
+
+@LOOPS.register_module()
+class ValLoop(EvalLoop):
+    """Validation; see EvalLoop."""
+
+
+@LOOPS.register_module()
+class TestLoop(EvalLoop):
+    """Testing; see EvalLoop."""
+
+    mode = "test"

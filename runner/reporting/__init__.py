@@ -1,0 +1,32 @@
+"""What a run tells its user: log lines, progress, and the back ends that keep scalars."""
+
+from __future__ import annotations
+
+from .builder import build_reporters
+from .console import close_logger, setup_logger
+from .history import HistoryBuffer
+from .jsonl import JsonLinesReporter
+from .log_processor import LogProcessor, build_log_processor
+from .message_hub import MessageHub
+from .mlflow import MlflowReporter
+from .progress import ProgressBar, is_interactive
+from .reporter import Reporter
+from .tensorboard import TensorboardReporter
+from .wandb import WandbReporter
+
+__all__ = [
+    "HistoryBuffer",
+    "JsonLinesReporter",
+    "LogProcessor",
+    "MessageHub",
+    "MlflowReporter",
+    "ProgressBar",
+    "Reporter",
+    "TensorboardReporter",
+    "WandbReporter",
+    "build_log_processor",
+    "build_reporters",
+    "close_logger",
+    "is_interactive",
+    "setup_logger",
+]

@@ -1,0 +1,64 @@
+"""The reporters of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.config import Config, validate
+from ...core.errors import ConfigError
+from ...core.registry import REPORTERS
+from .reporter import Reporter
+
+
+class VisualizerConfig(Config):
+    """MMEngine's ``visualizer``, as far as it keeps scalars."""
+
+    type: Any = "Visualizer"
+    """"Visualizer"."""
+    name: str | None = None
+    """Accepted and not needed: nothing looks a visualizer up by name."""
+    vis_backends: list[Any] | None = None
+    """Configurations of reporters; None: JSON lines."""
+    save_dir: str | None = None
+    """Folder for what reporters write."""
+
+
+def build_reporters(visualizer: Any = None, save_dir: str | Path = "vis_data") -> list[Reporter]:
+    """The reporters of a run; they open nothing before ``on_start``.
+
+    Args:
+        visualizer: ``dict(type='Visualizer', vis_backends=[...])`` as in MMEngine, a list of reporters or their
+            configurations, or None for JSON lines.
+        save_dir: folder for reporters that are not told another.
+
+    Raises:
+        ConfigError: a wrong configuration, or a package that is not installed.
+    """
+    where = "visualizer"
+    if isinstance(visualizer, Mapping):
+        kind = visualizer.get("type", "Visualizer")
+        if kind != "Visualizer":
+            if isinstance(kind, str) and kind not in REPORTERS:
+                raise ConfigError(f'visualizer.type: "{kind}" is not allowed, give "Visualizer" or a list of reporters')
+            visualizer = [visualizer]
+        else:
+            config = validate(VisualizerConfig, visualizer, where)
+            visualizer, where = config.vis_backends, "visualizer.vis_backends"
+            save_dir = config.save_dir or save_dir
+    if visualizer is None:
+        visualizer = [{"type": "JsonLinesReporter"}]
+    if not isinstance(visualizer, (list, tuple)):
+        raise ConfigError(f"visualizer: {visualizer!r} is not allowed, give a dict, a list of reporters, or None")
+    return [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(visualizer)]
+
+
+def _build(cfg: Any, where: str, save_dir: str | Path) -> Reporter:
+    if isinstance(cfg, Reporter):
+        return cfg
+    own = isinstance(cfg, Mapping) and "save_dir" in cfg
+    reporter = REPORTERS.build(cfg, where, **({} if own else {"save_dir": save_dir}))
+    if not isinstance(reporter, Reporter):
+        raise ConfigError(f"{where}.type: {type(reporter).__name__} is not allowed, give a subclass of Reporter")
+    return reporter

@@ -1,0 +1,89 @@
+"""The logger of a run: where its lines go and what they look like."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+
+from ...core.errors import ConfigError, one_of, suggest
+
+NAME = "flextrain"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # takes no type argument before Python 3.11
+
+
+class ConsoleHandler(_StreamHandler):
+    """Writes to whatever ``sys.stdout`` is at the moment, and above a progress bar while there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self.live: Console | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        if self.live is None:
+            self.stream = sys.stdout
+            super().emit(record)
+            return
+        try:
+            # The terminal breaks long lines itself; broken by rich they could not be copied as one.
+            self.live.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        except Exception:  # logging's contract: a handler reports its own failure and never raises
+            self.handleError(record)
+
+
+def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = None, rank: int = 0) -> logging.Logger:
+    """The logger ``flextrain``, set up for this process.
+
+    Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console.
+    Handlers of an earlier run in the same process are replaced, and lines do not go on to the root logger.
+    """
+    level = _level(log_level)
+    logger = logging.getLogger(NAME)
+    close_logger()
+    logger.setLevel(level if rank == 0 else logging.ERROR)
+    logger.propagate = False
+    handlers: list[logging.Handler] = [ConsoleHandler()]
+    if log_file is not None and rank == 0:
+        path = Path(log_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    place = "" if rank == 0 else f"rank {rank} - "
+    formatter = logging.Formatter(f"%(asctime)s - {NAME} - %(levelname)s - {place}%(message)s", "%m/%d %H:%M:%S")
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.set_name(NAME)
+        logger.addHandler(handler)
+    return logger
+
+
+def close_logger() -> None:
+    """Remove and close the handlers that ``setup_logger`` added; handlers of others stay."""
+    logger = logging.getLogger(NAME)
+    for handler in [handler for handler in logger.handlers if handler.get_name() == NAME]:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def console_handler() -> ConsoleHandler | None:
+    """The handler that writes to the console, None before ``setup_logger``."""
+    return next((h for h in logging.getLogger(NAME).handlers if isinstance(h, ConsoleHandler)), None)
+
+
+def _level(level: int | str) -> int:
+    if isinstance(level, str):
+        if level.upper() not in _LEVELS:
+            raise ConfigError(f'log_level: "{level}" is not allowed, choose {one_of(_LEVELS)}{suggest(level, _LEVELS)}')
+        return int(getattr(logging, level.upper()))
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise ConfigError(f"log_level: {level!r} is not allowed, choose {one_of(_LEVELS)}")
+    return level

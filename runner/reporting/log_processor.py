@@ -1,0 +1,248 @@
+"""LogProcessor: the figures of the message hub as one log line and one record."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from ...core.config import Config, check_call, validate
+from ...core.device import memory_mb
+from ...core.errors import ConfigError
+from .history import HistoryBuffer
+from .message_hub import MessageHub
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+Mode = Literal["train", "val", "test"]
+
+
+class CustomLog(Config):
+    """One entry of ``custom_cfg``."""
+
+    data_src: str
+    """The scalar to read, ``loss``; ``train/loss`` for training only."""
+    method_name: Literal["mean", "min", "max", "current"] = "mean"
+    """The statistic."""
+    log_name: str | None = None
+    """The name in the log; default: that of the scalar, which it then replaces."""
+    window_size: int | Literal["epoch", "global"] | None = None
+    """Over how many iterations; None and "global": since the start."""
+
+    @property
+    def name(self) -> str:
+        """The scalar's name without the mode."""
+        return self.data_src.partition("/")[2] if self.mode else self.data_src
+
+    @property
+    def mode(self) -> str:
+        """The mode that the entry is for; empty: all."""
+        head, slash, _ = self.data_src.partition("/")
+        return head if slash and head in ("train", "val", "test") else ""
+
+
+@dataclass
+class _Plan:
+    """The scalars of one mode, sorted out for a hub that holds ``size`` of them."""
+
+    hub: MessageHub
+    size: int
+    means: list[tuple[str, HistoryBuffer]]
+    currents: list[tuple[str, HistoryBuffer]]
+    order: list[str]
+
+
+class LogProcessor:
+    """Makes log lines and the records that reporters get.
+
+    Args:
+        window_size: iterations that a mean is taken over.
+        by_epoch: ``Epoch(train) [1][ 10/196]`` rather than ``Iter(train) [  10/1000]``.
+        custom_cfg: other statistics, ``[dict(data_src='loss', log_name='loss_epoch', window_size='epoch')]``.
+        num_digits: digits behind the point.
+        log_with_hierarchy: records hold ``train/loss`` rather than ``loss``.
+        mean_pattern: names that show a mean; others show their newest value.
+    """
+
+    def __init__(
+        self,
+        window_size: int = 10,
+        by_epoch: bool = True,
+        custom_cfg: list[dict[str, Any]] | None = None,
+        num_digits: int = 4,
+        log_with_hierarchy: bool = False,
+        mean_pattern: str = r".*(loss|time|data_time|grad_norm).*",
+    ) -> None:
+        if window_size < 1:
+            raise ConfigError(f"log_processor.window_size: {window_size} is not allowed, give 1 or more")
+        self.window_size = window_size
+        self.by_epoch = by_epoch
+        self.num_digits = num_digits
+        self.log_with_hierarchy = log_with_hierarchy
+        try:
+            self.mean_pattern = re.compile(mean_pattern)
+        except re.error as error:
+            raise ConfigError(
+                f'log_processor.mean_pattern: "{mean_pattern}" is no regular expression, {error}'
+            ) from None
+        self.custom = [_custom_log(cfg, i, by_epoch) for i, cfg in enumerate(custom_cfg or [])]
+        names = [(cfg.log_name or cfg.name, cfg.mode) for cfg in self.custom]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ConfigError(f'log_processor.custom_cfg[{i}]: "{name[0]}" is logged twice, give another log_name')
+        self._plans: dict[str, _Plan] = {}
+
+    def prepare(self, runner: FlexibleRunner, mode: Mode) -> None:
+        """Have the message hub keep as much history as the statistics of ``mode`` need."""
+        hub, length = runner.message_hub, self._length(runner, mode)
+        hub.retain_all(self.window_size)
+        if mode != "train":
+            hub.retain(f"{mode}/time", length)
+            hub.retain(f"{mode}/data_time", length)
+        for cfg in self.custom:
+            if cfg.mode in ("", mode) and cfg.method_name != "current":
+                size = length if cfg.window_size == "epoch" else cfg.window_size
+                hub.retain(f"{mode}/{cfg.name}", size if isinstance(size, int) else None)
+
+    def get_log_after_iter(self, runner: FlexibleRunner, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
+        """The record and the line of an iteration; in training every rank must call it, at the same iterations.
+
+        The training loss is the mean over the ranks; everything else is this rank's.
+        """
+        hub = runner.message_hub
+        hub.fetch(f"{mode}/", reduce="train/loss" if mode == "train" else None)
+        tag = self._scalars(hub, mode, batch_idx)
+        record = self._record(tag, mode)
+        if self.by_epoch and mode != "test":
+            record["epoch"] = self._epoch(runner, mode)
+        record["iter"] = runner.iter + 1
+        record["memory"] = int(memory_mb(runner.strategy.device))
+
+        digits = self.num_digits
+        rates = [f"{name}: {tag.pop(name):.{digits}e}" for name in list(tag) if name.endswith("lr")]
+        fields = ["  ".join(rates)]
+        if "time" in tag and "data_time" in tag:
+            eta = hub.get_info("eta")
+            if eta is not None:
+                fields.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
+            fields += [f"{name}: {tag.pop(name):.{digits}f}" for name in ("time", "data_time")]
+        fields.append(f"memory: {record['memory']}")
+        if mode == "train":
+            fields += self._fields(tag)
+        return record, f"{self._header(runner, mode, batch_idx + 1)}  {'  '.join(fields)}"
+
+    def get_log_after_epoch(
+        self, runner: FlexibleRunner, batch_idx: int, mode: Mode, with_non_scalar: bool = False
+    ) -> tuple[dict[str, Any], str]:
+        """The record and the line of a validation or test pass of ``batch_idx`` batches."""
+        hub = runner.message_hub
+        hub.fetch(f"{mode}/")
+        tag = self._scalars(hub, mode, batch_idx - 1)
+        custom = {cfg.log_name or cfg.name for cfg in self.custom}
+        times: dict[str, float] = {name: tag.pop(name) for name in ("data_time", "time") if name in tag}
+        for name in times.keys() - custom:
+            times[name] = hub.get_scalar(f"{mode}/{name}").mean(batch_idx)
+        others = {k.removeprefix(f"{mode}/"): v for k, v in hub.runtime_info.items() if k.startswith(f"{mode}/")}
+        fields = [*self._fields(tag), *self._fields(others), *self._fields(times)]
+        record = self._record({**tag, **(others if with_non_scalar else {}), **times}, mode)
+        return record, f"{self._header(runner, mode, self._length(runner, mode))}    {'  '.join(fields)}"
+
+    # The parts of a line
+
+    def _header(self, runner: FlexibleRunner, mode: Mode, done: int) -> str:
+        if mode == "train" and not self.by_epoch:
+            done, length = runner.iter + 1, runner.max_iters
+        else:
+            length = self._length(runner, mode)
+        place = f"[{done:>{len(str(length))}}/{length}]"
+        if not self.by_epoch:
+            return f"Iter({mode}) {place}"
+        if mode == "test":
+            return f"Epoch(test) {place}"
+        return f"Epoch({mode}) [{self._epoch(runner, mode)}]{place}"
+
+    def _epoch(self, runner: FlexibleRunner, mode: Mode) -> int:
+        # Validation comes after its epoch was counted.
+        return runner.epoch + 1 if mode == "train" else runner.epoch
+
+    def _fields(self, values: Mapping[str, Any]) -> Iterator[str]:
+        digits = self.num_digits
+        for name, value in values.items():
+            yield f"{name}: {value:.{digits}f}" if isinstance(value, float) else f"{name}: {_shown(value)}"
+
+    def _record(self, tag: Mapping[str, Any], mode: Mode) -> dict[str, Any]:
+        if not self.log_with_hierarchy:
+            return dict(tag)
+        return {f"{mode}/{name}": value for name, value in tag.items()}
+
+    # The figures
+
+    def _scalars(self, hub: MessageHub, mode: Mode, batch_idx: int) -> dict[str, float]:
+        plan = self._plan(hub, mode)
+        values = {name: buffer.mean(self.window_size) for name, buffer in plan.means}
+        values.update((name, buffer.current()) for name, buffer in plan.currents)
+        tag = {name: values[name] for name in plan.order}
+        for cfg in self.custom:
+            if cfg.name in values and cfg.mode in ("", mode):
+                window = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
+                buffer = hub.get_scalar(f"{mode}/{cfg.name}")
+                size = window if isinstance(window, int) else None
+                tag[cfg.log_name or cfg.name] = buffer.statistics(cfg.method_name, size)
+        return tag
+
+    def _plan(self, hub: MessageHub, mode: Mode) -> _Plan:
+        """Which scalars to show and how, worked out when one was added."""
+        plan, scalars = self._plans.get(mode), hub.log_scalars
+        if plan is None or plan.hub is not hub or plan.size != len(scalars):
+            own = [(key[len(mode) + 1 :], buffer) for key, buffer in scalars.items() if key.startswith(f"{mode}/")]
+            means = [(name, buffer) for name, buffer in own if self.mean_pattern.search(name)]
+            currents = [(name, buffer) for name, buffer in own if not self.mean_pattern.search(name)]
+            plan = self._plans[mode] = _Plan(hub, len(scalars), means, currents, [name for name, _ in own])
+        return plan
+
+    def _length(self, runner: FlexibleRunner, mode: Mode) -> int:
+        if mode == "train":
+            return runner.train_loop.epoch_length
+        return (runner.val_loop if mode == "val" else runner.test_loop).num_batches
+
+
+def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
+    """The log processor that ``cfg`` describes; without ``by_epoch`` in it, lines follow the training loop.
+
+    Raises:
+        ConfigError: an unknown or wrong argument.
+    """
+    if isinstance(cfg, LogProcessor):
+        return cfg
+    if cfg is None:
+        return LogProcessor(by_epoch=by_epoch)
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"log_processor: {cfg!r} is not allowed, give a dict or a LogProcessor")
+    kwargs = {"by_epoch": by_epoch, **cfg}
+    kind = kwargs.pop("type", LogProcessor)
+    if kind == "LogProcessor":
+        kind = LogProcessor
+    if not (isinstance(kind, type) and issubclass(kind, LogProcessor)):
+        raise ConfigError(f"log_processor.type: {kind!r} is not allowed, give LogProcessor or a subclass of it")
+    check_call(kind, kwargs, "log_processor")
+    return kind(**kwargs)
+
+
+def _custom_log(cfg: Mapping[str, Any], i: int, by_epoch: bool) -> CustomLog:
+    custom = validate(CustomLog, cfg, f"log_processor.custom_cfg[{i}]")
+    if custom.window_size == "epoch" and not by_epoch:
+        raise ConfigError(
+            f'log_processor.custom_cfg[{i}].window_size: "epoch" has no meaning with by_epoch=False, give a number or "global"'
+        )
+    return custom
+
+
+def _shown(value: Any) -> str:
+    # A table of numbers starts on a line of its own.
+    return f"\n{value}\n" if isinstance(value, (Tensor, np.ndarray)) else str(value)

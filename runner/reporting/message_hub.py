@@ -1,0 +1,158 @@
+"""MessageHub: the figures of a run, kept where they arise until somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from .history import HistoryBuffer, fetch
+
+
+class MessageHub:
+    """Scalars with their recent history, and named facts; one hub per runner.
+
+    A scalar may be a tensor on any device. It stays there, unread, until ``fetch`` or one of the statistics of its
+    buffer is called; ``fetch`` brings everything that is pending to the host in one copy per device and dtype.
+
+    Args:
+        history: values kept per key unless ``retain`` asks for more.
+    """
+
+    def __init__(self, history: int = 100) -> None:
+        self._history = history
+        self._retained: dict[str, int | None] = {}
+        self._scalars: dict[str, HistoryBuffer] = {}
+        self._info: dict[str, Any] = {}
+        self._not_resumed: set[str] = set()
+
+    @property
+    def log_scalars(self) -> Mapping[str, HistoryBuffer]:
+        """All scalars by key, in the order in which they first came."""
+        return self._scalars
+
+    @property
+    def runtime_info(self) -> Mapping[str, Any]:
+        """All facts by key."""
+        return self._info
+
+    def update_scalar(self, key: str, value: float | Tensor, count: int = 1) -> None:
+        """Append one value.
+
+        Args:
+            key: by convention ``train/loss``, ``val/accuracy``.
+            value: a number, or a tensor with one element that nobody changes in place afterwards.
+            count: over how many items ``value`` is a sum; a mean divides by it.
+        """
+        buffer = self._scalars.get(key)
+        if buffer is None:
+            buffer = self._add(key)
+        if type(value) is not float:
+            value = _checked(key, value)
+        buffer.append(value, count)
+
+    def update_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Append one value per key; a value may be ``dict(value=..., count=...)``."""
+        for key, value in scalars.items():
+            if isinstance(value, Mapping):
+                self.update_scalar(key, value["value"], value.get("count", 1))
+            else:
+                self.update_scalar(key, value)
+
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Set a fact; it goes into checkpoints if JSON can hold it and ``resumed`` is True."""
+        self._info[key] = value
+        (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
+
+    def update_info_dict(self, info: Mapping[str, Any], resumed: bool = True) -> None:
+        """Set several facts."""
+        for key, value in info.items():
+            self.update_info(key, value, resumed)
+
+    def get_scalar(self, key: str) -> HistoryBuffer:
+        """The history of a scalar.
+
+        Raises:
+            KeyError: it never came.
+        """
+        if key not in self._scalars:
+            raise KeyError(f"message hub: no scalar {key!r}, there are {sorted(self._scalars)}")
+        return self._scalars[key]
+
+    def get_info(self, key: str, default: Any = None) -> Any:
+        """A fact, ``default`` when it is not set."""
+        return self._info.get(key, default)
+
+    def pop_info(self, key: str, default: Any = None) -> Any:
+        """A fact, which is forgotten."""
+        return self._info.pop(key, default)
+
+    def retain(self, key: str, history: int | None) -> None:
+        """Keep at least ``history`` values of ``key`` from now on; None: all.
+
+        Device tensors among them are fetched at every log line, so what grows is a list of numbers.
+        """
+        self._retained[key] = _larger(self._retained.get(key, 0), history)
+        if key in self._scalars:
+            self._scalars[key].grow(history)
+
+    def retain_all(self, history: int) -> None:
+        """Keep at least ``history`` values of every key from now on."""
+        self._history = max(self._history, history)
+        for buffer in self._scalars.values():
+            buffer.grow(history)
+
+    def fetch(self, prefix: str = "", reduce: str | None = None) -> None:
+        """Bring what is pending to the host, in one copy per device and dtype.
+
+        Args:
+            prefix: only keys that start with it.
+            reduce: a key whose new values become their means over the ranks; then every rank must call this, after the
+                same number of updates of that key.
+        """
+        if reduce in self._scalars:
+            self._scalars[reduce].reduce()
+        fetch([buffer for key, buffer in self._scalars.items() if key.startswith(prefix)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scalars and facts as values that JSON can hold; other facts are left out."""
+        self.fetch()
+        return {
+            "scalars": {key: buffer.state_dict() for key, buffer in self._scalars.items()},
+            "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain(v)},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` gave."""
+        for key, saved in state["scalars"].items():
+            (self._scalars.get(key) or self._add(key)).load_state_dict(saved)
+        self._info.update(state["info"])
+
+    def _add(self, key: str) -> HistoryBuffer:
+        buffer = self._scalars[key] = HistoryBuffer(_larger(self._retained.get(key, 0), self._history))
+        return buffer
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else max(one, other)
+
+
+def _checked(key: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
+        return value.detach() if value.requires_grad else value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}: {value!r} is no scalar, give a number or a tensor with one element") from None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))

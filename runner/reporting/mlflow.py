@@ -1,0 +1,92 @@
+"""Scalars in MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.registry import REPORTERS
+from .reporter import Reporter, import_extra, numbers, plain
+
+# What MLflow's servers accept of one parameter's value.
+_MAX_VALUE_LENGTH = 500
+
+
+@REPORTERS.register_module(["MlflowReporter", "MLflowReporter", "MLflowVisBackend"])
+class MlflowReporter(Reporter):
+    """Sends records to MLflow, and the run's small files when it ends.
+
+    Args:
+        save_dir: folder whose parent holds the files to send, and ``mlruns`` when there is no ``tracking_uri``.
+        exp_name: the experiment; default: MLflow's.
+        run_name: the run.
+        tags: tags of the run.
+        params: parameters of the run, in addition to the configuration.
+        tracking_uri: MLflow's store.
+        artifact_suffix: endings of the files to send.
+        tracked_config_keys: top-level keys of the configuration to send; default: all.
+
+    Raises:
+        ConfigError: the package mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        exp_name: str | None = None,
+        run_name: str | None = None,
+        tags: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+        tracking_uri: str | None = None,
+        artifact_suffix: tuple[str, ...] | list[str] | str = (".json", ".log", ".py", ".yaml"),
+        tracked_config_keys: list[str] | None = None,
+    ) -> None:
+        super().__init__(save_dir)
+        self._mlflow = import_extra("mlflow", "mlflow", "visualizer: MlflowReporter")
+        self._exp_name = exp_name
+        self._run_name = run_name
+        self._tags = tags or {}
+        self._params = params or {}
+        self._tracking_uri = tracking_uri
+        self._suffixes = (artifact_suffix,) if isinstance(artifact_suffix, str) else tuple(artifact_suffix)
+        self._config_keys = tracked_config_keys
+        self._run_id: str | None = None
+        self._is_open = False
+
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        """Start the run, or go on with it."""
+        self._mlflow.set_tracking_uri(self._tracking_uri or (self.save_dir / "mlruns").absolute().as_uri())
+        if self._exp_name is not None:
+            self._mlflow.set_experiment(self._exp_name)
+        is_new = self._run_id is None
+        run = self._mlflow.start_run(run_id=self._run_id, run_name=self._run_name)
+        self._run_id, self._is_open = run.info.run_id, True
+        if is_new:
+            self._mlflow.set_tags(self._tags)
+            chosen = {k: v for k, v in config.items() if self._config_keys is None or k in self._config_keys}
+            values = {**dict(_flat(plain(chosen))), **self._params}
+            self._mlflow.log_params({key: str(value)[:_MAX_VALUE_LENGTH] for key, value in values.items()})
+
+    def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
+        """Send one record."""
+        if self._is_open:
+            self._mlflow.log_metrics(numbers(scalars), step=step)
+
+    def close(self) -> None:
+        """Send the files and end the run."""
+        if not self._is_open:
+            return
+        for path in sorted(self.save_dir.parent.rglob("*")):
+            if path.is_file() and path.name.endswith(self._suffixes) and "mlruns" not in path.parts:
+                self._mlflow.log_artifact(str(path))
+        self._mlflow.end_run()
+        self._is_open = False
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

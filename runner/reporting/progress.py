@@ -1,0 +1,108 @@
+"""ProgressBar: where training stands, on an interactive terminal."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
+
+from .console import console_handler
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+def is_interactive(console: Console | None = None) -> bool:
+    """Whether standard output is a terminal on which a line can be redrawn."""
+    console = console or Console()
+    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+
+class ProgressBar:
+    """One line at the bottom of the terminal: epoch, iteration, loss, learning rate, samples per second, time left.
+
+    It is drawn by a thread of its own that reads the runner's counters, so an iteration pays nothing for it. Log lines
+    appear above it.
+    """
+
+    def __init__(self, runner: FlexibleRunner, console: Console | None = None) -> None:
+        self._runner = runner
+        self._batch_size = _batch_size(runner)
+        self._tag: Mapping[str, Any] = {}
+        self._evaluation: tuple[str, int, int] | None = None
+        self._live = Live(console=console or Console(), get_renderable=self._draw, refresh_per_second=5, transient=True)
+
+    def start(self) -> None:
+        """Show the bar."""
+        self._live.start()
+        handler = console_handler()
+        if handler is not None:
+            handler.live = self._live.console
+
+    def stop(self) -> None:
+        """Take the bar away; the terminal is as before."""
+        handler = console_handler()
+        if handler is not None:
+            handler.live = None
+        self._live.stop()
+
+    def update(self, tag: Mapping[str, Any]) -> None:
+        """Show the figures of the newest log line."""
+        self._tag = tag
+
+    def evaluate(self, mode: str, done: int, total: int) -> None:
+        """Show how far a pass over validation or test data is; with nothing left to do, training again."""
+        self._evaluation = (mode, done, total) if done < total else None
+
+    def _draw(self) -> Table:
+        runner = self._runner
+        fields: list[str] = []
+        if self._evaluation is not None:
+            mode, done, total = self._evaluation
+            head = mode
+        elif runner.train_loop.by_epoch:
+            total = runner.train_loop.epoch_length
+            done = min(max(runner.iter - runner.epoch * total, 0), total)
+            head = f"Epoch {min(runner.epoch + 1, runner.max_epochs)}/{runner.max_epochs}"
+        else:
+            done, total, head = runner.iter, runner.max_iters, "train"
+        if self._evaluation is None:
+            fields = list(self._figures())
+        eta = runner.message_hub.get_info("eta")
+        if eta is not None:
+            fields.append(f"eta {datetime.timedelta(seconds=int(eta))}")
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True)
+        row.add_row(
+            Text(head, style="bold"),
+            Bar(total=total, completed=done),
+            Text(f"{done}/{total}", style="progress.percentage"),
+            Text("  ".join(fields)),
+        )
+        return row
+
+    def _figures(self) -> list[str]:
+        tag = {key.removeprefix("train/"): value for key, value in self._tag.items()}
+        figures = [f"{key} {tag[key]:{form}}" for key, form in (("loss", ".4f"), ("lr", ".2e")) if key in tag]
+        if self._batch_size and tag.get("time"):
+            figures.append(f"{self._batch_size / tag['time']:.0f} samples/s")
+        return figures
+
+
+def _batch_size(runner: FlexibleRunner) -> int | None:
+    """Samples per iteration over all ranks; None when the loader does not say."""
+    loader = runner.train_dataloader
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    wrappers = runner.optim_wrapper.wrappers.values()
+    return size * runner.world_size * max((wrapper.accumulate for wrapper in wrappers), default=1)

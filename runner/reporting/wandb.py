@@ -1,0 +1,68 @@
+"""Scalars in Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.registry import REPORTERS
+from .reporter import Reporter, import_extra, numbers, plain
+
+
+@REPORTERS.register_module(["WandbReporter", "WandbVisBackend"])
+class WandbReporter(Reporter):
+    """Sends records to Weights & Biases.
+
+    Records carry no step of W&B's own, because those of validation count epochs and W&B drops steps that go back; plot
+    over ``iter`` or ``epoch``.
+
+    Args:
+        save_dir: folder for W&B's local files.
+        init_kwargs: arguments of ``wandb.init``, such as ``dict(project=..., mode="offline")``.
+        define_metric_cfg: ``dict(accuracy="max")``, or a list of arguments of ``wandb.define_metric``.
+        commit: argument of ``wandb.log``.
+        log_code_name: upload the source in the working directory under this name.
+
+    Raises:
+        ConfigError: the package wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+        define_metric_cfg: dict[str, str] | list[dict[str, Any]] | None = None,
+        commit: bool = True,
+        log_code_name: str | None = None,
+    ) -> None:
+        super().__init__(save_dir)
+        self._wandb = import_extra("wandb", "wandb", "visualizer: WandbReporter")
+        self._init_kwargs = dict(init_kwargs or {})
+        if isinstance(define_metric_cfg, dict):
+            define_metric_cfg = [{"name": name, "summary": summary} for name, summary in define_metric_cfg.items()]
+        self._metrics = define_metric_cfg or []
+        self._commit = commit
+        self._log_code_name = log_code_name
+        self._run: Any = None
+
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        """Start the run, or go on with it."""
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+        self._run = self._wandb.init(**{"dir": str(self.save_dir), "config": plain(config), **self._init_kwargs})
+        self._init_kwargs.update(id=self._run.id, resume="allow")
+        for metric in self._metrics:
+            self._run.define_metric(**metric)
+        if self._log_code_name:
+            self._run.log_code(name=self._log_code_name)
+
+    def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
+        """Send one record."""
+        if self._run is not None:
+            self._run.log(numbers(scalars), commit=self._commit)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

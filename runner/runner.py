@@ -1,0 +1,541 @@
+"""FlexibleRunner: takes the configuration of a run, builds its parts when they are needed, and trains."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..core.checkpoint import find_latest, mark_latest
+from ..core.config import check_call
+from ..core.distributed import broadcast_object
+from ..core.errors import ConfigError
+from ..core.model import BaseModel, overrides
+from ..core.registry import HOOKS, LOOPS, MODELS
+from ..core.seed import set_seed
+from ..optim.builder import build_optim_wrapper
+from ..optim.schedulers import build_param_schedulers
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from ..strategies.base import Strategy
+from ..strategies.builder import build_strategy
+from . import checks, state
+from .data import ShardedSampler, build_dataloader
+from .hooks import Hook, HookDispatcher
+from .loops import EvalLoop, TrainLoop
+from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
+from .stepper import Stepper
+
+
+class FlexibleRunner:
+    """Trains, validates and tests a model; a strategy says how it is spread over devices.
+
+    Everything is checked when the runner is made; data, model and optimizer are built when they are first needed.
+
+    Args:
+        model: a module, ``dict(type=...)``, or a function without arguments that gives a module.
+        work_dir: folder for logs and checkpoints.
+        experiment_name: default: the work directory's name and the time.
+        train_dataloader, optim_wrapper, train_cfg: training; all three or none. ``train_cfg`` is
+            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``.
+        val_dataloader, val_cfg, val_evaluator: validation; all three or none.
+        test_dataloader, test_cfg, test_evaluator: testing; all three or none.
+        strategy: a Strategy, ``dict(type=...)``, or None: one device for one process, DDP for several.
+        auto_scale_lr: ``dict(base_batch_size=...)`` scales learning rates by the number of samples per update.
+        param_scheduler: one or a list; for several optimizers a dict of them by the optimizer's name.
+        default_hooks: changes to the default hooks by name: runtime_info, timer, sampler_seed, logger, param_scheduler,
+            checkpoint; None leaves one out.
+        custom_hooks: further hooks.
+        data_preprocessor: of a model that is given as a configuration, or has an attribute of this name.
+        load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
+        resume: True continues from the newest checkpoint in ``work_dir``, if there is one; a path from that one.
+        launcher: who started the processes; None finds out.
+        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096)``.
+        log_processor: what log lines show.
+        log_level: "INFO" and so on.
+        visualizer: where scalars are kept: reporters, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``.
+        default_scope: None or "flextrain"; registries have no scopes.
+        randomness: ``dict(seed=None, diff_rank_seed=False, deterministic=False)``.
+        compile: True or arguments of ``torch.compile``; also as ``cfg=dict(compile=...)``.
+        cfg: the whole configuration, for the record.
+
+    Raises:
+        ConfigError: anything that can be known to be wrong before a process group or a model exists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
+        work_dir: str | Path = "work_dirs",
+        experiment_name: str | None = None,
+        train_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        optim_wrapper: Any = None,
+        train_cfg: Mapping[str, Any] | None = None,
+        val_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        val_cfg: Mapping[str, Any] | None = None,
+        val_evaluator: Any = None,
+        test_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        test_cfg: Mapping[str, Any] | None = None,
+        test_evaluator: Any = None,
+        strategy: Strategy | Mapping[str, Any] | str | type[Strategy] | None = None,
+        auto_scale_lr: Mapping[str, Any] | None = None,
+        param_scheduler: Any = None,
+        default_hooks: Mapping[str, Any] | None = None,
+        custom_hooks: Sequence[Any] | None = None,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        load_from: str | Path | None = None,
+        resume: bool | str | Path = False,
+        launcher: str | None = None,
+        env_cfg: Mapping[str, Any] | None = None,
+        log_processor: Any = None,
+        log_level: str | int = "INFO",
+        visualizer: Any = None,
+        default_scope: str | None = None,
+        randomness: Mapping[str, Any] | None = None,
+        compile: bool | dict[str, Any] | None = None,
+        cfg: dict[str, Any] | None = None,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        self.options = options = checks.check_options({key: given[key] for key in checks.FixedOptions.model_fields})
+        if default_scope not in (None, "flextrain", "mmengine"):
+            raise ConfigError(
+                f'default_scope: "{default_scope}" has no meaning, registries have no scopes; leave it out'
+            )
+        checks.check_model(model)
+        self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = None
+        self._trains = checks.check_phase(
+            "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
+        )
+        if self._trains:
+            self.optim_wrapper = build_optim_wrapper(optim_wrapper)
+            checks.check_train(train_dataloader, train_cfg, self.optim_wrapper, param_scheduler, model)
+        else:
+            for key in ("param_scheduler", "auto_scale_lr"):
+                if given[key] is not None:
+                    raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
+        for mode in ("val", "test"):
+            parts = {f"{mode}_{part}": given[f"{mode}_{part}"] for part in ("dataloader", "cfg", "evaluator")}
+            if checks.check_phase(mode, **parts):
+                checks.check_evaluation(mode, *parts.values())
+        self._hook_configs = checks.resolve_hooks(default_hooks, custom_hooks)
+        checks.check_hooks(self._hook_configs, validates=val_dataloader is not None)
+        by_epoch = not self._trains or checks.train_loop_class(given["train_cfg"])[0].by_epoch
+        checks.check_reporting(log_processor, visualizer, by_epoch)
+        hooks = [(cfg, self._build_hook(key, cfg)) for key, cfg in self._hook_configs]
+        self.strategy: Strategy = build_strategy(
+            strategy,
+            launcher=options.launcher,
+            backend=options.env_cfg.dist_cfg.backend,
+            timeout_s=options.env_cfg.dist_cfg.timeout,
+            compile=_one_compile(options),
+        )
+
+        self._given = given
+        self._set_environment()
+        self.work_dir = str(Path(work_dir).absolute())
+        self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))
+        self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
+        self.log_dir = str(Path(self.work_dir) / self.timestamp)
+        self.logger = setup_logger(log_level, Path(self.log_dir) / f"{self.timestamp}.log", self.rank)
+        randomness_options = options.randomness
+        self.seed = set_seed(
+            randomness_options.seed,
+            diff_rank_seed=randomness_options.diff_rank_seed,
+            deterministic=randomness_options.deterministic,
+        )
+        self.logger.info(
+            f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
+            f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
+        )
+        self.message_hub = MessageHub()
+        self.log_processor = build_log_processor(log_processor, by_epoch)
+        self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
+        self.hook_calls = HookDispatcher()
+        for cfg, hook in hooks:
+            self.register_hook(hook, cfg.get("priority") if isinstance(cfg, Mapping) else None)
+
+        self._model: nn.Module | None = None
+        self._stepper: Stepper | None = None
+        self._train_loop: TrainLoop | None = None
+        self._val_loop: EvalLoop | None = None
+        self._test_loop: EvalLoop | None = None
+        self.schedulers: dict[str, list[Any]] = {}
+        self._started = False
+
+    @classmethod
+    def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
+        """A runner from one dict with the arguments as keys; the dict is kept as ``cfg`` for the record.
+
+        Raises:
+            ConfigError: a key that is no argument, or a wrong value.
+        """
+        check_call(cls, cfg, "")
+        return cls(**{"cfg": dict(cfg), **cfg})
+
+    # Facts
+
+    @property
+    def version(self) -> str:
+        """flextrain's version."""
+        from .. import __version__
+
+        return __version__
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.strategy.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world_size > 1
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update."""
+        return self.optim_wrapper.accumulate if self.optim_wrapper else 1
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._train_loop.epoch if self._train_loop else 0
+
+    @property
+    def iter(self) -> int:
+        """Updates done."""
+        return self._train_loop.iter if self._train_loop else 0
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs to do."""
+        return self.train_loop.max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """Updates to do."""
+        return self.train_loop.max_iters
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks in the order in which they run."""
+        return self.hook_calls.hooks
+
+    @property
+    def param_schedulers(self) -> Any:
+        """The parameter schedulers: a list, or a dict of lists for several optimizers."""
+        return self.schedulers if isinstance(self.optim_wrapper, OptimWrapperDict) else self.schedulers.get("", [])
+
+    # Parts, built when they are first asked for
+
+    @property
+    def model(self) -> nn.Module:
+        """What is called in training: the user's module, or the strategy's wrapper of it."""
+        self._setup_model()
+        assert self._model is not None
+        return self._model
+
+    @property
+    def stepper(self) -> Stepper:
+        """Calls the model the way it wants to be called."""
+        self._setup_model()
+        assert self._stepper is not None
+        return self._stepper
+
+    @property
+    def train_loop(self) -> TrainLoop:
+        """The training loop."""
+        if self._train_loop is None:
+            if not self._trains:
+                raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
+            loader = self._build_dataloader("train")
+            kind, kwargs = checks.train_loop_class(self._given["train_cfg"])
+            self._train_loop = kind(runner=self, dataloader=loader, **kwargs)
+        return self._train_loop
+
+    @property
+    def val_loop(self) -> EvalLoop | None:
+        """The validation loop; None when validation is not configured."""
+        if self._val_loop is None and self._given["val_dataloader"] is not None:
+            self._val_loop = self._build_eval_loop("val")
+        return self._val_loop
+
+    @property
+    def test_loop(self) -> EvalLoop | None:
+        """The test loop; None when testing is not configured."""
+        if self._test_loop is None and self._given["test_dataloader"] is not None:
+            self._test_loop = self._build_eval_loop("test")
+        return self._test_loop
+
+    @property
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The training data."""
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> DataLoader[Any] | None:
+        """The validation data."""
+        return self.val_loop.dataloader if self.val_loop else None
+
+    @property
+    def test_dataloader(self) -> DataLoader[Any] | None:
+        """The test data."""
+        return self.test_loop.dataloader if self.test_loop else None
+
+    # What users call
+
+    def train(self) -> nn.Module:
+        """Train, from the beginning or from the checkpoint to resume; returns the user's module."""
+        loop = self.train_loop
+        self._setup_model()
+        self._setup_schedulers()
+        with self._running():
+            self._load_or_resume()
+            loop.run()
+        return self.strategy.module
+
+    def val(self) -> dict[str, Any]:
+        """Validate once; returns the metrics."""
+        return self._evaluate("val")
+
+    def test(self) -> dict[str, Any]:
+        """Test once; returns the metrics."""
+        return self._evaluate("test")
+
+    def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
+        """Add a hook; behind those of the same priority."""
+        if not isinstance(hook, Hook):
+            priority = priority if priority is not None or not isinstance(hook, Mapping) else hook.get("priority")
+            hook = self._build_hook("hook", hook)
+        self.hook_calls.register(hook, priority)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Run every hook at the point ``fn_name``."""
+        self.hook_calls.call(fn_name, self, **kwargs)
+
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write the checkpoint directory ``out_dir/filename``; every process must call it.
+
+        One that can be resumed, with the optimizer, becomes what ``latest`` names.
+        """
+        path = state.save(
+            self,
+            Path(out_dir) / filename,
+            save_optimizer=save_optimizer,
+            save_param_scheduler=save_param_scheduler,
+            meta=meta,
+        )
+        if save_optimizer and self.rank == 0:
+            mark_latest(path)
+        return str(path)
+
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> None:
+        """Fill the model with weights; see ``load_from``. Without ``strict`` what does not fit is logged."""
+        self._setup_model()
+        state.load_weights(self, Path(filename), strict=strict, revise_keys=revise_keys)
+        self.logger.info(f"Loaded the weights of {filename}")
+
+    def resume(self, filename: str | Path, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
+        """Bring everything to where the checkpoint was written."""
+        self._setup_model()
+        self._setup_schedulers()
+        state.resume(self, Path(filename), optimizer=resume_optimizer, param_scheduler=resume_param_scheduler)
+        self._started = True
+        self.logger.info(f"Resumed from {filename}: epoch {self.epoch}, iteration {self.iter}")
+
+    def use_data_seed(self, seed: int) -> None:
+        """Order the training data by another seed, that of a run which is continued."""
+        self.seed = seed
+        self.train_loop.data.seed = seed
+        sampler = self.train_dataloader.sampler
+        if isinstance(sampler, ShardedSampler):
+            sampler.seed = seed
+
+    # How parts are built
+
+    def _set_environment(self) -> None:
+        env = self.options.env_cfg
+        if env.mp_cfg.mp_start_method is not None:
+            multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
+        if env.mp_cfg.opencv_num_threads is not None:
+            _limit_opencv(env.mp_cfg.opencv_num_threads)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
+        torch.backends.cudnn.benchmark = env.cudnn_benchmark
+        self.strategy.setup_environment()
+
+    def _build_hook(self, key: str, cfg: Any) -> Hook:
+        if isinstance(cfg, Hook):
+            return cfg
+        bare = {k: v for k, v in cfg.items() if k != "priority"} if isinstance(cfg, Mapping) else cfg
+        hook = HOOKS.build(bare, key)
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"{key}.type: {type(hook).__name__} is no Hook")
+        return hook
+
+    def _build_dataloader(self, mode: str) -> DataLoader[Any]:
+        return build_dataloader(
+            self._given[f"{mode}_dataloader"],
+            training=mode == "train",
+            seed=self.seed,
+            shard=self.strategy.data_shard,
+            where=f"{mode}_dataloader",
+            logger=self.logger,
+        )
+
+    def _build_eval_loop(self, mode: str) -> EvalLoop:
+        loader, cfg = self._build_dataloader(mode), dict(self._given[f"{mode}_cfg"])
+        kind = LOOPS.get(cfg.pop("type", "ValLoop" if mode == "val" else "TestLoop"), f"{mode}_cfg.type")
+        loop: EvalLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **cfg)
+        return loop
+
+    def _setup_model(self) -> None:
+        """Build the model and hand it, with the optimizer, to the strategy; once."""
+        if self._model is not None:
+            return
+        self._model, optim = self.strategy.setup(self._build_model(), self.optim_wrapper)
+        self.optim_wrapper = optim
+        self._stepper = Stepper(self.strategy, self._model, optim)
+        self.logger.info(f"Precision: {self.strategy.precision_report()}")
+        scale = self.options.auto_scale_lr
+        if optim is not None and scale is not None and scale.enable:
+            self._scale_lr(scale.base_batch_size)
+
+    def _build_model(self) -> nn.Module:
+        given, preprocessor = self._given["model"], self._given["data_preprocessor"]
+        if isinstance(given, nn.Module):
+            model = given
+        else:
+            with self.strategy.init_context():
+                if isinstance(given, Mapping) and preprocessor is not None:
+                    given = {"data_preprocessor": preprocessor, **given}
+                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()  # type: ignore[operator]
+            if not isinstance(model, nn.Module):
+                raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
+        if preprocessor is not None and (not isinstance(given, Mapping) or isinstance(given, nn.Module)):
+            if not hasattr(model, "data_preprocessor"):
+                raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
+            model.data_preprocessor = (
+                preprocessor if isinstance(preprocessor, nn.Module) else MODELS.build(preprocessor, "data_preprocessor")
+            )
+        # MMEngine's contract: a model that defines it is initialised by it when training starts.
+        is_meta = any(p.is_meta for p in model.parameters())
+        if self._trains and isinstance(model, BaseModel) and overrides(model, "init_weights") and not is_meta:
+            model.init_weights()
+        return model
+
+    def _scale_lr(self, base: int) -> None:
+        own = checks.batch_size(self.train_dataloader)
+        if own is None:
+            raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
+        real = own * self.strategy.data_shard[1] * self.accumulate
+        assert self.optim_wrapper is not None
+        for group in self.optim_wrapper.param_groups:
+            group["lr"] *= real / base
+        self.logger.info(f"Learning rates times {real / base:.4g}: {real} samples per update, chosen for {base}")
+
+    def _setup_schedulers(self) -> None:
+        if self.schedulers or self.optim_wrapper is None:
+            return
+        given, data = self._given["param_scheduler"], self.train_loop.data
+        by_name = isinstance(given, Mapping) and "type" not in given
+        for name, wrapper in self.optim_wrapper.wrappers.items():
+            self.schedulers[name] = build_param_schedulers(
+                given.get(name) if by_name and name else given,
+                wrapper,
+                epoch_length=data.epoch_length,
+                max_epochs=self.max_epochs if self.train_loop.by_epoch else None,
+                max_iters=self.max_iters,
+                where=f"param_scheduler.{name}" if by_name and name else "param_scheduler",
+            )
+
+    def _load_or_resume(self) -> None:
+        options = self.options
+        if self._started:
+            return
+        if isinstance(options.resume, (str, Path)):
+            self.resume(options.resume)
+        elif options.resume and options.load_from is not None:
+            self.resume(options.load_from)
+        elif options.resume:
+            latest = find_latest(self.work_dir)
+            if latest is None:
+                self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
+            else:
+                self.resume(latest)
+        elif options.load_from is not None:
+            self.load_checkpoint(options.load_from)
+        self._started = True
+
+    def _evaluate(self, mode: str) -> dict[str, Any]:
+        loop = self.val_loop if mode == "val" else self.test_loop
+        if loop is None:
+            parts = f"{mode}_dataloader, {mode}_cfg and {mode}_evaluator"
+            raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
+        self._setup_model()
+        with self._running():
+            if not self._started and self.options.load_from is not None:
+                self.load_checkpoint(self.options.load_from)
+                self._started = True
+            metrics: dict[str, Any] = loop.run()
+        return metrics
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        try:
+            self.call_hook("before_run")
+            yield
+            self.call_hook("after_run")
+        except BaseException as error:
+            self.call_hook("on_exception", exception=error)
+            raise
+
+    @property
+    def cfg(self) -> dict[str, Any]:
+        """What the runner was given, and the seed in use, for the record."""
+        own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
+        return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
+
+
+def _one_compile(options: checks.FixedOptions) -> bool | dict[str, Any] | None:
+    """``compile``, which MMEngine takes in two places."""
+    other = (options.cfg or {}).get("compile")
+    if options.compile is not None and other is not None and options.compile != other:
+        raise ConfigError(f"compile: {options.compile} disagrees with cfg.compile={other}, give one of them")
+    value = options.compile if options.compile is not None else other
+    if value is not None and not isinstance(value, (bool, dict)):
+        raise ConfigError(f"cfg.compile: {value!r} is not allowed, give True, False or arguments of torch.compile")
+    return value
+
+
+def _limit_opencv(threads: int) -> None:
+    try:
+        import cv2
+    except ModuleNotFoundError:
+        raise ConfigError("env_cfg.mp_cfg.opencv_num_threads: OpenCV is not installed, leave it out") from None
+    cv2.setNumThreads(threads)

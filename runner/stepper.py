@@ -1,0 +1,142 @@
+"""Stepper: one update, or one evaluation batch, of any model under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import distributed as dist
+from ..core.device import to_device
+from ..core.errors import ConfigError
+from ..core.model import overrides, parse_losses, run_forward, takes_mode
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from ..strategies.base import Strategy
+
+
+class Stepper:
+    """Knows how a model wants to be called; asked once, used for every batch.
+
+    A model may have
+
+    - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
+    - any other ``forward``: its result must have a ``loss``, as an attribute or a key;
+    - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
+    - ``val_step(data)``, ``test_step(data)``: called in place of forward;
+    - ``data_preprocessor``: makes a batch into arguments; otherwise the batch is brought to the device as it is;
+    - ``parse_losses(losses)``: gives the total and what to log;
+    - ``loss_weight(data)``: over how many items (tokens, samples) the loss of a batch is a mean. The update is then the
+      same however the items are split over micro-batches and processes; without it, each micro-batch of each process
+      counts the same.
+    """
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optim: OptimWrapper | OptimWrapperDict | None = None
+    ) -> None:
+        module = strategy.module
+        self.strategy, self.model, self.module, self.optim = strategy, model, module, optim
+        self.custom_train = overrides(module, "train_step")
+        self.kwargs = {mode: {"mode": mode} for mode in ("loss", "predict")} if takes_mode(module) else {}
+        preprocessor = getattr(module, "data_preprocessor", None)
+        self.has_preprocessor = callable(preprocessor)
+        self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device  # type: ignore[assignment]
+        self.parse = getattr(module, "parse_losses", parse_losses)
+        self.weigh: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
+        if isinstance(optim, OptimWrapperDict) and not self.custom_train:
+            raise ConfigError(
+                f"optim_wrapper: has {len(optim)} optimizers, {type(module).__name__} must define "
+                "train_step(data, optim_wrapper) to say which is updated when"
+            )
+        if self.weigh is not None and self.custom_train:
+            raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
+
+    def train(self, window: list[Any]) -> dict[str, Tensor]:
+        """One update from the micro-batches of a window.
+
+        Returns:
+            0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
+            ``grad_norm`` when it was computed.
+        """
+        optim, size = self.optim, len(window)
+        assert optim is not None
+        factors = self._factors(window) if self.weigh is not None else None
+        outputs: dict[str, Tensor] = {}
+        for i, batch in enumerate(window):
+            optim.begin(i, size)
+            with self.strategy.grad_sync(i == size - 1):
+                if self.custom_train:
+                    logs = self._custom_step(batch, optim)
+                else:
+                    logs = self._micro_batch(batch, optim, 1 / size if factors is None else factors[i])
+            outputs = logs if i == 0 else _added(outputs, logs)
+        if size > 1:
+            outputs = {name: value if factors and name == "loss" else value / size for name, value in outputs.items()}
+        info = optim.last_step if self.custom_train else optim.step()
+        if info.grad_norm is not None:
+            outputs["grad_norm"] = info.grad_norm
+        return outputs
+
+    def _micro_batch(self, batch: Any, optim: Any, factor: float | Tensor) -> dict[str, Tensor]:
+        data = self.preprocess(batch, True)
+        with self.strategy.autocast():
+            result = run_forward(self.model, data, **self.kwargs.get("loss", {}))
+            loss, logs = self.parse(result if self.kwargs else self._own_loss(result))
+        weighted = loss * factor if isinstance(factor, Tensor) or factor != 1 else loss
+        optim.backward(weighted)
+        logs = {name: value.detach() for name, value in logs.items()}
+        if isinstance(factor, Tensor):
+            logs["loss"] = weighted.detach()
+        return logs
+
+    def _custom_step(self, batch: Any, optim: Any) -> dict[str, Tensor]:
+        logs = self.module.train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
+        if not isinstance(logs, Mapping):
+            raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
+        values = {name: torch.as_tensor(value).detach() for name, value in logs.items()}
+        if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
+            values["loss"] = torch.stack([part.float() for part in parts]).sum()
+        return values
+
+    def _factors(self, window: list[Any]) -> list[Tensor]:
+        """What to multiply each micro-batch's loss with: its share of the items of all micro-batches and processes.
+
+        Gradients are averaged over processes, so the share is times their number.
+        """
+        assert self.weigh is not None
+        weights = torch.stack([torch.as_tensor(self.weigh(batch), dtype=torch.float32) for batch in window])
+        total = dist.all_reduce(weights.sum())
+        return list((weights * dist.get_world_size() / total).to(self.strategy.device).unbind())
+
+    def _own_loss(self, result: Any) -> dict[str, Any]:
+        """The loss of a model that is not called with a mode."""
+        if isinstance(result, Mapping) and "loss" in result:
+            loss = result["loss"]
+        else:
+            loss = getattr(result, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"model: {type(self.module).__name__}.forward has no parameter mode and gave {type(result).__name__} "
+                "without a loss; return an object or dict with a loss, or take mode"
+            )
+        return {"loss": loss}
+
+    def evaluate(self, batch: Any, mode: str) -> Any:
+        """What the model predicts for one batch; ``mode`` is "val" or "test"."""
+        if overrides(self.module, f"{mode}_step"):
+            with self.strategy.autocast():
+                return getattr(self.module, f"{mode}_step")(
+                    batch if self.has_preprocessor else self._to_device(batch, False)
+                )
+        data = self.preprocess(batch, False)
+        with self.strategy.autocast():
+            return run_forward(self.model, data, **self.kwargs.get("predict", {}))
+
+    def _to_device(self, data: Any, training: bool) -> Any:
+        return to_device(data, self.strategy.device)
+
+
+def _added(total: dict[str, Tensor], logs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: total[name] + logs[name] for name in total if name in logs}

@@ -1,0 +1,44 @@
+"""The strategy of a run, from what its configuration says in several places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.registry import STRATEGIES
+from .base import Strategy
+from .launch import detect_launch
+
+
+def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
+    """The strategy that ``cfg`` describes; nothing is started.
+
+    Args:
+        cfg: a Strategy, ``dict(type=...)``, a class, a name, or None: one device for one process, DDP for several.
+        options: fields of the strategy's options that were given elsewhere in the runner's configuration; None was not
+            given.
+
+    Raises:
+        ConfigError: a wrong option, or one that is given in two places with two values.
+    """
+    options = {key: value for key, value in options.items() if value is not None}
+    if isinstance(cfg, Strategy):
+        for key, value in options.items():
+            if getattr(cfg.config, key) != value:
+                raise ConfigError(f"{key}: the strategy is already built, give {key}={value!r} to it")
+        return cfg
+    if cfg is None:
+        several = detect_launch(options.get("launcher")).world_size > 1
+        cfg = {"type": "DDPStrategy" if several else "SingleDeviceStrategy"}
+    if isinstance(cfg, Mapping):
+        for key, value in options.items():
+            if key in cfg and cfg[key] != value:
+                raise ConfigError(f"strategy.{key}: {cfg[key]!r} disagrees with {key}={value!r}, give one of them")
+        cfg = {**options, **cfg}
+    else:
+        cfg = {**options, "type": cfg}
+    strategy = STRATEGIES.build(cfg, "strategy")
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
+    return strategy

@@ -1,0 +1,85 @@
+"""Worker groups shared by the whole session, and guards that fail a test which leaves something behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flextrain.testing import WorkerGroup
+
+# Set by libraries when they are first used, not by the test that happened to use them first.
+LIBRARY_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
+THREAD_GRACE_S = 2.0
+
+WorkerFactory = Callable[[int], WorkerGroup]
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerFactory]:
+    """``workers(n)`` is the session's group of n processes, started when it is first asked for."""
+    groups: dict[int, WorkerGroup] = {}
+
+    def group_of(world_size: int) -> WorkerGroup:
+        return groups.setdefault(world_size, WorkerGroup(world_size))
+
+    yield group_of
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(scope="session")
+def workers1(workers: WorkerFactory) -> WorkerGroup:
+    return workers(1)
+
+
+@pytest.fixture(scope="session")
+def workers2(workers: WorkerFactory) -> WorkerGroup:
+    return workers(2)
+
+
+@pytest.fixture(scope="session")
+def workers3(workers: WorkerFactory) -> WorkerGroup:
+    return workers(3)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_variables() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and not name.startswith(LIBRARY_VARIABLES)
+    )
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"environment variables left changed: {', '.join(changed)} (use monkeypatch.setenv)"
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_threads() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    leaked = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in leaked:
+        thread.join(THREAD_GRACE_S)
+    names = [thread.name for thread in leaked if thread.is_alive()]
+    assert not names, f"threads left running: {', '.join(names)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_process_group() -> Iterator[None]:
+    yield
+    dist = sys.modules.get("torch.distributed")
+    leaked = dist is not None and dist.is_available() and dist.is_initialized()
+    if leaked:
+        dist.destroy_process_group()
+    assert not leaked, "a process group was left initialised (call strategy.teardown())"

@@ -1,0 +1,89 @@
+"""Every example does what its first lines say, in short form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .conftest import EXAMPLES, RunExample
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"Epoch\(val\).*accuracy: (\d+\.\d+)", output)]
+
+
+def test_train_classifier_alone_then_resumed(run_example: RunExample) -> None:
+    first = run_example("train_classifier.py", "--epochs", "2")
+    assert accuracies(first.stdout)[-1] > 85
+    # 22 batches and no padding: the demo compares strategies on this.
+    assert "[1][20/22]" in first.stdout
+    more = run_example("train_classifier.py", "--epochs", "3", "--resume")
+    assert "Epoch(train) [3]" in more.stdout
+    assert "Epoch(train) [2]" not in more.stdout
+    assert accuracies(more.stdout)[0] > accuracies(first.stdout)[0]
+
+
+@pytest.mark.distributed
+def test_train_classifier_with_ddp(run_example: RunExample) -> None:
+    flags = ("--use-ddp", "--epochs", "2", "--batch-size", "32", "--amp", "--accumulate", "2")
+    done = run_example("train_classifier.py", *flags, processes=2)
+    assert "[1][10/11]" in done.stdout
+    assert len(accuracies(done.stdout)) == 2, "rank 0 alone reports"
+    assert accuracies(done.stdout)[-1] > 70
+
+
+def test_missing_cifar10_is_one_message(run_example: RunExample) -> None:
+    pytest.importorskip("torchvision")
+    done = run_example("train_classifier.py", "--dataset", "cifar10", "--data-root", "nowhere", check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--data-root: no CIFAR-10 in nowhere")
+    assert done.stderr.count("\n") == 1
+
+
+def test_strategy_to_come_is_one_message(run_example: RunExample) -> None:
+    done = run_example("train_classifier.py", "--use-npu", check=False)
+    assert done.returncode == 2
+    assert "has no NPUStrategy yet" in done.stderr
+
+
+@pytest.mark.distributed
+def test_custom_strategy(run_example: RunExample) -> None:
+    done = run_example("custom_strategy.py", processes=2)
+    assert accuracies(done.stdout)[-1] > 85
+
+
+def test_custom_strategy_is_short() -> None:
+    assert len((EXAMPLES / "custom_strategy.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gan(run_example: RunExample, tmp_path: Path, processes: int) -> None:
+    done = run_example("gan.py", "--epochs", "2", processes=processes)
+    assert re.search(r"loss_d: \d+\.\d+  loss_g: \d+\.\d+", done.stdout)
+    assert {path.name for path in (tmp_path / "work_dirs" / "gan").glob("*.png")} == {"samples_1.png", "samples_2.png"}
+
+
+def test_hugging_face(run_example: RunExample) -> None:
+    pytest.importorskip("transformers")
+    done = run_example("hugging_face.py", "--max-iters", "40")
+    (accuracy,) = [float(value) for value in re.findall(r"\(val\).*accuracy: (\d+\.\d+)", done.stdout)]
+    assert accuracy > 60
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_demo(run_example: RunExample, tmp_path: Path) -> None:
+    done = run_example("demo.py")
+    assert "SingleDevice" in done.stdout
+    assert "DDP" in done.stdout
+    assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
+
+
+def test_examples_say_what_they_need() -> None:
+    """Every script starts with a sentence and the command that runs it."""
+    for script in EXAMPLES.glob("*.py"):
+        head = script.read_text().partition('"""\n')[0]
+        assert "python examples/" in head or "torchrun" in head or "make demo" in head, script.name

@@ -1,0 +1,46 @@
+"""A script written for MMEngine's FlexibleRunner runs when its imports are changed, and logs the lines its user knows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("mmengine_script.py")
+LOG_LINE = re.compile(
+    r"\d\d/\d\d \d\d:\d\d:\d\d - flextrain - INFO - Epoch\(train\) +"
+    r"\[(?P<epoch>\d+)\]\[(?P<step>[ \d]+)/(?P<steps>\d+)\]  lr: (?P<lr>\d\.\d{4}e[+-]\d\d)  eta: \d:\d\d:\d\d  "
+    r"time: \d+\.\d{4}  data_time: \d+\.\d{4}  memory: \d+  loss: \d+\.\d{4}"
+)
+
+
+@pytest.mark.slow
+def test_runs_with_other_imports(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    text = SCRIPT.read_text()
+    for module, name in (
+        ("mmengine.evaluator", "BaseMetric"),
+        ("mmengine.model", "BaseModel"),
+        ("mmengine.runner._flexible_runner", "FlexibleRunner"),
+    ):
+        assert f"from {module} import {name}\n" in text
+        text = text.replace(f"from {module} import {name}\n", f"from flextrain import {name}\n")
+    # Ten epochs show no more than two.
+    text = text.replace("max_epochs=10", "max_epochs=2")
+    (tmp_path / "script.py").write_text(text)
+
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [match.groupdict() for line in done.stdout.splitlines() if (match := LOG_LINE.fullmatch(line))]
+    assert [(line["epoch"], line["step"], line["steps"]) for line in lines] == [
+        ("1", "10", "20"),
+        ("1", "20", "20"),
+        ("2", "10", "20"),
+        ("2", "20", "20"),
+    ], done.stdout
+    assert lines[0]["lr"] == lines[1]["lr"] == "3.3333e-04"
+    assert re.search(r"Epoch\(val\) +\[2\]\[3/3\] +accuracy: \d+\.\d{4}", done.stdout), done.stdout

@@ -1,0 +1,373 @@
+"""check_strategy passes for every strategy that works, and names the fault of every one that does not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import ConfigError, DDPStrategy, OptimWrapper, SingleDeviceStrategy, Strategy, StrategyError
+from flextrain.core import distributed as dist
+from flextrain.core.gradients import clip_by_norm, gradients
+from flextrain.optim.wrapper import StepInfo
+from flextrain.strategies.ddp import average_gradients
+from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
+from flextrain.testing.conformance import ORDER
+from flextrain.testing.kit import CHECKS
+
+pytestmark = pytest.mark.distributed
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_strategy.py"
+
+# Strategies that work
+
+
+def ddp_with_bucket_views() -> Strategy:
+    """A factory in place of a name."""
+    return DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "DDPStrategy",
+        dict(type="DDPStrategy", static_graph=True),
+        dict(type=DDPStrategy, find_unused_parameters=True, broadcast_buffers=False),
+        dict(type="DDPStrategy", activation_checkpointing=dict(classes=["Block"])),
+        ddp_with_bucket_views,
+    ],
+    ids=str,
+)
+def test_ddp(workers2: WorkerGroup, strategy: Any) -> None:
+    report = check_strategy(strategy, workers=workers2)
+    assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
+
+
+def test_ddp_on_three_processes_whose_parts_differ_in_size(workers3: WorkerGroup) -> None:
+    report = check_strategy(DDPStrategy, world_size=3, workers=workers3)
+    assert report.passed
+
+
+def test_single_device(workers1: WorkerGroup) -> None:
+    report = check_strategy(SingleDeviceStrategy, world_size=1, workers=workers1)
+    assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
+    assert "SingleDeviceStrategy on 1 processes" in str(report)
+
+
+def test_ddp_in_a_world_of_one(workers1: WorkerGroup) -> None:
+    assert check_strategy("DDPStrategy", world_size=1, workers=workers1).passed
+
+
+def test_the_example_of_a_third_party(workers2: WorkerGroup) -> None:
+    with loaded(EXAMPLE) as module:
+        (strategy,) = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
+        ]
+        report = check_strategy(strategy, workers=workers2)
+    assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
+
+
+@contextlib.contextmanager
+def loaded(path: Path) -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.append(str(path.parent))  # as for a script, which finds its neighbours
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[path.stem]
+        sys.path.remove(str(path.parent))
+
+
+# Strategies with one fault each
+
+
+class AveragesTwice(DDPStrategy):
+    """Divides gradients that are averaged by the number of processes once more."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        optim.register_step_pre_hook(lambda o: [grad.div_(self.world_size) for grad in gradients(o.param_groups)])
+        return model, optim
+
+
+class AveragesAtStep(Strategy):
+    """Works: the base of those that need to come between backward and the exchange of gradients."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        optim.register_step_pre_hook(self.before_step)
+        return model, optim
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        average_gradients(optim)
+
+
+class ClipsByLocalNorm(AveragesAtStep):
+    """Each process clips its own gradients before they are averaged."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        if optim.clip_grad is not None and optim.clip_grad.max_norm is not None:
+            clip_by_norm(gradients(optim.param_groups), optim.clip_grad.max_norm)
+        super().before_step(optim)
+
+
+class KeepsOwnWeights(DDPStrategy):
+    """Leaves every process with the weights that it drew itself."""
+
+    def _place(self, model: nn.Module) -> None:
+        model.to(self.device)
+
+
+class AccumulatesOffByOne(DDPStrategy):
+    """Exchanges gradients one micro-batch too late: those of a window's last are missing when there are several."""
+
+    _enabled = True
+
+    def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        late, self._enabled = self._enabled, enabled
+        return super().grad_sync(late)
+
+
+class SchedulesPerMicroBatch(DDPStrategy):
+    """Lets the learning rate decay at every micro-batch but the last, when the loop's own scheduler moves it."""
+
+    def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            assert self.optim is not None
+            for group in self.optim.param_groups:
+                group["lr"] *= 0.8
+        return super().grad_sync(enabled)
+
+
+class RenamesAKey(DDPStrategy):
+    """Stores a parameter under the name that the wrapper gives it, and loads it from there."""
+
+    ours, theirs = "model.norm.weight", "model.module.norm.weight"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.theirs if key == self.ours else key: value for key, value in super().state_dict().items()}
+
+    def load_template(self, saved: Any) -> dict[str, Tensor]:
+        template = super().load_template({self.ours if key == self.theirs else key: saved[key] for key in saved})
+        return {self.theirs if key == self.ours else key: value for key, value in template.items()}
+
+
+# The check that must name the fault, what it must say, and the checks that the fault may spread to.
+SIX = [
+    (AveragesTwice, "gradients", "it is 0.5 times what it should be", {"losses", "accumulation", "clipping"}),
+    (ClipsByLocalNorm, "clipping", "the gradient norm of update 0 is", set()),
+    (KeepsOwnWeights, "initial_weights", "model.", {"gradients", "losses", "accumulation", "clipping", "evaluation", "overflow"}),
+    (AccumulatesOffByOne, "accumulation", "weights after update 0", {"schedule"}),
+    (SchedulesPerMicroBatch, "schedule", "learning rates before micro-batch 1 of update 0", {"accumulation"}),
+    (RenamesAKey, "state_keys", '(renamed to "model.module.norm.weight"?)', set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy, name, message, spread", SIX, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_fault_fails_the_check_of_its_name(
+    workers2: WorkerGroup, strategy: type[Strategy], name: str, message: str, spread: set[str]
+) -> None:
+    with pytest.raises(ConformanceError, match=f"{strategy.__name__}: .* of {len(CHECKS)} checks failed") as caught:
+        check_strategy(strategy, workers=workers2)
+    failed = caught.value.report.failed
+    assert message in failed[name]
+    assert "Traceback" not in failed[name]
+    resuming = {"resume_from_single", "resume_to_single", "resume_itself"}
+    assert failed.keys() <= {name} | spread | resuming
+
+
+def test_the_strategy_that_the_faulty_ones_start_from_has_no_fault(workers2: WorkerGroup) -> None:
+    assert check_strategy(AveragesAtStep, workers=workers2).passed
+
+
+class SeesAllData(DDPStrategy):
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return 0, self.world_size
+
+
+class LosesGroups(DDPStrategy):
+    """Gives all parameters the hyper-parameters of the first group."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        for group in optim.param_groups[1:]:
+            group.update({key: value for key, value in optim.param_groups[0].items() if key != "params"})
+        return model, optim
+
+
+class ThawsEverything(DDPStrategy):
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return super()._wrap(model.requires_grad_())
+
+
+class Unties(DDPStrategy):
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        head = model.get_submodule("head")
+        head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+        return super()._wrap(model)
+
+
+class EvaluationMovesABuffer(DDPStrategy):
+    def autocast(self) -> AbstractContextManager[None]:
+        if not torch.is_grad_enabled():
+            self.module.get_buffer("scale").mul_(1.01)
+        return super().autocast()
+
+
+class IgnoresAutocast(DDPStrategy):
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class KeepsSkipsToItself(AveragesAtStep):
+    """Averages nothing when its own gradients are not finite, and pretends that others' are not its business."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        grads = gradients(optim.param_groups)
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        kept = [grad.clone() for grad in grads]
+        for grad in grads:
+            grad.nan_to_num_(0.0, 0.0, 0.0)
+        super().before_step(optim)
+        if not finite:
+            for grad, own in zip(grads, kept, strict=True):
+                grad.copy_(own)
+
+
+class CallsEveryStepApplied(DDPStrategy):
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        step = optim.step
+
+        def applied() -> StepInfo:
+            return StepInfo(step().grad_norm, skipped=False)
+
+        optim.step = applied
+        return model, optim
+
+
+class ForgetsMoments(DDPStrategy):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({key: value for key, value in state.items() if not key.startswith("optim.state.")})
+
+
+class ForgetsHyperparameters(DDPStrategy):
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if not key.startswith("optim.group.")}
+
+
+class CountsStepsFromZero(DDPStrategy):
+    """Gives the counters of steps away as zero, which nobody sees until Adam corrects its bias by them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {key: torch.zeros_like(value) if key.endswith(".step") else value for key, value in state.items()}
+
+
+class TakesAnyOption(DDPStrategy):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+
+
+class TakesAnyOptimizer(DDPStrategy):
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        optim.build = lambda _: None
+        return super().setup(model, optim)
+
+    def _check_precision(self) -> None:
+        pass
+
+
+class StaysInTheGroup(DDPStrategy):
+    def teardown(self) -> None:
+        if self._owns_group:
+            self._owns_group = False
+            super().teardown()
+
+
+class DiesOnSecondTeardown(DDPStrategy):
+    def teardown(self) -> None:
+        super().teardown()
+        self.config = self.config.no_such_attribute if getattr(self, "_ended", False) else self.config
+        self._ended = True
+
+
+@pytest.mark.parametrize(
+    "strategy, name, message",
+    [
+        (SeesAllData, "facts", "data_shard"),
+        (LosesGroups, "losses", "the loss of update 1 is"),
+        (ThawsEverything, "frozen", "model.frozen.weight changed"),
+        (Unties, "tied", "different tensors"),
+        (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
+        (IgnoresAutocast, "precision", "is not bfloat16"),
+        (KeepsSkipsToItself, "overflow", "reports skipped="),
+        (CallsEveryStepApplied, "overflow", "reports skipped=[False, False, False, False, False]"),
+        (ForgetsMoments, "resume_itself", "after resuming, the loss"),
+        (ForgetsMoments, "resume_from_single", "after resuming, the loss"),
+        (CountsStepsFromZero, "resume_to_single", "after resuming, the loss"),
+        (ForgetsHyperparameters, "state_keys", "missing, optim.group."),
+        (TakesAnyOption, "refusals", "an unknown option was accepted"),
+        (TakesAnyOptimizer, "refusals", "another model's parameters"),
+        (StaysInTheGroup, "teardown", "the process group is still there"),
+        (DiesOnSecondTeardown, "teardown", "no_such_attribute"),
+    ],
+)
+def test_every_check_can_fail(workers2: WorkerGroup, strategy: type[Strategy], name: str, message: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(strategy, workers=workers2, only=[name])
+    assert message in caught.value.report.failed[name]
+
+
+class RefusesHalf(DDPStrategy):
+    def _check_request(self, model: nn.Module, optim: Any) -> None:
+        if self.precision.compute is not torch.float32:
+            raise StrategyError("strategy: float32 only")
+
+
+class HangsOnOneRank(DDPStrategy):
+    def _place(self, model: nn.Module) -> None:
+        if self.rank == 1:
+            dist.barrier()
+        super()._place(model)
+
+
+def test_a_refusal_is_no_failure_and_is_told(workers2: WorkerGroup) -> None:
+    report = check_strategy(RefusesHalf, workers=workers2, only=["precision", "overflow", "facts"], skip=["facts"])
+    assert {result.name: result.status for result in report.results} == {
+        "facts": "skipped", "precision": "refused", "overflow": "refused",
+    }  # fmt: skip
+    assert "float32 only" in str(report)
+
+
+def test_a_strategy_that_hangs_fails_in_time_with_the_stacks() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(HangsOnOneRank, only=["facts"], timeout_s=3)
+    assert "within 3 s" in caught.value.report.failed["facts"]
+    assert "in _place" in caught.value.report.failed["facts"]
+
+
+def test_arguments_are_checked(workers2: WorkerGroup) -> None:
+    with pytest.raises(ConfigError, match='check_strategy.only: "clippings" is no check, did you mean "clipping"?'):
+        check_strategy("DDPStrategy", only=["clippings"])
+    with pytest.raises(ConfigError, match="has 2 processes, world_size is 3"):
+        check_strategy("DDPStrategy", world_size=3, workers=workers2)
+
+
+def test_every_check_has_its_place() -> None:
+    assert sorted(ORDER) == sorted(CHECKS)

@@ -1,0 +1,250 @@
+"""The rules that keep the layers apart, read off the source: who imports whom, and who may name a strategy."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import flextrain
+import flextrain.testing
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
+STRATEGY_FREE = ["core", "optim", "runner"]
+CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
+CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
+SNAPSHOT = Path(__file__).with_name("public_names.txt")
+
+Sources = Mapping[str, str]  # dotted module name -> source
+
+
+def sources() -> dict[str, str]:
+    """Every library module, by the name under which it is installed."""
+    found = {}
+    for folder in [*LAYERS, "flextrain"]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if parts[0] == "flextrain" else ("flextrain", *parts)
+            found[".".join(parts)] = path.read_text()
+    return found
+
+
+def layer_of(module: str) -> str | None:
+    """ "core" for ``flextrain.core.device``; None for the front door and for foreign modules."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "flextrain" and len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def imports(module: str, source: str, run_at_import: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything imported, ``from x import y`` as ``x.y``.
+
+    With ``run_at_import``, without what stands in functions or under ``if TYPE_CHECKING``.
+    """
+    package = module if module.endswith("__init__") else module.rpartition(".")[0]
+    package = package.removesuffix(".__init__")
+    for node in _nodes(ast.parse(source), run_at_import):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif _imports_by_call(node):
+            yield node.lineno, node.args[0].value  # type: ignore[attr-defined]
+
+
+def _imports_by_call(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+        return False
+    return ast.unparse(node.func).endswith("import_module") and isinstance(node.args[0].value, str)
+
+
+def _nodes(tree: ast.AST, run_at_import: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if run_at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if run_at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _nodes(node, run_at_import)
+
+
+def strategy_classes(modules: Sources) -> dict[str, str]:
+    """Concrete strategies by class name, with the module that defines each."""
+    found = {}
+    for module, source in modules.items():
+        if layer_of(module) != "strategies":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if any(base.rpartition(".")[2].endswith("Strategy") for base in bases):
+                found[node.name] = module  # type: ignore[attr-defined]
+    return found
+
+
+def upward_imports(modules: Sources) -> list[str]:
+    found = []
+    for module, source in modules.items():
+        own = layer_of(module)
+        if own is None:
+            continue
+        for line, name in imports(module, source):
+            other = layer_of(name)
+            front_door = name.split(".")[0] == "flextrain" and other is None and name != "flextrain.__version__"
+            if front_door or (other is not None and LAYERS.index(other) > LAYERS.index(own)):
+                found.append(f"{module}:{line} imports {name}")
+    return found
+
+
+def import_circles(modules: Sources) -> list[str]:
+    """Groups of modules that need each other to be imported."""
+    edges: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        targets = {name for _, name in imports(module, source, run_at_import=True)}
+        targets |= {name.rpartition(".")[0] for name in targets}
+        targets |= {f"{name}.__init__" for name in targets}
+        edges[module] = {target for target in targets if target in modules and target != module}
+    return [" -> ".join([*circle, circle[0]]) for circle in _circles(edges)]
+
+
+def _circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    reach = {start: _reachable(start, edges) for start in edges}
+    groups = {frozenset(other for other in reach[node] if node in reach[other]) for node in edges if node in reach[node]}
+    return [sorted(group) for group in groups]
+
+
+def _reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    rest = list(edges[start])
+    while rest:
+        node = rest.pop()
+        if node not in seen:
+            seen.add(node)
+            rest += edges[node]
+    return seen
+
+
+def named_strategies(modules: Sources) -> list[str]:
+    classes = strategy_classes(modules)
+    names = re.compile(rf"\b({'|'.join(sorted(classes))})\b") if classes else re.compile("(?!)")
+    homes = set(classes.values())
+    found = []
+    for module, source in modules.items():
+        if layer_of(module) not in STRATEGY_FREE:
+            continue
+        for number, line in enumerate(source.splitlines(), 1):
+            found += [f"{module}:{number} names {match}" for match in names.findall(line)]
+        for number, name in imports(module, source):
+            if name in homes or name.rpartition(".")[0] in homes:
+                found.append(f"{module}:{number} imports {name}")
+    return found
+
+
+def checkpoint_imports(modules: Sources) -> list[str]:
+    found = []
+    for module, source in modules.items():
+        if not CHECKPOINT_HOME.match(module):
+            found += [
+                f"{module}:{line} imports {name}"
+                for line, name in imports(module, source)
+                if f"{name}.".startswith(f"{CHECKPOINT_LIBRARY}.")
+            ]
+    return found
+
+
+def public_names() -> list[str]:
+    return [
+        *(f"flextrain.{name}" for name in sorted(flextrain.__all__)),
+        *(f"flextrain.testing.{name}" for name in sorted(flextrain.testing.__all__)),
+    ]
+
+
+def test_imports_go_down_only() -> None:
+    assert upward_imports(sources()) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_circles(sources()) == []
+
+
+def test_only_strategies_name_a_concrete_strategy() -> None:
+    assert {"SingleDeviceStrategy", "DDPStrategy"} <= strategy_classes(sources()).keys()
+    assert named_strategies(sources()) == []
+
+
+def test_every_registered_strategy_is_seen_by_the_lint() -> None:
+    ours = {name for name in flextrain.STRATEGIES if flextrain.STRATEGIES.get(name).__module__.startswith("flextrain.")}
+    assert ours <= strategy_classes(sources()).keys()
+
+
+def test_only_core_checkpoint_uses_torchs_checkpoint_library() -> None:
+    assert checkpoint_imports(sources()) == []
+
+
+def test_the_public_names_are_those_of_the_snapshot() -> None:
+    snapshot = SNAPSHOT.read_text().split()
+    added = sorted(set(public_names()) - set(snapshot))
+    removed = sorted(set(snapshot) - set(public_names()))
+    assert not added, f"new public names, to be decided on and then added to {SNAPSHOT.name}: {added}"
+    assert not removed, f"public names that are gone, which breaks users: {removed}"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in flextrain.__all__:
+        assert getattr(flextrain, name) is not None
+
+
+STRATEGIES = {
+    "flextrain.strategies.base": "class Strategy: ...",
+    "flextrain.strategies.ddp": "from .base import Strategy\nclass DDPStrategy(Strategy): ...",
+}
+
+
+@pytest.mark.parametrize(
+    "lint, module, source, message",
+    [
+        (upward_imports, "flextrain.core.a", "from ..optim.wrapper import OptimWrapper", "imports flextrain.optim.wrapper"),
+        (upward_imports, "flextrain.core.a", "def f():\n    from ..runner import hooks", ":2 imports flextrain.runner.hooks"),
+        (upward_imports, "flextrain.optim.a", "import flextrain.strategies.base", "imports flextrain.strategies.base"),
+        (upward_imports, "flextrain.strategies.a", "from flextrain import FlexibleRunner", "imports flextrain.FlexibleRunner"),
+        (upward_imports, "flextrain.core.a", "importlib.import_module('flextrain.optim')", "imports flextrain.optim"),
+        (upward_imports, "flextrain.optim.schedulers.__init__", "from ...strategies import base", "flextrain.strategies.base"),
+        (named_strategies, "flextrain.runner.a", "if x:\n    y = 'DDPStrategy'", "flextrain.runner.a:2 names DDPStrategy"),
+        (named_strategies, "flextrain.optim.a", "def f():\n    '''For DDPStrategy.'''", "names DDPStrategy"),
+        (named_strategies, "flextrain.runner.a", "from ..strategies import ddp", "imports flextrain.strategies.ddp"),
+        (named_strategies, "flextrain.runner.a", "from ..strategies.ddp import helper", "imports flextrain.strategies.ddp"),
+        (checkpoint_imports, "flextrain.strategies.a", "import torch.distributed.checkpoint as dcp", "distributed.checkpoint"),
+        (checkpoint_imports, "flextrain.runner.a", "from torch.distributed import checkpoint", "distributed.checkpoint"),
+        (checkpoint_imports, "flextrain.core.checkpoints", "from torch.distributed.checkpoint.x import y", "checkpoint.x"),
+    ],
+)
+def test_the_lints_find_what_they_look_for(lint: object, module: str, source: str, message: str) -> None:
+    found = lint({**STRATEGIES, module: source})  # type: ignore[operator]
+    assert any(message in entry and entry.startswith(f"{module}:") for entry in found), found
+
+
+def test_the_lints_allow_what_is_allowed() -> None:
+    modules = {
+        **STRATEGIES,
+        "flextrain.runner.a": "from ..strategies.base import Strategy\nfrom ..core import errors\nimport torch.distributed",
+        "flextrain.core.checkpoint": "import torch.distributed.checkpoint",
+        "flextrain.testing.a": "from ..strategies.ddp import DDPStrategy",
+    }
+    assert upward_imports(modules) == named_strategies(modules) == checkpoint_imports(modules) == []
+
+
+def test_circles_are_found_through_packages_and_not_through_types() -> None:
+    a = "from .b import f"
+    assert import_circles({"flextrain.core.a": a, "flextrain.core.b": "from . import a"}) == [
+        "flextrain.core.a -> flextrain.core.b -> flextrain.core.a"
+    ]
+    for harmless in ("def f():\n    from . import a", "if TYPE_CHECKING:\n    from . import a"):
+        assert import_circles({"flextrain.core.a": a, "flextrain.core.b": harmless}) == []
+    package = {"flextrain.core.p.__init__": "from .x import f", "flextrain.core.p.x": "from ..q import g"}
+    assert import_circles({**package, "flextrain.core.q": "from .p import f"})

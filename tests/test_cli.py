@@ -1,0 +1,64 @@
+"""The flextrain command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import flextrain
+from flextrain.cli import main
+from flextrain.core.registry import Registry
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"flextrain {flextrain.__version__}\n"
+
+
+def test_run_as_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "flextrain", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"flextrain {flextrain.__version__}\n"
+
+
+def test_list_shows_names_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "strategies", "--json"]) == 0
+    strategies = json.loads(capsys.readouterr().out)
+    assert set(strategies) >= {"SingleDeviceStrategy", "DDPStrategy"}
+    assert all(strategies.values())
+
+
+def test_list_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "optimizers"]) == 0
+    assert "AdamW" in capsys.readouterr().out
+    assert main(["list"]) == 0
+    overview = capsys.readouterr().out
+    assert all(word in overview for word in ("strategies", "hooks", "DDPStrategy"))
+
+
+def test_list_overview_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    assert "CosineAnnealingLR" in json.loads(capsys.readouterr().out)["param-schedulers"]
+
+
+def test_unknown_kind_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "strategy"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert 'did you mean "strategies"?' in error
+
+
+def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Registry("strategy")
+
+    def lookup(name: str) -> None:
+        raise OSError("its library is missing")
+
+    broken.add_lookup(lookup, lambda: ["Broken"])
+    monkeypatch.setattr("flextrain.core.registry.STRATEGIES", broken)
+    assert main(["list", "strategies", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"Broken": "cannot be loaded: its library is missing"}

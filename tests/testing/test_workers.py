@@ -1,0 +1,263 @@
+"""WorkerGroup: what the ranks see, and that no failure hangs or poisons the next call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from flextrain.core.errors import ConfigError
+from flextrain.testing import WorkerError, WorkerGroup, fresh_rendezvous, run_distributed
+
+pytestmark = pytest.mark.distributed
+
+
+def environment() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "FROM_CALLER")
+    return {name: os.environ.get(name, "") for name in names}
+
+
+def sum_of_ranks(groups: int = 1, leave: bool = False) -> list[float]:
+    sums = []
+    for index in range(groups):
+        if index:
+            dist.destroy_process_group()
+            fresh_rendezvous()
+        dist.init_process_group("gloo")
+        value = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(value)
+        sums.append(value.item())
+    if not leave:
+        dist.destroy_process_group()
+    return sums
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def is_clean() -> tuple[bool, bool, str, float, float, torch.dtype, int]:
+    return (
+        dist.is_initialized(),
+        torch.is_grad_enabled(),
+        os.environ.get("LEFT_BEHIND", ""),
+        random.random(),
+        torch.rand(()).item(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+    )
+
+
+def make_a_mess(folder: str) -> None:
+    os.environ["LEFT_BEHIND"] = "yes"
+    os.environ.pop("RANK")
+    os.chdir(folder)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    random.seed(5)
+    torch.manual_seed(5)
+
+
+def raise_on(rank: int, error: Exception) -> int:
+    if int(os.environ["RANK"]) == rank:
+        print("a clue from the failing rank")
+        raise error
+    return rank
+
+
+def fail_inside_a_collective() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("one rank gave up")
+    dist.all_reduce(torch.ones(1))
+
+
+def fail_while_the_other_hangs() -> None:
+    if os.environ["RANK"] == "0":
+        raise KeyError("gone")
+    sleep_in_a_function_to_find()
+
+
+def hang() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        wait_in_a_collective_to_find()
+    sleep_in_a_function_to_find()
+
+
+def wait_in_a_collective_to_find() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep_in_a_function_to_find() -> None:
+    time.sleep(300)
+
+
+def die(how: str) -> None:
+    if os.environ["RANK"] == "1":
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(300)
+
+
+def unpicklable_result() -> threading.Lock:
+    return threading.Lock()
+
+
+def read_with_loader_processes() -> list[int]:
+    return [int(item) for batch in DataLoader(list(range(4)), batch_size=2, num_workers=1) for item in batch]
+
+
+class NeedsTwoArguments(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def test_ranks_see_the_variables_of_torchrun_and_those_of_the_caller(
+    workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_CALLER", "here")
+    first, second = workers2.run(environment)
+    assert first == {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1", "FROM_CALLER": "here",
+    }  # fmt: skip
+    assert second == {**first, "RANK": "1", "LOCAL_RANK": "1"}
+
+
+def test_collectives_work_call_after_call_in_the_same_processes(workers2: WorkerGroup) -> None:
+    pids = workers2.run(pid)
+    assert len(set(pids)) == 2
+    assert os.getpid() not in pids
+    assert workers2.run(sum_of_ranks) == [[3.0], [3.0]]
+    assert workers2.run(sum_of_ranks, 3, leave=True) == [[3.0] * 3] * 2
+    assert workers2.run(sum_of_ranks) == [[3.0], [3.0]]
+    assert workers2.run(pid) == pids
+
+
+def test_a_group_of_three(workers3: WorkerGroup) -> None:
+    assert workers3.run(sum_of_ranks) == [[6.0]] * 3
+
+
+def test_each_call_begins_clean(workers2: WorkerGroup, tmp_path: Path) -> None:
+    before = workers2.run(is_clean)
+    workers2.run(make_a_mess, str(tmp_path))
+    workers2.run(sum_of_ranks, leave=True)
+    after = workers2.run(is_clean)
+    assert after == before
+    assert after[0] == after[1]
+    assert after[0][:3] == (False, True, "")
+    assert after[0][5:] == (torch.float32, 1)
+
+
+def test_the_first_failing_rank_is_reported_with_its_traceback_and_cause(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"raise_on: rank 1 of 2 failed, .*ConfigError: lr: wrong") as caught:
+        workers2.run(raise_on, 1, ConfigError("lr: wrong"))
+    assert caught.value.rank == 1
+    assert not caught.value.timed_out
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert "in raise_on" in str(caught.value)
+    assert "rank 1 printed\na clue from the failing rank" in str(caught.value)
+
+
+def test_an_exception_that_cannot_be_pickled_is_still_told(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="NeedsTwoArguments: onetwo") as caught:
+        workers2.run(raise_unpicklable)
+    assert caught.value.__cause__ is None
+
+
+def raise_unpicklable() -> None:
+    raise NeedsTwoArguments("one", "two")
+
+
+def test_a_rank_left_alone_in_a_collective_does_not_hang(workers2: WorkerGroup) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed, ValueError: one rank gave up"):
+        workers2.run(fail_inside_a_collective)
+    assert time.monotonic() - started < 20
+    assert workers2.run(sum_of_ranks) == [[3.0], [3.0]]
+
+
+def test_failures_hangs_and_deaths_end_in_time_and_the_next_call_works() -> None:
+    with WorkerGroup(2, timeout_s=2) as group:
+        with pytest.raises(WorkerError, match=r"rank 0 of 2 failed, KeyError(.|\n)*sleep_in_a_function_to_find"):
+            group.run(fail_while_the_other_hangs)
+        assert group.run(sum_of_ranks) == [[3.0], [3.0]]
+
+        pids = group.run(pid)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="no answer from rank 0, 1 of 2 within 2 s") as caught:
+            group.run(hang)
+        assert time.monotonic() - started < 10
+        assert caught.value.timed_out
+        assert "wait_in_a_collective_to_find" in str(caught.value)
+        assert "sleep_in_a_function_to_find" in str(caught.value)
+        for number in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(number, 0)
+
+        with pytest.raises(WorkerError, match="rank 1 of 2 failed, the process ended with exit code 7"):
+            group.run(die, "exit")
+        with pytest.raises(WorkerError, match=r"exit code -11(.|\n)*Segmentation fault(.|\n)*in die"):
+            group.run(die, "segfault")
+
+
+def test_results_that_cannot_travel_are_an_error(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="cannot pickle"):
+        workers2.run(unpicklable_result)
+
+
+def test_data_loaders_may_start_processes(workers2: WorkerGroup) -> None:
+    assert workers2.run(read_with_loader_processes) == [[0, 1, 2, 3]] * 2
+
+
+def test_functions_of_modules_on_no_path(workers2: WorkerGroup, tmp_path: Path) -> None:
+    import importlib.util
+
+    file = tmp_path / "on_no_path.py"
+    file.write_text("def answer(x):\n    return x * 2\n")
+    spec = importlib.util.spec_from_file_location("on_no_path", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["on_no_path"] = module
+    try:
+        spec.loader.exec_module(module)
+        assert workers2.run(module.answer, 4) == [8, 8]
+    finally:
+        del sys.modules["on_no_path"]
+
+
+@pytest.mark.slow
+def test_a_script_may_use_its_own_functions_and_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from flextrain.testing import WorkerGroup, run_distributed\n"
+        "def where():\n    return int(os.environ['RANK']), os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        "    group = WorkerGroup(2)\n"
+        "    print(*(pid for _, pid in group.run(where)))\n"
+        "    assert [rank for rank, _ in run_distributed(where, 1, 60)] == [0]\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    for number in done.stdout.split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+
+
+def test_run_distributed_needs_no_group() -> None:
+    assert run_distributed(sum_of_ranks, 2, 60) == [[3.0], [3.0]]
