@@ -6,8 +6,8 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -89,7 +89,7 @@ def _nested_model(annotation: Any) -> type[BaseModel] | None:
     return next((found for arg in typing.get_args(annotation) if (found := _nested_model(arg))), None)
 
 
-def _wanted(problem: Any, problems: list[Any]) -> str:
+def _wanted(problem: Any, problems: Sequence[Any]) -> str:
     """What would have been right, over all branches of a union that failed at the same place."""
     same = [p for p in problems if p["loc"][:1] == problem["loc"][:1] and p["type"] != "extra_forbidden"]
     wanted: list[str] = []
@@ -142,12 +142,12 @@ def _strict(annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
         branches = [
-            pydantic.InstanceOf[arg] if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args
+            _instance_of(arg) if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args
         ]
         return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
     if origin is typing.Literal:
         return annotation
-    if origin in (list, tuple, dict, set) or (isinstance(origin, type) and issubclass(origin, typing.Iterable)):  # type: ignore[arg-type]
+    if origin in (list, tuple, dict, set) or (isinstance(origin, type) and issubclass(origin, Iterable)):
         if (
             origin is not None
             and origin.__module__ == "collections.abc"
@@ -155,10 +155,14 @@ def _strict(annotation: Any) -> Any:
         ):
             return Any
         inner = tuple(arg if arg is Ellipsis else _strict(arg) for arg in args)
-        return origin[inner] if inner else Any  # type: ignore[index]
+        return origin[inner] if inner else Any
     if annotation in (list, dict, tuple):
         return annotation
     return Any
+
+
+def _instance_of(cls: Any) -> Any:
+    return Annotated[cls, pydantic.InstanceOf()]  # type: ignore[type-arg]
 
 
 @functools.cache
@@ -168,7 +172,7 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
-    target = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    target = function.__init__ if inspect.isclass(function) else function
     try:
         hints = typing.get_type_hints(target)
     except Exception:  # a foreign library's annotation that does not resolve: names are still checked, types are not

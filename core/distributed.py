@@ -107,7 +107,7 @@ def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
 
 
 def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))

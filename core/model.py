@@ -49,7 +49,8 @@ class BaseDataPreprocessor(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseDataPreprocessor:
         # The module has no parameters to be asked where it is: follow every .to() by moving a probe.
         self.device = fn(torch.empty(0, device=self.device)).device
-        return super()._apply(fn, recurse)  # type: ignore[return-value]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class BaseModel(nn.Module):
@@ -65,11 +66,9 @@ class BaseModel(nn.Module):
         super().__init__()
         if init_cfg is not None:
             raise ConfigError("model.init_cfg: has no meaning here, initialise in __init__ or override init_weights()")
-        if data_preprocessor is None:
-            data_preprocessor = BaseDataPreprocessor()
-        elif not isinstance(data_preprocessor, nn.Module):
-            data_preprocessor = MODELS.build(data_preprocessor, "model.data_preprocessor")
-        self.data_preprocessor = data_preprocessor
+        given = data_preprocessor or BaseDataPreprocessor()
+        built = given if isinstance(given, nn.Module) else MODELS.build(given, "model.data_preprocessor")
+        self.data_preprocessor: nn.Module = built
 
     def init_weights(self) -> None:
         """Initialise parameters; called once on a model that was built without memory. Default: ``reset_parameters``."""

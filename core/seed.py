@@ -45,7 +45,7 @@ def set_seed(seed: int | None = None, *, diff_rank_seed: bool = False, determini
 def rng_state() -> dict[str, Any]:
     """The state of this process's generators as JSON-able values."""
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
         "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]

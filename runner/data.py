@@ -115,7 +115,7 @@ def pseudo_collate(samples: Sequence[Any]) -> Any:
         return {key: pseudo_collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(pseudo_collate(field) for field in zip(*samples, strict=True)))
-    if isinstance(first, (list, tuple)) and not isinstance(first, str):
+    if isinstance(first, (list, tuple)):
         return [pseudo_collate(field) for field in zip(*samples, strict=True)]
     return list(samples)
 
@@ -336,8 +336,9 @@ class TrainData:
             # Workers draw their seeds from it; the process's own generator is left to the model.
             loader.generator.manual_seed(self.seed + 1_000_003 * (epoch + 1) + get_rank())
         for sampler in (loader.sampler, loader.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
         if isinstance(loader.dataset, IterableDataset):
             return cast(DataLoader[Any], _Tail(loader, start, stop))
         if isinstance(loader.sampler, ShardedSampler) and type(loader.batch_sampler) is BatchSampler:

@@ -434,7 +434,7 @@ class FlexibleRunner:
             with self.strategy.init_context():
                 if isinstance(given, Mapping) and preprocessor is not None:
                     given = {"data_preprocessor": preprocessor, **given}
-                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()  # type: ignore[operator]
+                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
         if preprocessor is not None and (not isinstance(given, Mapping) or isinstance(given, nn.Module)):

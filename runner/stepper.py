@@ -39,10 +39,11 @@ class Stepper:
         module = strategy.module
         self.strategy, self.model, self.module, self.optim = strategy, model, module, optim
         self.custom_train = overrides(module, "train_step")
+        self._train_step: Any = getattr(module, "train_step", None)
         self.kwargs = {mode: {"mode": mode} for mode in ("loss", "predict")} if takes_mode(module) else {}
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
-        self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device  # type: ignore[assignment]
+        self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
         self.parse = getattr(module, "parse_losses", parse_losses)
         self.weigh: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
@@ -92,7 +93,7 @@ class Stepper:
         return logs
 
     def _custom_step(self, batch: Any, optim: Any) -> dict[str, Tensor]:
-        logs = self.module.train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
+        logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
         values = {name: torch.as_tensor(value).detach() for name, value in logs.items()}

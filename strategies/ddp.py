@@ -111,20 +111,24 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.config.sync_bn:
-            self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         if overrides(model, "train_step"):
             return model
         wrapped = DistributedDataParallel(
             model,
-            device_ids=None if self.device.index is None else [self.device.index],
+            device_ids=self._device_ids(),
             init_sync=False,  # the weights agree already
             **self.config.wrapper_arguments(),
         )
         if self.config.comm_hook:
             wrapped.register_comm_hook(None, _comm_hook(self.config.comm_hook))
         return wrapped
+
+    def _device_ids(self) -> list[torch.device] | None:
+        """This process's one device; None on the CPU, as DistributedDataParallel wants it."""
+        return None if self.device.type == "cpu" else [self.device]
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""

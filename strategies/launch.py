@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..core.errors import ConfigError, LaunchError, one_of, suggest
 
@@ -73,10 +73,10 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
     if launcher == "mpi" or (launcher is None and _int(env, "OMPI_COMM_WORLD_SIZE", 1) > 1):
         size, local = _int(env, "OMPI_COMM_WORLD_SIZE"), _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
         one_machine = "127.0.0.1" if local == size else None
-        host = env.get("MASTER_ADDR") or one_machine
-        if host is None:
+        meeting = env.get("MASTER_ADDR") or one_machine
+        if meeting is None:
             raise LaunchError("launcher: Open MPI runs on several machines, set MASTER_ADDR to the first one's address")
-        init = f"tcp://{host}:{_int(env, 'MASTER_PORT', 29500)}"
+        init = f"tcp://{meeting}:{_int(env, 'MASTER_PORT', 29500)}"
         return Launch("mpi", _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK"), init)
     return Launch()
 
@@ -110,8 +110,10 @@ def launch(
         result = Path(folder) / "result"
         job = (fn, args, kwargs, nprocs, free_port(), str(result))
         try:
-            mp.start_processes(_run_as_rank, job, nprocs=nprocs, join=True, start_method=start_method)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            start_processes(  # type: ignore[no-untyped-call]
+                _run_as_rank, job, nprocs=nprocs, join=True, start_method=start_method
+            )
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(f"process {error.error_index} of {nprocs} failed: {error}") from None
         # Written by our own process a moment ago, in a folder of our own.
         return pickle.loads(result.read_bytes())

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..distributed import gather_object, get_world_size, is_initialized
 from ..errors import CheckpointError
@@ -57,7 +58,7 @@ def save_checkpoint(
     gathered = {key: gather_object(value) for key, value in (per_rank or {}).items()}
     facts = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
     with _own_errors(path, "could not be saved"):
-        dcp.save(
+        save(
             tensors,
             storage_writer=ShardWriter(path, values | gathered, facts),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -128,7 +129,7 @@ class Checkpoint:
         reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _own_errors(self.path, "could not be read"):
-            dcp.load(dict(template), storage_reader=reader, planner=planner, no_dist=not is_initialized())
+            load(dict(template), storage_reader=reader, planner=planner, no_dist=not is_initialized())
 
 
 @contextmanager

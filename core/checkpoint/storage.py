@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
@@ -164,7 +163,7 @@ def write_shard(path: Path, items: Iterable[WriteItem], planner: SavePlanner) ->
             assert isinstance(tensor, Tensor)
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             if flat.numel():
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
+                file.write(flat.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     return results

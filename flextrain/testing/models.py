@@ -1,7 +1,8 @@
 """Small models that hold, between them, what strategies get wrong: tied, frozen, odd-sized and scalar parameters, buffers.
 
 Each takes a batch as keywords and has a ``mode`` as MMEngine's models do, and ``sample(count, seed)`` draws data for it.
-None has dropout, so that a training run is a function of its weights and its data.
+None has dropout, so that a training run is a function of its weights and its data, and none a kink such as ReLU's, at
+which a rounding error becomes a whole gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class SmallModel(nn.Module):
         raise NotImplementedError
 
     def loss_weight(self, data_batch: Batch) -> Tensor:
-        """The number of terms in the mean that ``forward`` takes: batches of unequal size are averaged by it."""
-        return torch.tensor(float(data_batch["y"].numel()))
+        """The number of terms in the mean that ``forward`` takes; targets of -100 are left out of it."""
+        return (data_batch["y"] != -100).sum().float()
 
     @classmethod
     def sample(cls, count: int, seed: int) -> Batch:
@@ -64,8 +65,8 @@ class ConvNet(SmallModel):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.Conv2d(6, 7, 3, padding=1), nn.BatchNorm2d(7), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(),
+            nn.Conv2d(6, 7, 3, padding=1), nn.BatchNorm2d(7), nn.GELU(), nn.AdaptiveAvgPool2d(2),
         )  # fmt: skip
         self.head = nn.Linear(28, self.num_classes)
         for module in self.modules():

@@ -90,7 +90,8 @@ class EMAHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Move the average, if the update was applied."""
-        if not self._has_begun(runner) or runner.optim_wrapper.last_step.skipped:
+        optim = runner.optim_wrapper
+        if not self._has_begun(runner) or optim is None or optim.last_step.skipped:
             return
         if self._updates == 0:
             self._get().copy_from_model()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...core.registry import HOOKS
+from ..reporting.log_processor import num_batches
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -77,5 +78,5 @@ class IterTimerHook(Hook):
         self._evaluation_total += seconds
         hub = runner.message_hub
         hub.update_scalar(f"{mode}/time", seconds)
-        left = (runner.val_loop if mode == "val" else runner.test_loop).num_batches - batch_idx - 1
+        left = num_batches(runner, mode) - batch_idx - 1
         hub.update_info("eta", self._evaluation_total / (batch_idx + 1) * left)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from ...core.registry import HOOKS
+from ..reporting.log_processor import num_batches
 from ..reporting.progress import ProgressBar, is_interactive
-from ..reporting.reporter import plain
+from ..reporting.reporter import describe, plain
 from .hook import Hook
 from .unsupported import refuse
 
@@ -74,8 +75,9 @@ class LoggerHook(Hook):
     def before_run(self, runner: FlexibleRunner) -> None:
         """Open the reporters."""
         if runner.rank == 0:
+            config = describe(runner.cfg)
             for reporter in runner.reporters:
-                reporter.on_start(runner.cfg)
+                reporter.on_start(config)
 
     def before_train(self, runner: FlexibleRunner) -> None:
         """Have enough history kept, and show the bar."""
@@ -123,7 +125,7 @@ class LoggerHook(Hook):
         if (batch_idx + 1) % self.interval == 0:
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
         if self._bar is not None:
-            self._bar.evaluate("val", batch_idx + 1, runner.val_loop.num_batches)
+            self._bar.evaluate("val", batch_idx + 1, num_batches(runner, "val"))
 
     def after_test_iter(
         self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
@@ -134,7 +136,7 @@ class LoggerHook(Hook):
 
     def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
         """A line with the metrics, and a record."""
-        record, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.num_batches, "val")
+        record, line = runner.log_processor.get_log_after_epoch(runner, num_batches(runner, "val"), "val")
         runner.logger.info(line)
         counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
         self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
@@ -142,7 +144,7 @@ class LoggerHook(Hook):
     def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
         """A line with the metrics, and ``<timestamp>.json`` with them in the log folder."""
         processor = runner.log_processor
-        record, line = processor.get_log_after_epoch(runner, runner.test_loop.num_batches, "test", with_non_scalar=True)
+        record, line = processor.get_log_after_epoch(runner, num_batches(runner, "test"), "test", with_non_scalar=True)
         runner.logger.info(line)
         if runner.rank == 0:
             path = Path(runner.log_dir) / f"{runner.timestamp}.json"

@@ -35,7 +35,7 @@ class JsonLinesReporter(Reporter):
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Open the files."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
-        self._config_path.write_text(json.dumps(plain(config), indent=2) + "\n", encoding="utf-8")
+        self._config_path.write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
         self.close()
         # Line by line, so that a killed run leaves whole records.
         self._file = self._scalar_path.open("a", buffering=1, encoding="utf-8")

@@ -209,7 +209,14 @@ class LogProcessor:
     def _length(self, runner: FlexibleRunner, mode: Mode) -> int:
         if mode == "train":
             return runner.train_loop.epoch_length
-        return (runner.val_loop if mode == "val" else runner.test_loop).num_batches
+        return num_batches(runner, mode)
+
+
+def num_batches(runner: FlexibleRunner, mode: str) -> int:
+    """Batches of this process in a pass over the validation or test data."""
+    loop = runner.val_loop if mode == "val" else runner.test_loop
+    assert loop is not None, "the pass is under way"
+    return loop.num_batches
 
 
 def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:

@@ -145,7 +145,7 @@ def _checked(key: str, value: Any) -> float | Tensor:
             raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
         return value.detach() if value.requires_grad else value
     try:
-        return float(value)
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):
         raise ConfigError(f"{key}: {value!r} is no scalar, give a number or a tensor with one element") from None
 

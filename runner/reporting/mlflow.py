@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.registry import REPORTERS
-from .reporter import Reporter, import_extra, numbers, plain
+from .reporter import Reporter, import_extra, numbers
 
 # What MLflow's servers accept of one parameter's value.
 _MAX_VALUE_LENGTH = 500
@@ -65,7 +65,7 @@ class MlflowReporter(Reporter):
         if is_new:
             self._mlflow.set_tags(self._tags)
             chosen = {k: v for k, v in config.items() if self._config_keys is None or k in self._config_keys}
-            values = {**dict(_flat(plain(chosen))), **self._params}
+            values = {**dict(_flat(chosen)), **self._params}
             self._mlflow.log_params({key: str(value)[:_MAX_VALUE_LENGTH] for key, value in values.items()})
 
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:

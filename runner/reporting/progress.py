@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
@@ -40,6 +44,7 @@ class ProgressBar:
 
     def start(self) -> None:
         """Show the bar."""
+        _protect_forks()
         self._live.start()
         handler = console_handler()
         if handler is not None:
@@ -68,8 +73,9 @@ class ProgressBar:
             head = mode
         elif runner.train_loop.by_epoch:
             total = runner.train_loop.epoch_length
-            done = min(max(runner.iter - runner.epoch * total, 0), total)
-            head = f"Epoch {min(runner.epoch + 1, runner.max_epochs)}/{runner.max_epochs}"
+            epoch = min(runner.epoch, runner.max_epochs - 1)
+            done = min(max(runner.iter - epoch * total, 0), total)
+            head = f"Epoch {epoch + 1}/{runner.max_epochs}"
         else:
             done, total, head = runner.iter, runner.max_iters, "train"
         if self._evaluation is None:
@@ -98,11 +104,27 @@ class ProgressBar:
         return figures
 
 
+@functools.cache
+def _protect_forks() -> None:
+    """Keep data-loading workers away from the bar: the lock on it may be held for ever by a thread they do not have."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_bar)
+
+
+def _forget_bar() -> None:
+    handler = console_handler()
+    if handler is not None:
+        handler.live = None
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
 def _batch_size(runner: FlexibleRunner) -> int | None:
     """Samples per iteration over all ranks; None when the loader does not say."""
     loader = runner.train_dataloader
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         return None
-    wrappers = runner.optim_wrapper.wrappers.values()
-    return size * runner.world_size * max((wrapper.accumulate for wrapper in wrappers), default=1)
+    return size * runner.strategy.data_shard[1] * runner.accumulate

@@ -9,7 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ...core.errors import ConfigError
+
+# A dataset may be given as a list, and has no place in a record.
+_LONGEST = 50
 
 
 class Reporter(ABC):
@@ -27,7 +32,7 @@ class Reporter(ABC):
         self.save_dir = Path(save_dir or "vis_data")
 
     def on_start(self, config: Mapping[str, Any]) -> None:  # noqa: B027 - optional
-        """Open the record; ``config`` is what the runner was built from, as plain values."""
+        """Open the record; ``config`` says in plain values what the runner was built from."""
 
     @abstractmethod
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
@@ -64,15 +69,25 @@ def numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with everything that JSON cannot hold written as text."""
+    """``value`` as JSON can hold it: arrays as lists, what is unknown as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, type):
-        return f"{value.__module__}:{value.__qualname__}"
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def describe(value: Any) -> Any:
+    """A configuration in plain values: objects are named by their class, long lists by their length."""
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [describe(item) for item in value] if len(value) <= _LONGEST else f"{len(value)} items"
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, (Path, torch.dtype, torch.device)):
+        return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"

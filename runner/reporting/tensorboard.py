@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.registry import REPORTERS
-from .reporter import Reporter, import_extra, numbers, plain
+from .reporter import Reporter, import_extra, numbers
 
 
 @REPORTERS.register_module(["TensorboardReporter", "TensorboardVisBackend"])
@@ -30,7 +30,7 @@ class TensorboardReporter(Reporter):
         """Open an event file and write the configuration as text."""
         self.close()
         self._writer = self._module.SummaryWriter(str(self.save_dir))
-        lines = [f"    {key}: {value}" for key, value in plain(config).items()]
+        lines = [f"    {key}: {value}" for key, value in config.items()]
         self._writer.add_text("config", "\n".join(lines))
 
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:

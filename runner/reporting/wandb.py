@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.registry import REPORTERS
-from .reporter import Reporter, import_extra, numbers, plain
+from .reporter import Reporter, import_extra, numbers
 
 
 @REPORTERS.register_module(["WandbReporter", "WandbVisBackend"])
@@ -49,7 +49,7 @@ class WandbReporter(Reporter):
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Start the run, or go on with it."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
-        self._run = self._wandb.init(**{"dir": str(self.save_dir), "config": plain(config), **self._init_kwargs})
+        self._run = self._wandb.init(**{"dir": str(self.save_dir), "config": dict(config), **self._init_kwargs})
         self._init_kwargs.update(id=self._run.id, resume="allow")
         for metric in self._metrics:
             self._run.define_metric(**metric)

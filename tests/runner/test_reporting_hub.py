@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flextrain import ConfigError
-from flextrain.core import distributed
+from flextrain import ConfigError, DDPStrategy
 from flextrain.runner.reporting import MessageHub
 from flextrain.testing import WorkerGroup
 
@@ -99,7 +98,7 @@ def test_a_scalar_that_needs_a_gradient_does_not_keep_its_graph() -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), "high", None, [1.0, 2.0]])
 def test_no_scalar_is_refused_where_it_comes_in(value: Any) -> None:
-    with pytest.raises(ConfigError, match="train/x: .* no scalar"):
+    with pytest.raises(ConfigError, match=r"train/x: .* no scalar"):
         MessageHub().update_scalar("train/x", value)
 
 
@@ -133,9 +132,9 @@ def test_history_is_bounded_and_grows_on_request() -> None:
 def test_unknown_keys_and_statistics_are_named() -> None:
     hub = MessageHub()
     hub.update_scalar("train/loss", 1.0)
-    with pytest.raises(KeyError, match="train/los'.*train/loss"):
+    with pytest.raises(KeyError, match=r"train/los'.*train/loss"):
         hub.get_scalar("train/los")
-    with pytest.raises(ConfigError, match='"mean_" is not allowed, .*did you mean "mean"'):
+    with pytest.raises(ConfigError, match=r'"mean_" is not allowed, .*did you mean "mean"'):
         hub.get_scalar("train/loss").statistics("mean_")
 
 
@@ -169,7 +168,9 @@ def test_infos() -> None:
 
 def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[list[float]]:
     """The history after each log line, where this rank saw ``values`` of each interval."""
-    rank = distributed.get_rank()
+    strategy = DDPStrategy()
+    strategy.setup_environment()
+    rank = strategy.rank
     hub = MessageHub(history=4)
     seen = []
     for interval in values:
@@ -180,6 +181,7 @@ def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[
             hub.get_scalar("train/loss").current()
         hub.fetch("train/", reduce="train/loss")
         seen.append(hub.get_scalar("train/loss").data)
+    strategy.teardown()
     return [*seen, hub.get_scalar("train/other").data]
 
 

@@ -1,0 +1,129 @@
+"""Every strategy makes the training run that a single device makes on the same global batches.
+
+Here with the strategy and the OptimWrapper alone; test_runner_parity.py has the same through FlexibleRunner. A strategy is
+one more entry of STRATEGIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain import OptimWrapper
+from flextrain.testing import WorkerGroup
+from flextrain.testing.compare import relative_difference, same_numbers, same_tensors
+from flextrain.testing.loop import Trace, train, windows
+from flextrain.testing.models import Batch, ConvNet, HalfFrozen, Mlp, SmallModel, TinyTransformer
+from flextrain.testing.sessions import Session, single_device, started, whole_model
+
+pytestmark = pytest.mark.distributed
+
+UPDATES = 50
+BATCH = 8  # samples in a global micro-batch
+# Float32 rounds each sum to 6e-8 of its size, and a sum over processes is rounded in another order. Over 50 updates these
+# add up like noise to a few times that; a different sum is off by far more than a millionth.
+TOLERANCE = 1e-6
+
+STRATEGIES: list[dict[str, Any]] = [
+    dict(type="DDPStrategy"),
+    dict(type="DDPStrategy", gradient_as_bucket_view=True, static_graph=True),
+]
+MODELS: list[type[SmallModel]] = [Mlp, ConvNet, TinyTransformer, HalfFrozen]
+
+ADAMW = dict(type="AdamW", lr=2e-3, weight_decay=0.05)
+MOMENTUM = dict(type="SGD", lr=0.02, momentum=0.9, weight_decay=1e-3)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an update is, and how many samples the micro-batches of an epoch have."""
+
+    optimizer: dict[str, Any]
+    epoch: tuple[int, ...] = (BATCH,) * 5
+    options: dict[str, Any] = field(default_factory=dict)
+    ragged: bool = False  # leave out targets, more on one process than on the other
+
+    def optim(self) -> OptimWrapper:
+        return OptimWrapper(self.optimizer, **self.options)
+
+
+CLIP = dict(clip_grad=dict(max_norm=0.2))
+RECIPES = {
+    "adamw": Recipe(ADAMW),
+    "momentum": Recipe(MOMENTUM),
+    "clip": Recipe(MOMENTUM, options=CLIP),
+    "adamw-clip": Recipe(ADAMW, options=CLIP),
+    # Ten micro-batches in windows of four: each epoch ends with one of two.
+    "accumulate": Recipe(ADAMW, (BATCH,) * 10, dict(accumulative_counts=4)),
+    "accumulate-clip": Recipe(MOMENTUM, (BATCH,) * 10, dict(accumulative_counts=4, **CLIP)),
+    "smaller-last-batch": Recipe(ADAMW, (BATCH, BATCH, 4)),
+    "uneven-counts": Recipe(MOMENTUM, (BATCH, 5, 3), CLIP),
+    "uneven-counts-accumulate": Recipe(MOMENTUM, (BATCH, 7, 2, 3, 5), dict(accumulative_counts=2)),
+    "ragged-targets": Recipe(MOMENTUM, (BATCH,) * 5, dict(accumulative_counts=2), ragged=True),
+}
+ON_ALL_MODELS = ("adamw", "accumulate-clip")
+
+
+def global_windows(model: type[SmallModel], recipe: Recipe) -> list[list[Batch]]:
+    """The windows of UPDATES updates: epoch after epoch over the same samples."""
+    epoch = [model.sample(count, seed=i) for i, count in enumerate(recipe.epoch)]
+    if recipe.ragged:
+        for i, batch in enumerate(epoch):
+            targets = batch["y"].view(-1)
+            targets[: targets.numel() // 8 * (1 + i % 3)] = -100
+    one = windows(epoch, recipe.optim().accumulate)
+    return (one * (UPDATES // len(one) + 1))[:UPDATES]
+
+
+def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, dict[str, Any]]:
+    return train(session.strategy, session.model, session.optim, data), whole_model(session.strategy)
+
+
+def compare(strategy: dict[str, Any], model: type[SmallModel], name: str) -> Trace:
+    """In a worker: train under the strategy and alone, and hold one against the other."""
+    recipe = RECIPES[name]
+    data = global_windows(model, recipe)
+    with single_device(recipe.optim(), model) as single:
+        before = whole_model(single.strategy)
+        expected, weights = trained(single, data)
+        trainable = [f"model.{name}" for name, p in single.strategy.module.named_parameters() if p.requires_grad]
+    with started(strategy, recipe.optim(), model) as session:
+        found, found_weights = trained(session, data)
+    same_numbers(found.losses, expected.losses, "the loss", TOLERANCE)
+    same_numbers(found.grad_norms, expected.grad_norms, "the gradient norm", TOLERANCE)
+    same_tensors(found_weights, weights, "final weights", TOLERANCE)
+    assert found_weights.keys() == weights.keys()
+    assert all(relative_difference(weights[name], before[name]) > 1e-3 for name in trainable)
+    return found
+
+
+def cases() -> list[Any]:
+    found = []
+    for i, strategy in enumerate(STRATEGIES):
+        for model in MODELS:
+            for name in RECIPES:
+                # The recipes once over with every strategy, and models in turn; the whole product tells nothing more.
+                if name in ON_ALL_MODELS or MODELS[list(RECIPES).index(name) % len(MODELS)] is model:
+                    options = "-".join(key for key in strategy if key != "type")
+                    label = f"{strategy['type']}{'-' + options if options else ''}-{model.__name__}-{name}"
+                    found.append(pytest.param(strategy, model, name, id=label))
+    return found
+
+
+@pytest.mark.parametrize("strategy, model, recipe", cases())
+def test_parity(workers2: WorkerGroup, strategy: dict[str, Any], model: type[SmallModel], recipe: str) -> None:
+    first, second = workers2.run(compare, strategy, model, recipe)
+    assert first == second
+    assert first.losses[-1] < first.losses[0]
+    assert first.skipped == [False] * UPDATES
+    max_norm = RECIPES[recipe].options.get("clip_grad", {}).get("max_norm")
+    if max_norm is not None:
+        assert any(norm is not None and norm > max_norm for norm in first.grad_norms), "nothing was clipped"
+
+
+def test_parity_on_three_processes(workers3: WorkerGroup) -> None:
+    workers3.run(compare, STRATEGIES[0], TinyTransformer, "accumulate-clip")
