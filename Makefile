@@ -6,7 +6,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit format clean distclean
+.PHONY: help demo test lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
+	@echo "make bench   measure the loop's overhead beside other libraries'"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove build outputs and caches (make distclean: .venv and work_dirs too)"
 
@@ -34,6 +35,10 @@ types: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Measures on the machine at hand, and puts the result into benchmarks/results/ and the README.
+bench: $(VENV)/.installed-bench
+	$(PY) benchmarks/loop_overhead.py --readme
 
 format: $(VENV)/.installed-dev
 	$(PY) -m ruff check --fix .

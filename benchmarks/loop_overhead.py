@@ -1,4 +1,4 @@
-"""What a training loop costs on top of the model: time per iteration, scalar reads off the device, and import time.
+"""What a training loop costs on top of the model: time per iteration, reads off the device, and import time.
 
     python benchmarks/loop_overhead.py [--rounds 9] [--iterations 600] [--only flextrain ...]
 
@@ -32,12 +32,14 @@ from typing import Any
 import torch
 from contestants import BASELINE, CONTESTANTS, LOG_INTERVAL, PACKAGES
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 BATCH_SIZE = 4
 WARM_UP = 100  # iterations left out of the mean: lazy imports, first log lines
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
 IMPORTS = {
     "import torch": "import torch",
     "import flextrain": "import flextrain",
@@ -68,13 +70,28 @@ class StampedDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ScalarReads(TorchDispatchMode):
-    """Counts the copies of one number from the device to Python (`.item()`, `float()`, `bool()`)."""
+    """Counts how often numbers go from the device to Python: `.item()`, `float()`, `bool()`."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class ListReads(TorchFunctionMode):
+    """Adds to them the reads that are no operator: a whole tensor by `.tolist()` or `.numpy()`, once each."""
+
+    def __init__(self, reads: ScalarReads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            self.reads.count += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -110,7 +127,7 @@ def quiet() -> Iterator[None]:
 
 
 def count_reads(name: str, iterations: int) -> float:
-    with ScalarReads() as reads:
+    with ScalarReads() as reads, ListReads(reads):
         return per_iteration(name, iterations, lambda: reads.count)
 
 
@@ -172,7 +189,7 @@ def markdown(report: dict[str, Any]) -> str:
     by_name = {row["name"]: row for row in report["loops"]}
     reference = by_name.get("MMEngine FlexibleRunner")
     lines = [
-        "| loop | version | us per iteration | added to the hand-written loop (min to max) | of MMEngine's | scalar reads per iteration |",
+        "| loop | version | us per iteration | added to the hand-written loop (min to max) | of MMEngine's | reads off the device per iteration |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in report["loops"]:
@@ -222,6 +239,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def update_readme(table: str) -> None:
+    text = README.read_text()
+    start, end = (text.index(f"<!-- loop_overhead {place} -->") for place in ("begins", "ends"))
+    README.write_text(f"{text[:start]}<!-- loop_overhead begins -->\n\n{table}\n{text[end:]}")
+
+
 def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
@@ -235,6 +258,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=600, help="per contestant and round")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--readme", action="store_true", help="put the table into the README too")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore")
@@ -248,6 +272,8 @@ def main() -> None:
     (arguments.out / "loop_overhead.json").write_text(json.dumps(report, indent=1) + "\n")
     (arguments.out / "loop_overhead.md").write_text(markdown(report))
     plot(report, arguments.out / "loop_overhead.png")
+    if arguments.readme:
+        update_readme(markdown(report))
     show(report)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -21,6 +22,9 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
 
 
+PositiveInt = Annotated[int, pydantic.Field(ge=1)]
+"""An int that is 1 or more; as an annotation of a constructor it is checked with the configuration."""
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -35,24 +39,23 @@ def validate(model: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT
     try:
         return model.model_validate(dict(data))
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(error.errors(include_url=False), where, model)) from None
+        raise ConfigError(explain(error.errors(include_url=False), where, model, data)) from None
 
 
-def explain(problems: Sequence[Any], where: str, model: type[BaseModel], hidden: tuple[str, ...] = ()) -> str:
-    """The first of the problems that pydantic found in a ``model``, in flextrain's words.
+def explain(
+    problems: Sequence[Any], where: str, model: type[BaseModel], data: Mapping[str, Any], hidden: tuple[str, ...] = ()
+) -> str:
+    """The first of the problems that pydantic found with ``data`` as a ``model``, in flextrain's words.
 
     ``hidden`` are top-level keys that are not the user's to give.
     """
-    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    # pydantic names the branch of a union in the location; users only know keys and positions.
-    location = [part for part in problem["loc"] if isinstance(part, int) or str(part).isidentifier()]
-    if len(problem["loc"]) > 1:
-        location = [part for i, part in enumerate(location) if i == 0 or isinstance(part, int) or not _is_branch(part)]
+    problem = next((p for p in problems if p["type"] in _UNKNOWN_KEY), problems[0])
+    kind, given, context = problem["type"], problem.get("input"), problem.get("ctx", {})
+    location = _location(problem, data)
     path = where
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    kind, given, context = problem["type"], problem.get("input"), problem.get("ctx", {})
-    if kind == "extra_forbidden":
+        path += f"[{part}]" if isinstance(part, int) else f".{_one_line(part)}" if path else _one_line(part)
+    if kind in _UNKNOWN_KEY:
         known = [key for key in _keys_at(model, location[:-1]) if len(location) > 1 or key not in hidden]
         hint = suggest(str(location[-1]), known) or (f", choose {one_of(known)}" if known else ", no key is allowed")
         return f"{path}: unknown key{hint}"
@@ -67,7 +70,20 @@ def explain(problems: Sequence[Any], where: str, model: type[BaseModel], hidden:
             suggest(given, allowed.replace('"', "").replace(" or ", ", ").split(", ")) if isinstance(given, str) else ""
         )
         return f"{path}: {_show(given)} is not allowed, choose {allowed}{hint}"
-    return f"{path}: {_show(given)} is not allowed, {_wanted(problem, problems)}"
+    return f"{path}: {_show(given)} is not allowed, {_wanted(location, problems, data)}"
+
+
+def _location(problem: Any, data: Any) -> list[Any]:
+    """The keys and positions that lead to a problem; pydantic puts the branches of unions between them."""
+    location: list[Any] = []
+    for part in problem["loc"]:
+        sequence = isinstance(data, (list, tuple)) and isinstance(part, int) and part < len(data)
+        if sequence or (isinstance(data, Mapping) and part in data):
+            data = data[part]
+            location.append(part)
+        elif problem["type"] == "missing" and part == problem["loc"][-1]:
+            location.append(part)
+    return location
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
@@ -89,43 +105,55 @@ def _nested_model(annotation: Any) -> type[BaseModel] | None:
     return next((found for arg in typing.get_args(annotation) if (found := _nested_model(arg))), None)
 
 
-def _wanted(problem: Any, problems: Sequence[Any]) -> str:
+def _wanted(location: list[Any], problems: Sequence[Any], data: Any) -> str:
     """What would have been right, over all branches of a union that failed at the same place."""
-    same = [p for p in problems if p["loc"][:1] == problem["loc"][:1] and p["type"] != "extra_forbidden"]
-    wanted: list[str] = []
-    for other in same:
-        message = str(other["msg"])
-        for prefix in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
-            message = message.removeprefix(prefix)
-        message = _WORDS.get(message, message)
-        if message not in wanted:
-            wanted.append(message)
+    same = [p for p in problems if _location(p, data) == location and p["type"] not in _UNKNOWN_KEY]
+    wanted = list(dict.fromkeys(_words(p) for p in same))
+    if "a number" in wanted and "an integer" in wanted:
+        wanted.remove("an integer")
     return "give " + " or ".join(wanted)
 
 
-def _is_branch(part: Any) -> bool:
-    return isinstance(part, str) and (part in _BRANCHES or part[:1].isupper())
+def _words(problem: Any) -> str:
+    words = _WORDS.get(problem["type"])
+    return words.format(**problem.get("ctx", {})) if words else _as_asked(str(problem["msg"]))
 
 
+def _as_asked(message: str) -> str:
+    """What pydantic says that the input should be."""
+    for start in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
+        message = message.removeprefix(start)
+    return _one_line(message).replace("'", '"')
+
+
+_UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 _WORDS = {
-    "dictionary": "a dict",
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "True or False",
-    "list": "a list",
-    "tuple": "a tuple",
-    "callable": "a function",
-    "valid dictionary or instance": "a dict",
+    "dict_type": "a dict",
+    "mapping_type": "a dict",
+    "model_type": "a dict",
+    "model_attributes_type": "a dict",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "True or False",
+    "list_type": "a list",
+    "sequence_str": "a list",
+    "iterable_type": "a list",
+    "tuple_type": "a tuple",
+    "callable_type": "a function",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "{le} or less",
 }
-_BRANCHES = {
-    "bool", "int", "float", "str", "none", "list", "dict", "tuple", "callable", "literal", "strict", "any", "union",
-}  # fmt: skip
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())
 
 
 def _show(value: Any) -> str:
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
+    text = _one_line(f'"{value}"' if isinstance(value, str) else repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -139,10 +167,13 @@ def _strict(annotation: Any) -> Any:
     if annotation is None or annotation is type(None):
         return None
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return Annotated[(_strict(args[0]), *args[1:])]  # type: ignore[return-value]
     if origin in (typing.Union, types.UnionType):
         # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
         branches = [
-            _instance_of(arg) if inspect.isclass(arg) and _strict(arg) is Any else _strict(arg) for arg in args
+            _instance_of(arg) if inspect.isclass(arg) and arg is not Any and _strict(arg) is Any else _strict(arg)
+            for arg in args
         ]
         return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
     if origin is typing.Literal:
@@ -172,11 +203,7 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
-    target = function.__init__ if inspect.isclass(function) else function
-    try:
-        hints = typing.get_type_hints(target)
-    except Exception:  # a foreign library's annotation that does not resolve: names are still checked, types are not
-        hints = {}
+    hints = _hints(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
     fields: dict[str, Any] = {}
     open_ended = False
     for parameter in signature.parameters.values():
@@ -185,13 +212,24 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[f"p_{parameter.name}"] = (
-                _strict(hints.get(parameter.name, Any)) if hints else Any,
+                _strict(hints.get(parameter.name, Any)),
                 pydantic.Field(default, alias=parameter.name),
             )
     config = ConfigDict(
         extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True, protected_namespaces=()
     )
     return pydantic.create_model("Arguments", __config__=config, **fields)
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """The annotations that can be resolved; of one that cannot (imported for type checkers only, say) nothing is checked."""
+    found: dict[str, Any] = {}
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(Exception):  # whatever a foreign library's annotation raises when it is evaluated
+            found |= typing.get_type_hints(alone, scope, include_extras=True)
+    return found
 
 
 def check_call(
@@ -221,4 +259,4 @@ def check_call(
             p for p in error.errors(include_url=False) if not (p["type"] == "missing" and p["loc"][0] in provided)
         ]
         if problems:
-            raise ConfigError(explain(problems, where, model, provided)) from None
+            raise ConfigError(explain(problems, where, model, kwargs, provided)) from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,8 +42,9 @@ class DeviceSpec:
         """Whether a device of this kind can be used in this process."""
         if self.type == "cpu":
             return True
-        module = getattr(torch, self.type, None) or getattr(torch.backends, self.type, None)
-        return bool(module and module.is_available())
+        # torch answers for mps in torch.backends, for the others at its top.
+        places: list[Any] = [getattr(torch.backends, self.type, None), getattr(torch, self.type, None)]
+        return any(place.is_available() for place in places if hasattr(place, "is_available"))
 
     @property
     def group_backend(self) -> str:
@@ -80,7 +82,10 @@ def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
     """
     if name is None:
         return DEVICES[accelerator_type()]
-    kind = name.partition(":")[0]
+    kind, _, index = name.partition(":")
+    if kind in DEVICES and index:
+        advice = f'give "{kind}" and choose among several by CUDA_VISIBLE_DEVICES and its like'
+        raise ConfigError(f'{where}: "{name}" is not allowed, {advice}')
     if kind not in DEVICES:
         raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(DEVICES)}{suggest(kind, DEVICES)}')
     spec = DEVICES[kind]
@@ -111,13 +116,25 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
 def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """``data`` with every tensor in it on ``device``; dicts, lists, tuples, named tuples and dataclasses keep their type.
 
-    Anything with a ``to`` method of its own (a batch encoding, a data sample) is asked to move itself.
+    Anything with a ``to`` method of its own (a batch encoding, a packed sequence) is asked to move itself.
+    ``non_blocking`` is for the way to an accelerator; on the way to the CPU the values are waited for.
     """
     if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device, non_blocking=non_blocking)
+        return data if data.device == device else data.to(device, non_blocking=non_blocking and device.type != "cpu")
+    kind = type(data)
+    if kind is list or kind is tuple:  # first, and without the abstract types below: this runs for every batch
+        return kind([to_device(value, device, non_blocking) for value in data])
+    if callable(getattr(data, "to", None)) and not isinstance(data, type):
+        return data.to(device)
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
-        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+        if kind is dict:
+            return moved
+        if isinstance(data, MutableMapping):  # a default dict and its like are more than their items
+            same = copy.copy(data)
+            same.update(moved)
+            return same
+        return type(data)(moved)  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device, non_blocking) for value in data))
     if isinstance(data, (list, tuple)):
@@ -127,8 +144,6 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
             f.name: to_device(getattr(data, f.name), device, non_blocking) for f in dataclasses.fields(data) if f.init
         }
         return dataclasses.replace(data, **fields)
-    if hasattr(data, "to") and callable(data.to):
-        return data.to(device)
     return data
 
 

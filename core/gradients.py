@@ -25,6 +25,7 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
     for group in _by_layout(grads):
         norm = torch.nn.utils.get_total_norm(group, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [norm.to(norms[0].device) for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

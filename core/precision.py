@@ -56,7 +56,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The dtypes in force after set-up, read off the tensors; optimizer state is known after the first update."""
+    """The dtypes in force after set-up, read off the tensors; empty is what does not exist.
+
+    Attributes:
+        compute: of forward and backward.
+        parameters: of the trainable parameters.
+        masters: of their copies that are updated in their place.
+        gradients: in which gradients are reduced.
+        optimizer_state: of moments and the like, known after the first update.
+    """
 
     compute: tuple[torch.dtype, ...]
     parameters: tuple[torch.dtype, ...]
@@ -126,4 +134,4 @@ def require(asked: torch.dtype | None, found: tuple[torch.dtype, ...], what: str
     """Raise StrategyError unless every dtype in ``found`` is the one asked for."""
     if asked is not None and found and set(found) != {asked}:
         names = ", ".join(str(dtype) for dtype in found)
-        raise StrategyError(f"precision: {what} were asked for in {asked} and are in {names}")
+        raise StrategyError(f"precision: {what} must be {asked} and are {names}")

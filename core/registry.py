@@ -95,9 +95,11 @@ class Registry:
             module, _, attribute = key.rpartition(".")
             hint = f', did you mean "{module}:{attribute}"?' if module else suggest(key, self)
             raise ConfigError(f'{where}: "{key}" is no known {self.name}{hint}')
-        if callable(key):
+        if _is_factory(key):
             return key
-        raise ConfigError(f"{where}: {key!r} is not allowed, give a {self.name}'s class, name, or package.module:Name")
+        raise ConfigError(
+            f"{where}: {_brief(key)} is not allowed, give a {self.name}'s class, name, or package.module:Name"
+        )
 
     def check(self, cfg: Any, where: str, provided: tuple[str, ...] = ()) -> Factory:
         """The class that ``cfg`` names, after its arguments were checked; nothing is built.
@@ -116,8 +118,8 @@ class Registry:
         Args:
             cfg: ``dict(type=..., **arguments)``, a name, or a class.
             where: the configuration key, for messages; default: the registry's name.
-            provided: arguments that the library adds; those that the class does not take are left out. A parameter
-                called ``where`` is given the configuration key, so that a class can name its own nested keys.
+            provided: arguments that the library adds; those that the class does not take are left out. A keyword-only
+                parameter ``where`` is given the configuration key, so that a class can name its own nested keys.
 
         Raises:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
@@ -135,7 +137,7 @@ class Registry:
                 hint = suggest("type", cfg)
                 raise ConfigError(f"{where}.type: missing, say which {self.name}{hint}")
             return cfg["type"], {key: value for key, value in cfg.items() if key != "type"}
-        if isinstance(cfg, str) or inspect.isclass(cfg) or inspect.isroutine(cfg) or isinstance(cfg, functools.partial):
+        if isinstance(cfg, str) or _is_factory(cfg):
             return cfg, {}
         raise ConfigError(f"{where}: {_brief(cfg)} is not allowed, give dict(type=...), a class, or a name")
 
@@ -169,9 +171,17 @@ def _accepted(factory: Factory, provided: dict[str, Any]) -> dict[str, Any]:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         parameters = {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return {name: value for name, value in provided.items() if name in parameters or name != "where"}
-    return {name: value for name, value in provided.items() if name in parameters}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepted = {name: value for name, value in provided.items() if takes_any or name in parameters}
+    # "where" is a word that somebody else's class may use for something else.
+    if "where" not in parameters or parameters["where"].kind is not inspect.Parameter.KEYWORD_ONLY:
+        accepted.pop("where", None)
+    return accepted
+
+
+def _is_factory(value: Any) -> bool:
+    """Whether calling ``value`` makes something; an object that happens to be callable (a model) is a thing itself."""
+    return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
 def _brief(value: Any) -> str:
@@ -181,15 +191,17 @@ def _brief(value: Any) -> str:
 
 def _import(path: str, where: str) -> Factory:
     module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        raise ConfigError(f'{where}: "{path}" is not allowed, give package.module:Name')
     try:
         found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
     except ModuleNotFoundError as error:
         raise ConfigError(f'{where}: "{path}" cannot be imported, {error}') from None
-    except AttributeError:
-        hint = suggest(attribute, dir(importlib.import_module(module_name)))
-        raise ConfigError(f'{where}: "{path}" does not exist in {module_name}{hint}') from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            hint = suggest(part, dir(found))
+            raise ConfigError(f'{where}: "{path}" does not exist, {module_name} has no {part}{hint}')
+        found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f'{where}: "{path}" is no class or function')
     return found  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -57,8 +57,8 @@ class Outcome:
     run: Run
     seconds: float
     accuracy: float
-    losses: dict[int, float] = field(default_factory=dict)  # iteration -> training loss
-    samples_per_second: float = 0.0
+    losses: dict[int, float]  # iteration -> training loss
+    samples_per_second: float
 
 
 def carry_out(run: Run, epochs: int, work_dir: Path) -> Outcome:
@@ -88,25 +88,24 @@ def read_log(run: Run, seconds: float, work_dir: Path) -> Outcome:
     (log,) = work_dir.glob("*/vis_data/scalars.json")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     train = [line for line in lines if "loss" in line]
-    outcome = Outcome(run, seconds, [line["accuracy"] for line in lines if "accuracy" in line][-1])
-    outcome.losses = {line["iter"]: line["loss"] for line in train}
-    outcome.samples_per_second = GLOBAL_BATCH / median(line["time"] for line in train[1:])
-    return outcome
+    return Outcome(
+        run,
+        seconds,
+        accuracy=[line["accuracy"] for line in lines if "accuracy" in line][-1],
+        losses={line["iter"]: line["loss"] for line in train},
+        samples_per_second=GLOBAL_BATCH / median(line["time"] for line in train[1:]),
+    )
 
 
 def table(outcomes: list[Outcome]) -> Table:
     reference = outcomes[0]
-    shown = Table(title="The same training under every strategy")
-    for column in (
-        "strategy",
-        "processes",
-        "val accuracy",
-        "final loss",
-        "largest loss difference",
-        "samples/s",
-        "seconds",
-    ):
-        shown.add_column(column, justify="left" if column == "strategy" else "right")
+    shown = Table(
+        title="The same training under every strategy",
+        caption=f"loss diff: the largest difference of a logged loss from {reference.run.name}'s",
+    )
+    shown.add_column("strategy")
+    for column in ("processes", "val accuracy", "final loss", "loss diff", "samples/s", "seconds"):
+        shown.add_column(column, justify="right")
     for outcome in outcomes:
         gap = max(abs(loss - reference.losses[step]) for step, loss in outcome.losses.items())
         shown.add_row(
@@ -114,7 +113,7 @@ def table(outcomes: list[Outcome]) -> Table:
             str(outcome.run.processes),
             f"{outcome.accuracy:.2f} %",
             f"{list(outcome.losses.values())[-1]:.4f}",
-            "" if outcome is reference else f"{gap:.1e}",
+            "" if outcome is reference else f"{gap:.0e}",
             f"{outcome.samples_per_second:,.0f}",
             f"{outcome.seconds:.1f}",
         )
@@ -146,10 +145,11 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/demo"))
     arguments = parser.parse_args()
-    console = Console()
+    # A pipe has no width; the table has.
+    console = Console(width=None if sys.stdout.isatty() else 100)
     outcomes = []
     for run in RUNS:
         if reason := run.missing():

@@ -82,8 +82,9 @@ class SampleHook(Hook):
 
         with torch.no_grad():
             samples = runner.strategy.module.sample(64).cpu()
-        # 64 images of 8 x 8 pixels, laid out as one sheet of 64 x 64.
-        sheet = samples.view(8, 8, 8, 8).transpose(1, 2).reshape(64, 64)
+        # Eight rows of eight images, each of 8 x 8 pixels with a margin of one.
+        tiles = F.pad(samples.view(8, 8, 8, 8), (1, 1, 1, 1))
+        sheet = tiles.transpose(1, 2).reshape(80, 80).repeat_interleave(4, 0).repeat_interleave(4, 1)
         plt.imsave(Path(runner.work_dir) / f"samples_{runner.epoch + 1}.png", sheet.numpy(), cmap="gray")
 
 
@@ -100,6 +101,7 @@ def main() -> None:
         train_dataloader=dataloader(train_set, batch_size=64, num_workers=0, shuffle=True),
         optim_wrapper=dict(generator=dict(optimizer=adam), discriminator=dict(optimizer=adam)),
         train_cfg=dict(by_epoch=True, max_epochs=arguments.epochs),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=20, max_keep_ckpts=1)),
         custom_hooks=[dict(type=SampleHook, interval=max(1, arguments.epochs // 5))],
         randomness=dict(seed=0),
     ).train()

@@ -68,7 +68,7 @@ def dataloader(train: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-iters", type=int, default=600)
+    parser.add_argument("--max-iters", type=int, default=400)
     parser.add_argument("--work-dir", default="work_dirs/hugging_face")
     arguments = parser.parse_args()
     config = BertConfig(
@@ -84,12 +84,13 @@ def main() -> None:
         model=BertForSequenceClassification(config),
         work_dir=arguments.work_dir,
         train_dataloader=dataloader(train=True),
-        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3), clip_grad=dict(max_norm=1.0)),
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3), clip_grad=dict(max_norm=1.0)),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False, T_max=arguments.max_iters),
         train_cfg=dict(by_epoch=False, max_iters=arguments.max_iters, val_interval=arguments.max_iters),
         val_dataloader=dataloader(train=False),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=arguments.max_iters)),
         randomness=dict(seed=0),
     ).train()
 

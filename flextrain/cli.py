@@ -71,7 +71,7 @@ def describe(found: registry.Registry, name: str) -> str:
 def _print_overview(names: dict[str, list[str]]) -> None:
     table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
     for kind, members in names.items():
-        table.add_row(kind, ", ".join(members) or "(none yet)")
+        table.add_row(kind, ", ".join(members) or "(none registered)")
     Console().print(table)
 
 

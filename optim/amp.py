@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..core.config import check_call
 from ..core.device import DEVICES
 from ..core.errors import ConfigError
 from ..core.precision import Precision
@@ -53,8 +54,10 @@ class LossScaler:
         self._scaler.update(self._fixed)
         return self._applied
 
-    def _note(self, *_: Any) -> None:
-        self._applied = True
+    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # A fused kernel is called in any case, and changes nothing where this attribute tells it not to.
+        overflow = getattr(optimizer, "found_inf", None)
+        self._applied = overflow is None or not bool(overflow)
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's own state: plain numbers."""
@@ -92,6 +95,8 @@ class AmpOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad, paramwise_cfg, constructor, where=where)
         if loss_scale is not None and dtype == "bfloat16":
             raise ConfigError(f"{where}.loss_scale: has no meaning with bfloat16, which needs no loss scaling")
+        if isinstance(loss_scale, dict):
+            check_call(GradScaler, loss_scale, f"{where}.loss_scale", provided=("device",))
         if isinstance(loss_scale, (int, float)) and loss_scale <= 0:
             raise ConfigError(f"{where}.loss_scale: {loss_scale} is not allowed, give a number above 0")
         self._dtype = None if dtype is None else getattr(torch, dtype)
@@ -121,12 +126,17 @@ class AmpOptimWrapper(OptimWrapper):
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""
         if self._autocast is None:
-            device = next(model.parameters()).device
-            self.attach(device, lambda: torch.autocast(device.type, self._dtype))
+            self._attach_alone(next(model.parameters()).device)
         return super().optim_context(model)
+
+    def _attach_alone(self, device: torch.device) -> None:
+        """What ``attach`` does, without a strategy."""
+        self.attach(device, lambda: torch.autocast(device.type, self._dtype))
 
     def backward(self, loss: Tensor) -> None:
         """See OptimWrapper; float16 losses are scaled first."""
+        if self._autocast is None:
+            self._attach_alone(loss.device)
         super().backward(self._scaler.scale(loss) if self._scaler else loss)
 
     def _unscale(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, StrategyError
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .amp import LossScaler
@@ -119,6 +119,19 @@ class ApexOptimWrapper(OptimWrapper):
         super().attach(device, autocast)
         if self.precision.loss_scale is not None and self._scaler is None:
             self._scaler = LossScaler(self._loss_scale, device.type)
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See OptimWrapper.
+
+        Raises:
+            StrategyError: no strategy has prepared the model for the level.
+        """
+        if self._autocast is None and self.opt_level != "O0":
+            raise StrategyError(
+                f'{self.where}.opt_level: "{self.opt_level}" is carried out by a strategy, call '
+                "Strategy.setup(model, optim) first"
+            )
+        return super().optim_context(model)
 
     def _make(self, model: nn.Module) -> Optimizer:
         if self.opt_level != "O2":

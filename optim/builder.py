@@ -37,7 +37,7 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
         if not isinstance(wrapper, OptimWrapper):
             raise ConfigError(f"{where}.type: {cfg['type']!r} is no optimizer wrapper")
         return wrapper
-    if cfg and all(isinstance(value, (Mapping, OptimWrapper)) and _is_wrapper(value) for value in cfg.values()):
+    if any(_is_wrapper(value) for value in cfg.values()):
         return OptimWrapperDict(**{name: _one(value, f"{where}.{name}") for name, value in cfg.items()})
     raise ConfigError(_no_optimizer(cfg, where))
 
@@ -49,7 +49,7 @@ def _no_optimizer(cfg: Mapping[str, Any], where: str) -> str:
 
 
 def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, OptimWrapper) or "optimizer" in value
+    return isinstance(value, OptimWrapper) or (isinstance(value, Mapping) and "optimizer" in value)
 
 
 def _one(cfg: Any, where: str) -> OptimWrapper:

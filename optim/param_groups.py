@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.config import Config, validate
-from ..core.errors import ConfigError
+from ..core.config import Config, check_call, validate
+from ..core.errors import ConfigError, one_of, suggest
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 
@@ -24,7 +26,7 @@ class OptimizerRecipe:
 
 
 class CustomKey(Config):
-    """Multipliers for the parameters whose name contains a key; further keys go into the parameter group as they are."""
+    """Multipliers for the parameters whose name contains a key; further keys are arguments of the optimizer for them."""
 
     model_config = {**Config.model_config, "extra": "allow"}
     lr_mult: float | int = 1.0
@@ -41,6 +43,7 @@ class ParamwiseConfig(Config):
     flat_decay_mult: float | int | None = None
     dwconv_decay_mult: float | int | None = None
     bypass_duplicate: bool = False
+    """A tied parameter takes the settings of the first of its names, where those of another name differ."""
 
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -51,12 +54,15 @@ class DefaultOptimWrapperConstructor:
     """Parameter groups by MMEngine's rules; parameters with equal settings share a group.
 
     ``custom_keys`` come first: of the keys contained in a parameter's full name, the longest wins and the other rules are
-    left out. Otherwise, for a parameter of
+    left out. Otherwise weight decay is multiplied by the first of these that is given and concerns the parameter:
 
-    - a normalisation layer: weight decay times ``norm_decay_mult``;
-    - a depth-wise convolution: weight decay times ``dwconv_decay_mult``;
-    - any other one-dimensional kind: weight decay times ``flat_decay_mult``;
-    - any other bias: weight decay times ``bias_decay_mult``, learning rate times ``bias_lr_mult``.
+    1. ``norm_decay_mult``: it belongs to a normalisation layer;
+    2. ``bias_decay_mult``: it is called bias;
+    3. ``dwconv_decay_mult``: it belongs to a depth-wise convolution;
+    4. ``flat_decay_mult``: it has one dimension.
+
+    The learning rate of a bias is multiplied by ``bias_lr_mult``, but for the bias of a normalisation layer. RMSNorm, which
+    MMEngine does not know, is a normalisation layer here.
 
     A subclass overrides ``settings`` and is named in ``optim_wrapper=dict(constructor=...)``.
 
@@ -82,6 +88,8 @@ class DefaultOptimWrapperConstructor:
             key: validate(CustomKey, keys[key], f"{where}.paramwise_cfg.custom_keys.{key}")
             for key in sorted(sorted(keys), key=len, reverse=True)
         }
+        for key, custom in self.custom_keys.items():
+            _check_extra(optimizer, custom.model_extra or {}, f"{where}.paramwise_cfg.custom_keys.{key}")
         lr_rules = self.config.bias_lr_mult is not None or any(key.lr_mult != 1 for key in self.custom_keys.values())
         wd_rules = any(
             getattr(self.config, f"{kind}_decay_mult") is not None for kind in ("bias", "norm", "flat", "dwconv")
@@ -95,20 +103,28 @@ class DefaultOptimWrapperConstructor:
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The groups for a torch optimizer, in the order in which their first parameter appears.
 
+        A tied parameter is in one group, as whichever of its names comes first.
+
         Raises:
-            ConfigError: a parameter appears twice and ``bypass_duplicate`` is False, or a custom key matches nothing.
+            ConfigError: a custom key matches nothing, or two names of a tied parameter ask for different settings and
+                ``bypass_duplicate`` is False.
         """
         groups: dict[Any, dict[str, Any]] = {}
-        seen: set[int] = set()
+        seen: dict[int, tuple[str, dict[str, Any]]] = {}
         unused = set(self.custom_keys)
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                unused -= {key for key in unused if key in name}
-                if id(parameter) in seen:
-                    # A tied weight belongs to the group of its first name.
-                    continue
-                seen.add(id(parameter))
+                unused -= {key for key in unused if key in _matched(name)}
                 settings = self.settings(name, parameter, module) if parameter.requires_grad else {}
+                if id(parameter) in seen:
+                    first, chosen = seen[id(parameter)]
+                    if settings != chosen and not self.config.bypass_duplicate:
+                        raise ConfigError(
+                            f"{self.where}.paramwise_cfg: {first} and {name} are one parameter with two settings, give "
+                            f"bypass_duplicate=True to use those of {first}"
+                        )
+                    continue
+                seen[id(parameter)] = name, settings
                 key = repr(sorted(settings.items()))
                 groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
         if unused:
@@ -119,21 +135,20 @@ class DefaultOptimWrapperConstructor:
     def settings(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
         """What the group of this parameter sets differently from the optimizer's defaults."""
         for key, custom in self.custom_keys.items():
-            if key in name:
+            if key in _matched(name):
                 return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
         cfg = self.config
         is_norm = isinstance(module, _NORMS)
         is_bias = name.rpartition(".")[2] == "bias"
-        is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups > 1
+        is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
         lr_mult = cfg.bias_lr_mult if is_bias and not is_norm else None
-        if is_norm:
-            decay_mult = cfg.norm_decay_mult
-        elif is_depthwise and cfg.dwconv_decay_mult is not None:
-            decay_mult = cfg.dwconv_decay_mult
-        elif parameter.dim() == 1 and cfg.flat_decay_mult is not None:
-            decay_mult = cfg.flat_decay_mult
-        else:
-            decay_mult = cfg.bias_decay_mult if is_bias else None
+        rules = (
+            (is_norm, cfg.norm_decay_mult),
+            (is_bias, cfg.bias_decay_mult),
+            (is_depthwise, cfg.dwconv_decay_mult),
+            (parameter.dim() == 1, cfg.flat_decay_mult),
+        )
+        decay_mult = next((mult for concerned, mult in rules if concerned and mult is not None), None)
         return self._scaled(lr_mult, decay_mult)
 
     def _scaled(self, lr_mult: float | None, decay_mult: float | None) -> dict[str, Any]:
@@ -145,23 +160,70 @@ class DefaultOptimWrapperConstructor:
         return settings
 
 
+def _matched(name: str) -> str:
+    """What a custom key is looked for in: keys like ".cls_token" are meant for the model's own parameters too."""
+    return name if "." in name else f".{name}"
+
+
+def _check_extra(optimizer: Any, extra: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError unless the optimizer takes the further settings of a custom key."""
+    cfg = optimizer if isinstance(optimizer, Mapping) else {"type": optimizer}
+    if not extra or not (isinstance(cfg.get("type"), str) or inspect.isclass(cfg.get("type"))):
+        return  # nothing is known of what a callable makes
+    factory = OPTIMIZERS.get(cfg["type"], where)
+    parameters = inspect.signature(factory).parameters
+    known = ["lr_mult", "decay_mult", *(name for name in parameters if name != "params")]
+    for name in extra:
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            hint = suggest(name, known) or f", choose {one_of(known)}"
+            raise ConfigError(f"{where}.{name}: unknown key{hint}")
+    check_call(factory, {**{k: v for k, v in cfg.items() if k != "type"}, **extra}, where, ("params",))
+
+
 def check_optimizer(optimizer: Any, paramwise_cfg: Any, constructor: Any, where: str) -> OptimizerRecipe:
     """Check everything about an optimizer that can be known without the model.
 
     Raises:
         ConfigError: an unknown optimizer, wrong arguments, or ``paramwise_cfg`` beside an optimizer that is already built.
     """
+    kind: Any = optimizer
     if isinstance(optimizer, Optimizer):
         if paramwise_cfg is not None:
             raise ConfigError(f"{where}.paramwise_cfg: has no meaning for an optimizer that is already built")
+        kind = type(optimizer)
     elif isinstance(optimizer, (Mapping, str)):
-        OPTIMIZERS.check(optimizer, f"{where}.optimizer", provided=("params",))
+        kind = OPTIMIZERS.check(optimizer, f"{where}.optimizer", provided=("params",))
     elif not callable(optimizer):
         raise ConfigError(f"{where}.optimizer: {optimizer!r} is not allowed, give dict(type=...) or an optimizer")
+    if _needs_closure(kind):
+        raise ConfigError(
+            f"{where}.optimizer: {kind.__name__} evaluates the loss several times per update, a training loop that computes "
+            "it once cannot offer that; choose another optimizer"
+        )
+    if isinstance(optimizer, (Mapping, str)):
+        _try(kind, optimizer, f"{where}.optimizer")
     groups = OPTIM_WRAPPER_CONSTRUCTORS.get(constructor, f"{where}.constructor")(
         optim_wrapper_cfg={"optimizer": optimizer}, paramwise_cfg=paramwise_cfg, where=where
     )
     return OptimizerRecipe(optimizer, groups, where)
+
+
+def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
+    """Make one of torch's own optimizers for a parameter of its own: its constructor knows which values are in range."""
+    if not getattr(kind, "__module__", "").startswith("torch.optim."):
+        return  # somebody else's may look for a device or start a compiler
+    try:
+        OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
+    except ValueError as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _needs_closure(kind: Any) -> bool:
+    """Whether ``step()`` of an optimizer's class cannot be called without an argument."""
+    if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        return False
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, replace: Callable[[Any], Any] | None = None) -> Optimizer:

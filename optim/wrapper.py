@@ -43,14 +43,16 @@ class ClipGrad(Config):
 
     def check(self, where: str) -> ClipGrad:
         """Raise ConfigError unless the keys fit the type."""
-        needed, other = ("max_norm", "clip_value") if self.type == "norm" else ("clip_value", "max_norm")
+        keys = ("max_norm", "norm_type", "error_if_nonfinite") if self.type == "norm" else ("clip_value",)
+        needed = keys[0]
         value = getattr(self, needed)
         if value is None:
             raise ConfigError(f'{where}.{needed}: missing, type="{self.type}" needs it')
         if value <= 0:
             raise ConfigError(f"{where}.{needed}: {value} is not allowed, give a number above 0")
-        if getattr(self, other) is not None:
-            raise ConfigError(f'{where}.{other}: has no meaning with type="{self.type}", leave it out')
+        for key in sorted(self.model_fields_set - {"type", *keys}):
+            if getattr(self, key) is not None:
+                raise ConfigError(f'{where}.{key}: has no meaning with type="{self.type}", leave it out')
         return self
 
 

@@ -97,10 +97,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """
         parts = dict(model.named_children())
         for name, wrapper in self._wrappers.items():
-            if name in parts:
-                wrapper.build(parts[name])
-            elif wrapper.is_built:
+            if wrapper.is_built:
                 wrapper.build(model)
+            elif name in parts:
+                wrapper.build(parts[name])
             else:
                 raise StrategyError(
                     f"optim_wrapper.{name}: the model has no submodule of this name{suggest(name, parts)}"

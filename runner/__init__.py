@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from .data import DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate
+from .data import build_dataloader, pseudo_collate
 from .evaluation import BaseMetric, Evaluator
 from .loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 from .runner import FlexibleRunner
+from .samplers import DefaultSampler, InfiniteSampler
 
 __all__ = [
     "BaseMetric",

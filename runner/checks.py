@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.config import Config, check_call, validate
+from ..core.checkpoint.layout import replaced
+from ..core.config import Config, PositiveInt, check_call, validate
 from ..core.errors import ConfigError, suggest
 from ..core.model import overrides
-from ..core.registry import HOOKS, LOOPS, MODELS
+from ..core.registry import LOOPS, MODELS
 from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
-from .data import InfiniteSampler, check_dataloader
+from .data_checks import check_dataloader, is_infinite
 from .evaluation import check_evaluator
-from .hooks import DEFAULT_HOOKS, Hook
-from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
-from .reporting import build_log_processor, build_reporters
+from .loops import EpochBasedTrainLoop, EvalLoop, IterBasedTrainLoop, TrainLoop
+from .reporting import build_log_processor, build_reporters, check_log_level
 
 
 class AutoScaleLR(Config):
     """``auto_scale_lr``: learning rates are multiplied by the real batch size over the one that they were chosen for."""
 
-    base_batch_size: int
+    base_batch_size: PositiveInt
     """Samples per update, over all processes, that the learning rate was chosen for."""
     enable: bool = True
     """False turns it off."""
@@ -47,7 +50,7 @@ class MultiProcessing(Config):
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """How dataloader workers are started; None is Python's default."""
-    opencv_num_threads: int | None = None
+    opencv_num_threads: int | None = pydantic.Field(None, ge=0)
     """Threads of OpenCV in each process."""
 
 
@@ -56,7 +59,7 @@ class Group(Config):
 
     backend: str | None = None
     """Process-group back end; None is the device's."""
-    timeout: float | int | None = None
+    timeout: float | int | None = pydantic.Field(None, gt=0)
     """Seconds that a process waits for others."""
 
 
@@ -69,7 +72,7 @@ class Environment(Config):
     """Worker processes."""
     dist_cfg: Group = Group()
     """The process group."""
-    resource_limit: int = 4096
+    resource_limit: PositiveInt = 4096
     """Open files that the process may have, at least."""
 
 
@@ -104,19 +107,57 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         raise ConfigError(str(error).removeprefix("runner.")) from None
     for key in ("load_from", "resume"):
         path = getattr(options, key)
-        if isinstance(path, (str, Path)) and not Path(path).exists():
+        # A replacement that was killed between its two renames is undone when the checkpoint is opened.
+        if isinstance(path, (str, Path)) and not (Path(path).exists() or replaced(Path(path)).exists()):
             raise ConfigError(f'{key}: "{path}" does not exist')
     if options.load_from is not None and isinstance(options.resume, (str, Path)):
         raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
     return options
 
 
-def check_model(model: Any) -> None:
-    """A module, a configuration of one, or a function that gives one."""
+def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
+    """``compile``, which MMEngine takes in two places."""
+    other = (options.cfg or {}).get("compile")
+    if options.compile is not None and other is not None and options.compile != other:
+        raise ConfigError(f"compile: {options.compile} disagrees with cfg.compile={other}, give one of them")
+    where, value = ("cfg.compile", other) if options.compile is None else ("compile", options.compile)
+    if value is not None and not isinstance(value, (bool, dict)):
+        raise ConfigError(f"{where}: {value!r} is not allowed, give True, False or arguments of torch.compile")
+    if isinstance(value, dict):
+        check_call(torch.compile, value, where, ("model",))
+    return value
+
+
+def check_model(model: Any, data_preprocessor: Any) -> None:
+    """A module, a configuration of one, or a function that gives one; and what makes its input."""
+    where = "data_preprocessor"
+    if isinstance(data_preprocessor, (Mapping, str, type)):
+        must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
+    elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
+        raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
     if isinstance(model, (Mapping, str)):
-        MODELS.check(model, "model")
-    elif not isinstance(model, nn.Module) and not callable(model):
+        kind = MODELS.check(model, "model")
+        must_be(kind, nn.Module, "model.type", "torch.nn.Module")
+        if data_preprocessor is not None and where not in model:
+            with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
+            try:
+                MODELS.check(with_preprocessor, "model")
+            except ConfigError:
+                raise ConfigError(f"{where}: {kind.__name__} takes none") from None
+    elif isinstance(model, nn.Module):
+        if data_preprocessor is not None and not hasattr(model, where):
+            raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
+    elif callable(model):
+        check_call(model, {}, "model")
+        must_be(model, nn.Module, "model", "torch.nn.Module")
+    else:
         raise ConfigError(f"model: {type(model).__name__} is not allowed, give a module, dict(type=...), or a function")
+
+
+def must_be(kind: Any, base: type, where: str, what: str) -> None:
+    """Raise ConfigError for a class that is not derived from ``base``; what a function gives is seen later."""
+    if inspect.isclass(kind) and not issubclass(kind, base):
+        raise ConfigError(f"{where}: {kind.__name__} is no {what}")
 
 
 def check_phase(name: str, **parts: Any) -> bool:
@@ -132,41 +173,63 @@ def check_phase(name: str, **parts: Any) -> bool:
     return bool(given)
 
 
-def check_train(train_dataloader: Any, train_cfg: Any, optim_wrapper: Any, param_scheduler: Any, model: Any) -> None:
+def check_train(
+    train_dataloader: Any,
+    train_cfg: Any,
+    optim_wrapper: Any,
+    param_scheduler: Any,
+    model: Any,
+    *,
+    scales_lr: bool,
+    validates: bool,
+) -> None:
     """Everything about training."""
     check_dataloader(train_dataloader, "train_dataloader")
     if not isinstance(train_cfg, Mapping):
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kind, kwargs = train_loop_class(train_cfg)
     check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
-    for key in ("max_epochs", "max_iters", "val_begin", "val_interval"):
-        if kwargs.get(key, 1) < 1:
-            raise ConfigError(f"train_cfg.{key}: {kwargs[key]} is not allowed, give 1 or more")
-    sampler = train_dataloader.get("sampler") if isinstance(train_dataloader, Mapping) else train_dataloader.sampler
-    sampler_type = sampler.get("type") if isinstance(sampler, Mapping) else sampler
-    endless = sampler_type in ("InfiniteSampler", InfiniteSampler) or isinstance(sampler, InfiniteSampler)
-    if endless and issubclass(kind, EpochBasedTrainLoop):
+    is_built = isinstance(train_dataloader, DataLoader)
+    sampler = train_dataloader.sampler if is_built else train_dataloader.get("sampler")
+    if sampler is not None and is_infinite(sampler) and issubclass(kind, EpochBasedTrainLoop):
         raise ConfigError("train_cfg.by_epoch: an InfiniteSampler has no epochs, give by_epoch=False and max_iters")
-    if (
-        isinstance(param_scheduler, Mapping)
-        and "type" not in param_scheduler
-        and isinstance(optim_wrapper, OptimWrapperDict)
-    ):
-        for name, cfg in param_scheduler.items():
-            if name not in optim_wrapper:
-                raise ConfigError(f"param_scheduler.{name}: no optimizer has this name{suggest(name, optim_wrapper)}")
-            check_param_schedulers(cfg, f"param_scheduler.{name}")
-    else:
-        check_param_schedulers(param_scheduler, "param_scheduler")
-    if (
-        isinstance(optim_wrapper, OptimWrapperDict)
-        and isinstance(model, nn.Module)
-        and not overrides(model, "train_step")
-    ):
-        raise ConfigError(
-            f"optim_wrapper: has {len(optim_wrapper)} optimizers, {type(model).__name__} must define "
-            "train_step(data, optim_wrapper) to say which is updated when"
-        )
+    size = batch_size(train_dataloader) if is_built else train_dataloader.get("batch_size", 1)
+    if scales_lr and size is None and (is_built or train_dataloader.get("batch_sampler") is None):
+        raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
+    _check_schedulers(param_scheduler, optim_wrapper, kind.by_epoch, kwargs.get("max_epochs"), validates)
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        model_class = _model_class(model)
+        if model_class is not None and not overrides(model_class, "train_step"):
+            raise ConfigError(
+                f"optim_wrapper: has {len(optim_wrapper)} optimizers, {model_class.__name__} must define "
+                "train_step(data, optim_wrapper) to say which is updated when"
+            )
+
+
+def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | None, validates: bool) -> None:
+    where = "param_scheduler"
+    named = isinstance(given, Mapping) and "type" not in given and isinstance(optim, OptimWrapperDict)
+    for name in given if named else ():
+        if name not in optim:
+            raise ConfigError(f"{where}.{name}: no optimizer has this name{suggest(name, optim)}")
+    parts = {f"{where}.{name}": cfg for name, cfg in given.items()} if named else {where: given}
+    for place, cfg in parts.items():
+        for found in check_param_schedulers(cfg, place, max_epochs=max_epochs):
+            if found.needs_metrics and not validates:
+                raise ConfigError(f"{found.where}: needs validation, give val_dataloader, val_cfg and val_evaluator")
+            if found.by_epoch and not by_epoch and not found.needs_metrics:
+                raise ConfigError(
+                    f"{found.where}.by_epoch: True would never move in iteration-based training, give by_epoch=False"
+                )
+
+
+def _model_class(model: Any) -> Any:
+    """The model's class; None when only a function knows it."""
+    if isinstance(model, nn.Module):
+        return type(model)
+    kind = model["type"] if isinstance(model, Mapping) else model
+    found = MODELS.get(kind, "model") if isinstance(kind, str) else kind
+    return found if inspect.isclass(found) else None
 
 
 def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -179,7 +242,9 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
     if kind is not None:
         if by_epoch is not None:
             raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
-        return LOOPS.get(kind, "train_cfg.type"), kwargs
+        loop = LOOPS.get(kind, "train_cfg.type")
+        must_be(loop, TrainLoop, "train_cfg.type", "training loop")
+        return loop, kwargs
     if by_epoch is None:
         by_epoch = "max_iters" not in kwargs
     for wrong, right in (("max_iters", "max_epochs"), ("max_epochs", "max_iters")):
@@ -190,53 +255,20 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
 
 def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> None:
     """Everything about validation or testing."""
-    check_dataloader(dataloader, f"{mode}_dataloader")
+    check_dataloader(dataloader, f"{mode}_dataloader", training=False)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
     kwargs = {key: value for key, value in cfg.items() if key != "type"}
     default = "ValLoop" if mode == "val" else "TestLoop"
     kind = LOOPS.get(cfg.get("type", default), f"{mode}_cfg.type")
+    must_be(kind, EvalLoop, f"{mode}_cfg.type", "evaluation loop")
     check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
     check_evaluator(evaluator, f"{mode}_evaluator")
 
 
-def resolve_hooks(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
-    """All hooks as (configuration key, hook or configuration); a default hook set to None is left out."""
-    if default_hooks is not None and not isinstance(default_hooks, Mapping):
-        raise ConfigError(
-            f"default_hooks: {default_hooks!r} is not allowed, give a dict such as dict(checkpoint=dict(...))"
-        )
-    if custom_hooks is not None and not isinstance(custom_hooks, (list, tuple)):
-        raise ConfigError(f"custom_hooks: {type(custom_hooks).__name__} is not allowed, give a list")
-    hooks: dict[str, Any] = {f"default_hooks.{name}": cfg for name, cfg in DEFAULT_HOOKS.items()}
-    for name, cfg in (default_hooks or {}).items():
-        key = f"default_hooks.{name}"
-        if name in DEFAULT_HOOKS and isinstance(cfg, Mapping) and "type" not in cfg:
-            cfg = {**DEFAULT_HOOKS[name], **cfg}
-        elif name not in DEFAULT_HOOKS and isinstance(cfg, Mapping) and "type" not in cfg:
-            raise ConfigError(f"{key}: unknown key{suggest(name, DEFAULT_HOOKS)} or give it a type")
-        hooks[key] = cfg
-    resolved = [(key, cfg) for key, cfg in hooks.items() if cfg is not None]
-    return resolved + [(f"custom_hooks[{i}]", cfg) for i, cfg in enumerate(custom_hooks or ())]
-
-
-def check_hooks(hooks: list[tuple[str, Any]], validates: bool) -> None:
-    """Types and arguments of all hooks, and whether what they wait for will come."""
-    for key, cfg in hooks:
-        if isinstance(cfg, Hook):
-            continue
-        bare = {k: v for k, v in cfg.items() if k != "priority"} if isinstance(cfg, Mapping) else cfg
-        kind = HOOKS.check(bare, key)
-        name = getattr(kind, "__name__", "")
-        arguments = bare if isinstance(bare, Mapping) else {}
-        if not validates and name == "CheckpointHook" and arguments.get("save_best"):
-            raise ConfigError(f"{key}.save_best: needs validation, give val_dataloader, val_cfg and val_evaluator")
-        if not validates and name == "EarlyStoppingHook":
-            raise ConfigError(f"{key}: needs validation, give val_dataloader, val_cfg and val_evaluator")
-
-
-def check_reporting(log_processor: Any, visualizer: Any, by_epoch: bool) -> None:
+def check_reporting(log_processor: Any, visualizer: Any, log_level: Any, by_epoch: bool) -> None:
     """Log lines and reporters; these are built to be checked, which opens nothing."""
+    check_log_level(log_level)
     build_log_processor(log_processor, by_epoch)
     build_reporters(visualizer)
 

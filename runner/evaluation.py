@@ -155,7 +155,9 @@ def check_evaluator(cfg: Any, where: str) -> None:
     for i, item in enumerate(_as_list(cfg)):
         place = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
         if not isinstance(item, BaseMetric) and not _is_torchmetric(item):
-            METRICS.check(item, place)
+            kind = METRICS.check(item, place)
+            if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not _is_torchmetric_class(kind):
+                raise ConfigError(f"{place}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
     if not _as_list(cfg):
         raise ConfigError(f"{where}: is empty, give at least one metric")
 
@@ -181,8 +183,12 @@ def _as_list(cfg: Any) -> list[Any]:
 
 
 def _is_torchmetric(value: Any) -> bool:
+    return _is_torchmetric_class(type(value))
+
+
+def _is_torchmetric_class(kind: type) -> bool:
     # torchmetrics' metrics are modules with these three methods; asking so needs no import of it.
-    return isinstance(value, nn.Module) and all(hasattr(value, name) for name in ("update", "compute", "reset"))
+    return issubclass(kind, nn.Module) and all(hasattr(kind, name) for name in ("update", "compute", "reset"))
 
 
 def _number(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..core import distributed as dist
+from ..core.config import PositiveInt
 from ..core.errors import ConfigError
 from ..core.registry import LOOPS
 from .data import TrainData
@@ -48,16 +49,15 @@ class TrainLoop(BaseLoop):
         self,
         runner: FlexibleRunner,
         dataloader: DataLoader[Any],
-        val_begin: int = 1,
-        val_interval: int = 1,
-        dynamic_intervals: list[tuple[int, int]] | None = None,
+        val_begin: PositiveInt = 1,
+        val_interval: PositiveInt = 1,
+        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader)
-        for name, value in (("val_begin", val_begin), ("val_interval", val_interval)):
-            if value < 1:
-                raise ConfigError(f"train_cfg.{name}: {value} is not allowed, give 1 or more")
         self.val_begin = val_begin
-        self.data = TrainData(dataloader, runner.accumulate, runner.seed)
+        self.data = TrainData(
+            dataloader, runner.accumulate, runner.seed, diff_rank_seed=runner.options.randomness.diff_rank_seed
+        )
         self.stop_training = False
         self.start_iter = 0
         self._epoch = 0
@@ -65,8 +65,10 @@ class TrainLoop(BaseLoop):
         # Both count the update whose hooks are running, which ``iter`` does not yet.
         self._done = 0
         self._inner = 0  # of the epoch
-        self._milestones = [0, *(begin for begin, _ in dynamic_intervals or ())]
-        self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
+        self._validated = 0  # after how many epochs or iterations the last validation came
+        later = sorted(dynamic_intervals or ())
+        self._milestones = [0, *(begin for begin, _ in later)]
+        self._intervals = [val_interval, *(interval for _, interval in later)]
 
     @property
     def epoch(self) -> int:
@@ -93,10 +95,20 @@ class TrainLoop(BaseLoop):
         """Updates per epoch."""
         raise NotImplementedError
 
-    def val_is_due(self, done: int, start: int) -> bool:
-        """Whether validation comes after ``done`` epochs or iterations; ``start`` is what the interval counts from."""
-        interval = self._intervals[bisect.bisect(self._milestones, done) - 1]
-        return self.runner.val_loop is not None and done >= self.val_begin and (done - start) % interval == 0
+    def validate(self, done: int) -> None:
+        """Validate, if that is due after ``done`` epochs or iterations and was not done yet.
+
+        A checkpoint is saved before the validation that follows it, which a resumed run must not leave out: schedulers,
+        early stopping and the choice of the best checkpoint go by its metrics.
+        """
+        loop = self.runner.val_loop
+        if loop is None or done < self.val_begin or done == self._validated:
+            return
+        # As in MMEngine, an interval is in force as soon as its epoch or iteration comes next, and the end is always due.
+        interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
+        if done % interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
+            loop.run()
+            self._validated = done
 
     def run_iter(self, batch_idx: int, window: list[Any]) -> None:
         """One update, with its hooks; ``batch_idx`` is its place in the epoch."""
@@ -112,12 +124,13 @@ class TrainLoop(BaseLoop):
         self._iter = self._done
 
     def state_dict(self) -> dict[str, int]:
-        """Where training stands: epochs and updates done, and updates done of the epoch; correct inside hooks too."""
-        return {"epoch": self._epoch, "iter": self._done, "inner": self._inner}
+        """Where training stands, correct inside hooks too: epochs and updates done, and updates done of the epoch."""
+        return {"epoch": self._epoch, "iter": self._done, "inner": self._inner, "validated": self._validated}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue there."""
         self._epoch, self._iter, self._inner = state["epoch"], state["iter"], state["inner"]
+        self._validated = state["validated"]
         self.start_iter = self._done = self._iter
 
 
@@ -128,7 +141,7 @@ class EpochBasedTrainLoop(TrainLoop):
     Args:
         max_epochs: passes.
         val_begin: first epoch, counted from 1, after which validation may run.
-        val_interval: epochs between validations.
+        val_interval: epochs between validations; one comes at the end too.
         dynamic_intervals: ``[(epoch, interval), ...]``: from that epoch on, this interval.
     """
 
@@ -136,14 +149,12 @@ class EpochBasedTrainLoop(TrainLoop):
         self,
         runner: FlexibleRunner,
         dataloader: DataLoader[Any],
-        max_epochs: int,
-        val_begin: int = 1,
-        val_interval: int = 1,
-        dynamic_intervals: list[tuple[int, int]] | None = None,
+        max_epochs: PositiveInt,
+        val_begin: PositiveInt = 1,
+        val_interval: PositiveInt = 1,
+        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        if max_epochs < 1:
-            raise ConfigError(f"train_cfg.max_epochs: {max_epochs} is not allowed, give 1 or more")
         if self.data.epoch_length is None:
             raise ConfigError("train_cfg.by_epoch: the training data have no end, give by_epoch=False and max_iters")
         if self.data.epoch_length == 0:
@@ -173,11 +184,10 @@ class EpochBasedTrainLoop(TrainLoop):
         """Train; validation comes after the epochs that it is due after."""
         runner = self.runner
         runner.call_hook("before_train")
+        self.validate(self._epoch)
         while self._epoch < self._max_epochs and not self.stop_training:
             self.run_epoch()
-            if self.val_is_due(self._epoch, 0):
-                assert runner.val_loop is not None
-                runner.val_loop.run()
+            self.validate(self._epoch)
         runner.call_hook("after_train")
 
     def run_epoch(self) -> None:
@@ -207,7 +217,7 @@ class IterBasedTrainLoop(TrainLoop):
     Args:
         max_iters: updates.
         val_begin: first iteration, counted from 1, after which validation may run.
-        val_interval: iterations between validations.
+        val_interval: iterations between validations; one comes at the end too.
         dynamic_intervals: ``[(iteration, interval), ...]``: from that iteration on, this interval.
     """
 
@@ -217,14 +227,12 @@ class IterBasedTrainLoop(TrainLoop):
         self,
         runner: FlexibleRunner,
         dataloader: DataLoader[Any],
-        max_iters: int,
-        val_begin: int = 1,
-        val_interval: int = 1000,
-        dynamic_intervals: list[tuple[int, int]] | None = None,
+        max_iters: PositiveInt,
+        val_begin: PositiveInt = 1,
+        val_interval: PositiveInt = 1000,
+        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        if max_iters < 1:
-            raise ConfigError(f"train_cfg.max_iters: {max_iters} is not allowed, give 1 or more")
         if self.data.epoch_length == 0:
             raise ConfigError(
                 "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
@@ -251,6 +259,7 @@ class IterBasedTrainLoop(TrainLoop):
         """Train; validation comes after the iterations that it is due after."""
         runner = self.runner
         runner.call_hook("before_train")
+        self.validate(self._iter)
         runner.model.train()
         runner.call_hook("before_train_epoch")
         while self._iter < self._max_iters and not self.stop_training:
@@ -260,16 +269,13 @@ class IterBasedTrainLoop(TrainLoop):
 
     def _run_pass(self) -> None:
         """One pass over the data, or as much of it as is left to do."""
-        runner, start = self.runner, self._inner
+        start = self._inner
         endless = self.data.epoch_length is None
         first = self._iter if endless else start
         stop = first + self._max_iters - self._iter
         for window in self.data.windows(0 if endless else self._epoch, first, stop):
             self.run_iter(self._iter if endless else self._inner, window)
-            if self.val_is_due(self._iter, 0):
-                assert runner.val_loop is not None
-                runner.val_loop.run()
-                runner.model.train()
+            self.validate(self._iter)
             if self.stop_training or self._iter >= self._max_iters:
                 return
         if self._iter == 0:

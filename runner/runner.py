@@ -19,7 +19,7 @@ from ..core.config import check_call
 from ..core.distributed import broadcast_object
 from ..core.errors import ConfigError
 from ..core.model import BaseModel, overrides
-from ..core.registry import HOOKS, LOOPS, MODELS
+from ..core.registry import LOOPS, MODELS
 from ..core.seed import set_seed
 from ..optim.builder import build_optim_wrapper
 from ..optim.schedulers import build_param_schedulers
@@ -28,10 +28,12 @@ from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from ..strategies.builder import build_strategy
 from . import checks, state
-from .data import ShardedSampler, build_dataloader
+from .data import build_dataloader
+from .hook_setup import build_hook, build_hooks, priority_of
 from .hooks import Hook, HookDispatcher
 from .loops import EvalLoop, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
+from .samplers import ShardedSampler
 from .stepper import Stepper
 
 
@@ -109,33 +111,39 @@ class FlexibleRunner:
             raise ConfigError(
                 f'default_scope: "{default_scope}" has no meaning, registries have no scopes; leave it out'
             )
-        checks.check_model(model)
+        checks.check_model(model, data_preprocessor)
         self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = None
         self._trains = checks.check_phase(
             "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
         )
         if self._trains:
             self.optim_wrapper = build_optim_wrapper(optim_wrapper)
-            checks.check_train(train_dataloader, train_cfg, self.optim_wrapper, param_scheduler, model)
+            checks.check_train(
+                train_dataloader,
+                train_cfg,
+                self.optim_wrapper,
+                param_scheduler,
+                model,
+                scales_lr=options.auto_scale_lr is not None and options.auto_scale_lr.enable,
+                validates=val_dataloader is not None,
+            )
         else:
-            for key in ("param_scheduler", "auto_scale_lr"):
-                if given[key] is not None:
+            for key in ("param_scheduler", "auto_scale_lr", "resume"):
+                if given[key]:
                     raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
         for mode in ("val", "test"):
             parts = {f"{mode}_{part}": given[f"{mode}_{part}"] for part in ("dataloader", "cfg", "evaluator")}
             if checks.check_phase(mode, **parts):
                 checks.check_evaluation(mode, *parts.values())
-        self._hook_configs = checks.resolve_hooks(default_hooks, custom_hooks)
-        checks.check_hooks(self._hook_configs, validates=val_dataloader is not None)
+        hooks = build_hooks(default_hooks, custom_hooks, validates=val_dataloader is not None)
         by_epoch = not self._trains or checks.train_loop_class(given["train_cfg"])[0].by_epoch
-        checks.check_reporting(log_processor, visualizer, by_epoch)
-        hooks = [(cfg, self._build_hook(key, cfg)) for key, cfg in self._hook_configs]
+        checks.check_reporting(log_processor, visualizer, log_level, by_epoch)
         self.strategy: Strategy = build_strategy(
             strategy,
             launcher=options.launcher,
             backend=options.env_cfg.dist_cfg.backend,
             timeout_s=options.env_cfg.dist_cfg.timeout,
-            compile=_one_compile(options),
+            compile=checks.check_compile(options),
         )
 
         self._given = given
@@ -159,8 +167,8 @@ class FlexibleRunner:
         self.log_processor = build_log_processor(log_processor, by_epoch)
         self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
         self.hook_calls = HookDispatcher()
-        for cfg, hook in hooks:
-            self.register_hook(hook, cfg.get("priority") if isinstance(cfg, Mapping) else None)
+        for hook, priority in hooks:
+            self.register_hook(hook, priority)
 
         self._model: nn.Module | None = None
         self._stepper: Stepper | None = None
@@ -177,6 +185,8 @@ class FlexibleRunner:
         Raises:
             ConfigError: a key that is no argument, or a wrong value.
         """
+        if not isinstance(cfg, Mapping):
+            raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give a dict with the arguments as keys")
         check_call(cls, cfg, "")
         return cls(**{"cfg": dict(cfg), **cfg})
 
@@ -317,10 +327,8 @@ class FlexibleRunner:
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
         """Add a hook; behind those of the same priority."""
-        if not isinstance(hook, Hook):
-            priority = priority if priority is not None or not isinstance(hook, Mapping) else hook.get("priority")
-            hook = self._build_hook("hook", hook)
-        self.hook_calls.register(hook, priority)
+        built = build_hook(hook, "hook")
+        self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Run every hook at the point ``fn_name``."""
@@ -388,15 +396,6 @@ class FlexibleRunner:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
         torch.backends.cudnn.benchmark = env.cudnn_benchmark
         self.strategy.setup_environment()
-
-    def _build_hook(self, key: str, cfg: Any) -> Hook:
-        if isinstance(cfg, Hook):
-            return cfg
-        bare = {k: v for k, v in cfg.items() if k != "priority"} if isinstance(cfg, Mapping) else cfg
-        hook = HOOKS.build(bare, key)
-        if not isinstance(hook, Hook):
-            raise ConfigError(f"{key}.type: {type(hook).__name__} is no Hook")
-        return hook
 
     def _build_dataloader(self, mode: str) -> DataLoader[Any]:
         return build_dataloader(
@@ -520,17 +519,6 @@ class FlexibleRunner:
         """What the runner was given, and the seed in use, for the record."""
         own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
         return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
-
-
-def _one_compile(options: checks.FixedOptions) -> bool | dict[str, Any] | None:
-    """``compile``, which MMEngine takes in two places."""
-    other = (options.cfg or {}).get("compile")
-    if options.compile is not None and other is not None and options.compile != other:
-        raise ConfigError(f"compile: {options.compile} disagrees with cfg.compile={other}, give one of them")
-    value = options.compile if options.compile is not None else other
-    if value is not None and not isinstance(value, (bool, dict)):
-        raise ConfigError(f"cfg.compile: {value!r} is not allowed, give True, False or arguments of torch.compile")
-    return value
 
 
 def _limit_opencv(threads: int) -> None:

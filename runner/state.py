@@ -53,7 +53,7 @@ def save(
     return save_checkpoint(
         path,
         state,
-        per_rank={"rng": rng_state(), "epoch_rng": runner.train_loop.data.epoch_rng},
+        per_rank={"rng": rng_state()},
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
     )
 
@@ -205,5 +205,4 @@ def _load_rng(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
             "random states are not restored, dropout and augmentation draw other numbers"
         )
         return
-    runner.train_loop.data.epoch_rng = values["epoch_rng"][runner.rank]
     load_rng_state(states[runner.rank])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import distributed as dist
-from ..core.config import Config, validate
+from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
 from ..core.model import overrides
@@ -49,12 +49,19 @@ class StrategyConfig(Config):
     """Who started the processes: "none", "pytorch", "slurm" or "mpi"; None finds out."""
     backend: str | None = None
     """Process-group back end, such as "cpu:gloo,cuda:nccl"; None takes the device's."""
-    timeout_s: float | int = 1800.0
+    timeout_s: float | int = pydantic.Field(1800.0, gt=0)
     """Seconds after which a process that waits for others gives up."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``."""
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
+
+    @pydantic.field_validator("compile")
+    @classmethod
+    def _torch_knows(cls, options: bool | dict[str, Any]) -> bool | dict[str, Any]:
+        if isinstance(options, dict):
+            check_call(torch.compile, options, "strategy.compile", ("model",))
+        return options
 
 
 # How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
@@ -362,13 +369,16 @@ class Strategy:
         return PrecisionReport(
             compute=(compute,) if self.precision.autocast and compute is not None else stored,
             parameters=stored,
-            masters=dtypes([self.optim.master(p) for p in trainable]) if self.optim else (),
+            masters=dtypes([m for p in trainable if self.optim and (m := self.optim.master(p)) is not p]),
             gradients=(self.precision.reduce,) if self.precision.reduce else stored,
             optimizer_state=dtypes(states),
         )
 
     def _check_precision(self) -> None:
-        report = self.precision_report()
-        asked = self.precision.param
-        if asked is not None and asked not in report.parameters:
-            require(asked, report.parameters, "parameters")
+        """Raise StrategyError if the tensors are not what was asked for."""
+        asked, report = self.precision, self.precision_report()
+        if asked.param is not None and asked.param not in report.parameters:
+            require(asked.param, report.parameters, "parameters")
+        if asked.autocast:
+            # Autocast casts what it computes with; what is stored, and updated, has to keep its digits.
+            require(torch.float32, report.masters or report.parameters, "parameters under autocast")

@@ -68,8 +68,10 @@ class DDPConfig(StrategyConfig, WrapperOptions):
                     f"strategy.model_wrapper.{key}: {getattr(inner, key)} disagrees with "
                     f"strategy.{key}={getattr(self, key)}, give one of them"
                 )
-        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
-            raise ConfigError(f"strategy.bucket_cap_mb: {self.bucket_cap_mb} is not allowed, give a number above 0")
+        for where, options in (("strategy", self), ("strategy.model_wrapper", inner)):
+            size = options.bucket_cap_mb if options else None
+            if size is not None and size <= 0:
+                raise ConfigError(f"{where}.bucket_cap_mb: {size} is not allowed, give a number above 0")
         return self
 
     def wrapper_arguments(self) -> dict[str, Any]:
@@ -119,7 +121,6 @@ class DDPStrategy(Strategy):
         wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids(),
-            init_sync=False,  # the weights agree already
             **self.config.wrapper_arguments(),
         )
         if self.config.comm_hook:

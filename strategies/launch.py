@@ -65,7 +65,7 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
         return Launch("pytorch", rank, _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK", rank))
     # In a batch script without srun SLURM_NTASKS counts tasks that nobody started; the step's own number does not.
     if launcher == "slurm" or (launcher is None and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1):
-        size = _int(env, "SLURM_STEP_NUM_TASKS", _int(env, "SLURM_NTASKS"))
+        size = _int(env, "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_host(_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST"))
         # Derived from the job so that all tasks agree and two jobs on one machine seldom meet.
         port = _int(env, "MASTER_PORT", 20000 + _int(env, "SLURM_JOB_ID", 0) % 20000)
@@ -82,11 +82,11 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of Slurm's list: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodelist)
+    """The first machine of Slurm's list: ``gpu[07-09,12]-a,cpu1`` gives ``gpu07-a``."""
+    match = re.match(r"(?:[^,\[\]\s]|\[\w+[^\[\]]*\])+(?=,|$)", nodelist)
     if match is None:
         raise LaunchError(f'launcher: cannot read a machine from SLURM_STEP_NODELIST="{nodelist}", set MASTER_ADDR')
-    return match.group(1) + (match.group(2) or "")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
 def launch(

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..distributed import gather_object, get_world_size, is_initialized
+from ..distributed import all_gather_object, gather_object, get_world_size
 from ..errors import CheckpointError
 from . import layout
-from .layout import TensorEntry
-from .storage import DTYPES, ChunkReader, ShardWriter, Source, safetensors_source
+from .layout import DTYPES, TensorEntry
+from .storage import ChunkReader, ShardWriter, Source, safetensors_source
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ def save_checkpoint(
     path = Path(path).absolute()
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     values: dict[str, Any] = {key: value for key, value in state.items() if key not in tensors}
+    problems = all_gather_object(_not_plain(per_rank or {}))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise CheckpointError(f"{path}: could not be saved on rank {rank}: {problem}")
     gathered = {key: gather_object(value) for key, value in (per_rank or {}).items()}
     facts = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
     with _own_errors(path, "could not be saved"):
@@ -62,9 +66,17 @@ def save_checkpoint(
             tensors,
             storage_writer=ShardWriter(path, values | gathered, facts),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not is_initialized(),
         )
     return path
+
+
+def _not_plain(values: Mapping[str, Any]) -> str | None:
+    """What is wrong with values that are to be sent to rank 0, where one that cannot be sent would be waited for."""
+    try:
+        layout.to_json(dict(values), "per_rank")
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 class Checkpoint:
@@ -129,7 +141,7 @@ class Checkpoint:
         reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _own_errors(self.path, "could not be read"):
-            load(dict(template), storage_reader=reader, planner=planner, no_dist=not is_initialized())
+            load(dict(template), storage_reader=reader, planner=planner)
 
 
 @contextmanager
@@ -137,7 +149,7 @@ def _own_errors(path: Path, what: str) -> Iterator[None]:
     """Turn what DCP raises into CheckpointError, with the ranks that failed."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's word for one process
+            warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP's word for one process
             yield
     except CheckpointException as error:  # derives from BaseException, which `except Exception` does not see
         # DCP gives (exception, stack summary) by rank.

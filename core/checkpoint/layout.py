@@ -15,7 +15,9 @@ checkpoint: never loaded, never counted, never in the way.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,12 +25,30 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+import torch
 
 from ..errors import CheckpointError
 
 FORMAT, VERSION = "flextrain-checkpoint", 1
 MANIFEST, VALUES, LATEST = "manifest.json", "values.json", "latest"
 SHARD = re.compile(r"rank-\d{5}\.safetensors")
+
+# As safetensors calls them.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class _Strict(pydantic.BaseModel):
@@ -56,9 +76,27 @@ class TensorEntry(_Strict):
     """A tensor of the checkpoint."""
 
     dtype: str
-    """As safetensors calls it: "F32", "BF16", ..."""
+    """A name in DTYPES."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    @pydantic.field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"tensors of {dtype} cannot be read")
+        return dtype
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> TensorEntry:
+        # What no piece covers would stay as the memory was before.
+        if sum(math.prod(chunk.shape) for chunk in self.chunks) != math.prod(self.shape):
+            raise ValueError("its pieces are not all there")
+        for chunk in self.chunks:
+            ends = zip(chunk.offsets, chunk.shape, self.shape, strict=True)
+            if any(offset < 0 or length < 0 or offset + length > size for offset, length, size in ends):
+                raise ValueError("a piece lies outside of it")
+        return self
 
 
 class Manifest(_Strict):
@@ -89,7 +127,14 @@ def replaced(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """An empty directory to put the checkpoint ``path`` together in; leftovers of a killed save are removed."""
+    """An empty directory to put the checkpoint ``path`` together in; leftovers of a killed save are removed.
+
+    Raises:
+        CheckpointError: ``path`` is something else than a checkpoint, which a new one would wipe out.
+    """
+    recover(path)
+    if foreign := _foreign(path):
+        raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
     folder = temporary(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -108,10 +153,21 @@ def commit(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _foreign(path: Path) -> Path | None:
+    """What stands at ``path`` and no save has put there."""
+    if is_checkpoint(path) or not path.exists():
+        return None
+    if not path.is_dir():
+        return path
+    names = (file for file in sorted(path.iterdir()) if file.name not in (MANIFEST, VALUES))
+    return next((file for file in names if not SHARD.fullmatch(file.name)), None)
+
+
 def recover(path: Path) -> None:
     """Undo a replacement that was killed between its two renames."""
     if not path.exists() and is_checkpoint(replaced(path)):
-        replaced(path).rename(path)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            replaced(path).rename(path)
 
 
 def mark_latest(path: Path) -> None:
@@ -201,12 +257,14 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {first['msg']}") from None
+        place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {reason}") from None
     if manifest.format != FORMAT or manifest.version > VERSION:
         raise CheckpointError(
             f"{path / MANIFEST}: is {manifest.format} version {manifest.version}, this flextrain reads {FORMAT} {VERSION}"
         )
+    if VALUES not in manifest.files:
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
     for name, size in manifest.files.items():
         if name != VALUES and not SHARD.fullmatch(name):
             raise CheckpointError(f'{path / MANIFEST}: "{name}" is no name of a file of a checkpoint')

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, nearest
 from .checkpoint import Checkpoint
-from .layout import Chunk, TensorEntry
-from .storage import DTYPE_NAMES, safetensors_source
+from .layout import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
+from .storage import safetensors_source
 
 MODEL = "model."
 
@@ -44,7 +44,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             entries = {
-                MODEL + name: _whole(piece.get_dtype(), tuple(piece.get_shape()), name)
+                MODEL + name: _whole(path, name, piece.get_dtype(), tuple(piece.get_shape()))
                 for name, piece in slices.items()
             }
     except SafetensorError as error:
@@ -55,10 +55,16 @@ def _open_safetensors(path: Path) -> Checkpoint:
 
 def _open_torch(path: Path) -> Checkpoint:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        with torch.serialization.safe_globals([(_Inert, name) for name in _MMENGINE_LOG]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:  # pickle, zip and torch raise many types for one thing: the file cannot be read safely
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{path}: cannot be read as weights alone: {reason}") from None
+        forbidden = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it holds {forbidden[1]}, and loading that would execute code; save the state dict alone"
+            if forbidden
+            else "it is damaged, or was not written by torch.save"
+        )
+        raise CheckpointError(f"{path}: cannot be read as weights, {reason}") from None
     for key in ("state_dict", "model", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -67,7 +73,10 @@ def _open_torch(path: Path) -> Checkpoint:
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors by name")
-    entries = {MODEL + name: _whole(DTYPE_NAMES[t.dtype], tuple(t.shape), name) for name, t in tensors.items()}
+    entries = {
+        MODEL + name: _whole(path, name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape))
+        for name, t in tensors.items()
+    }
     return Checkpoint(path, entries, {}, lambda _: nullcontext(lambda name, part: tensors[name][part]))
 
 
@@ -76,7 +85,30 @@ def _is_zip(path: Path) -> bool:
         return file.read(2) == b"PK"
 
 
-def _whole(dtype: str, shape: tuple[int, ...], name: str) -> TensorEntry:
+class _Inert:
+    """Stands in a file for what is not looked at; whatever is done to it, nothing happens."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+# MMEngine's own checkpoints carry its log beside the weights, and these are what the log is pickled with.
+_MMENGINE_LOG = (
+    "mmengine.logging.history_buffer.HistoryBuffer",
+    "builtins.getattr",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+)
+
+
+def _whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
     chunk = Chunk(offsets=(0,) * len(shape), shape=shape, file="rank-00000.safetensors", name=name)
     return TensorEntry(dtype=dtype, shape=shape, chunks=(chunk,))
 

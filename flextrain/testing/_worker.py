@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -64,9 +65,10 @@ _ports: Iterator[int] = iter(())
 
 
 def fresh_rendezvous() -> None:
-    """Let the next process group of this call meet at another port.
+    """Let the next process group of this call meet at another port; every rank must call it and set up a group next.
 
-    For a function that runs in a worker and sets up one process group after another; every rank must call it.
+    For a function that runs in a worker and sets up one process group after another. Ranks other than 0 return when rank 0
+    has begun to: torch tries again only after most of a second when it comes too early.
 
     Raises:
         LaunchError: this process is no worker, or the call used up its ports.
@@ -75,6 +77,17 @@ def fresh_rendezvous() -> None:
     if port is None:
         raise LaunchError("fresh_rendezvous: no port left, it works inside WorkerGroup.run and 32 times in one call")
     os.environ["MASTER_PORT"] = str(port)
+    if os.environ["RANK"] != "0":
+        _await_listener(port)
+
+
+def _await_listener(port: int, timeout_s: float = 3.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.002)
 
 
 def serve(connection: Connection, log_file: str, stack_file: str) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import distributed as dist
-from ..core.errors import ConfigError, FlexTrainError, StrategyError
+from ..core.errors import ConfigError, StrategyError
 from ..core.registry import STRATEGIES
 from ..optim.amp import AmpOptimWrapper
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from .checks_training import SAMPLES, Decay, batches, one_each, sgd
-from .compare import CheckFailed, require, same_tensors
-from .kit import Kit, Refused, check
+from .compare import CheckFailedError, require, same_tensors
+from .kit import Kit, RefusedError, check
 from .loop import learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Session, run
@@ -32,7 +32,9 @@ def facts(kit: Kit) -> None:
         strategy = session.strategy
         strategy.setup_environment()  # again, which must change nothing
         require(strategy.rank == kit.rank, f"rank is {strategy.rank}, the launcher said {kit.rank}")
-        require(strategy.world_size == kit.world_size, f"world_size is {strategy.world_size}, {kit.world_size} were started")
+        require(
+            strategy.world_size == kit.world_size, f"world_size is {strategy.world_size}, {kit.world_size} were started"
+        )
         require(isinstance(strategy.device, torch.device), f"device is {strategy.device!r}, give a torch.device")
         shards = kit.all_gather(tuple(strategy.data_shard))
         count = shards[0][1]
@@ -41,7 +43,9 @@ def facts(kit: Kit) -> None:
             f"data_shard is {shards} over the ranks: the indices must cover 0 to count - 1",
         )
         module = strategy.module
-        require(isinstance(module, ConformanceNet), f"module is a {type(module).__name__}, the user's is a ConformanceNet")
+        require(
+            isinstance(module, ConformanceNet), f"module is a {type(module).__name__}, the user's is a ConformanceNet"
+        )
         names = {name for name, _ in ConformanceNet().named_parameters()}
         require({name for name, _ in module.named_parameters()} == names, "module's parameter names are not the user's")
         require(len(session.optim.param_groups) > 0, "the wrapper that setup returned has no param_groups")
@@ -60,7 +64,9 @@ def precision(kit: Kit) -> None:
         handle.remove()
         _require_dtypes(session, compute=torch.bfloat16)
         inner = session.strategy.module.get_submodule("blocks.0.out")
-        require(_output_dtype(session, inner) is torch.bfloat16, "a linear layer's output under autocast is not bfloat16")
+        require(
+            _output_dtype(session, inner) is torch.bfloat16, "a linear layer's output under autocast is not bfloat16"
+        )
         state = session.strategy.state_dict()
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
@@ -101,7 +107,10 @@ def overflow(kit: Kit) -> None:
         )
         applied = [lr * 0.8**4 for lr in base]
         same_tensors(
-            {"lr": torch.tensor(lrs)}, {"lr": torch.tensor(applied)}, f"learning rates of rank {rank} after 4 updates", 1e-6
+            {"lr": torch.tensor(lrs)},
+            {"lr": torch.tensor(applied)},
+            f"learning rates of rank {rank} after 4 updates",
+            1e-6,
         )
         same_tensors(parts[rank][3], parts[rank][2], f"weights of rank {rank} before and after the skipped update")
         same_tensors(parts[rank][5], parts[0][5], f"final weights of rank {rank} and rank 0")
@@ -127,22 +136,26 @@ def refusals(kit: Kit) -> None:
         except ConfigError as error:
             require("no_such_option" in str(error), f"the error about an unknown option does not name it: {error}")
         else:
-            raise CheckFailed("an unknown option was accepted, it must raise ConfigError")
+            raise CheckFailedError("an unknown option was accepted, it must raise ConfigError")
     foreign = OptimWrapper(torch.optim.SGD(ConformanceNet().parameters(), lr=0.1))
     try:
         with kit.session(foreign):
             pass
     except (ConfigError, StrategyError):
         return
-    raise CheckFailed("setup accepted an optimizer that holds another model's parameters, it must raise StrategyError")
+    raise CheckFailedError(
+        "setup accepted an optimizer that holds another model's parameters, it must raise StrategyError"
+    )
 
 
-@check("after teardown, which may be called twice, no process group, thread or variable is left, and a new job can start")
+@check(
+    "after teardown, which may be called twice, no process group, thread or variable is left, and a new job can start"
+)
 def teardown(kit: Kit) -> None:
     variables, threads = dict(os.environ), set(threading.enumerate())
     for _ in range(2):
-        fresh_rendezvous()
         strategy = kit.strategy()
+        fresh_rendezvous()
         try:
             strategy.setup_environment()
             joined = dist.is_initialized()
@@ -154,23 +167,20 @@ def teardown(kit: Kit) -> None:
             strategy.teardown()
         require(not dist.is_initialized(), "the process group is still there after teardown")
         strategy.teardown()
-    changed = sorted(name for name, value in os.environ.items() if variables.get(name) != value and name != "MASTER_PORT")
+    changed = sorted(
+        name for name, value in os.environ.items() if variables.get(name) != value and name != "MASTER_PORT"
+    )
     require(not changed, f"environment variables were left changed: {', '.join(changed)}")
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     require(not left, f"threads were left running: {', '.join(left)}")
 
 
-class _session_or_refused(AbstractContextManager[Session]):  # noqa: N801 - used like a function
+@contextlib.contextmanager
+def _session_or_refused(kit: Kit, optim: OptimWrapper) -> Iterator[Session]:
     """A session; what the strategy raises while it is set up counts as a refusal, which the contract allows."""
-
-    def __init__(self, kit: Kit, optim: OptimWrapper) -> None:
-        self._session = kit.session(optim)
-
-    def __enter__(self) -> Session:
+    with contextlib.ExitStack() as stack:
         try:
-            return self._session.__enter__()
-        except FlexTrainError as error:
-            raise Refused(str(error)) from None
-
-    def __exit__(self, *exc_info: Any) -> bool | None:
-        return self._session.__exit__(*exc_info)
+            session = stack.enter_context(kit.session(optim))
+        except (ConfigError, StrategyError) as error:
+            raise RefusedError(str(error)) from None
+        yield session

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..optim.wrapper import OptimWrapper
-from .compare import CheckFailed, multiple, relative_difference, require, same_numbers, same_tensors
+from .compare import CheckFailedError, multiple, relative_difference, require, same_numbers, same_tensors
 from .kit import Kit, check
 from .loop import evaluate, learning_rates
 from .models import Batch, ConformanceNet
@@ -41,7 +41,7 @@ def adamw(**kwargs: Any) -> OptimWrapper:
 
 
 def assert_same_run(found: Run, expected: Run, tolerance: float) -> None:
-    """Raise CheckFailed at the first update whose weights, loss or gradient norm is not the expected one."""
+    """Raise CheckFailedError at the first update whose weights, loss or gradient norm is not the expected one."""
     for number in range(1, len(expected.weights)):
         _same_update(found, expected, number, tolerance)
     same_numbers(found.trace.losses, expected.trace.losses, "the loss", tolerance)
@@ -51,9 +51,9 @@ def assert_same_run(found: Run, expected: Run, tolerance: float) -> None:
 def _same_update(found: Run, expected: Run, number: int, tolerance: float) -> None:
     try:
         same_tensors(found.weights[number], expected.weights[number], f"weights after update {number - 1}", tolerance)
-    except CheckFailed as error:
+    except CheckFailedError as error:
         ours, theirs = _update(found.weights, number), _update(expected.weights, number)
-        raise CheckFailed(f"{error}{multiple(ours, theirs)}") from None
+        raise CheckFailedError(f"{error}{multiple(ours, theirs)}") from None
 
 
 def _update(weights: Sequence[dict[str, Tensor]], number: int) -> Tensor:
@@ -81,7 +81,9 @@ def initial_weights(kit: Kit) -> None:
         parts = kit.all_gather({name: p.detach() for name, p in module.items() if type(p.detach()) is Tensor})
         for rank, part in enumerate(parts):
             for name, value in part.items():
-                require(torch.equal(value, parts[0].get(name, value)), f"after setup {name} of rank {rank} is not rank 0's")
+                require(
+                    torch.equal(value, parts[0].get(name, value)), f"after setup {name} of rank {rank} is not rank 0's"
+                )
 
 
 @check("gradients, and so SGD's updates, are those of the mean loss over the whole batch")

@@ -16,14 +16,14 @@ from ..core.errors import FlexTrainError
 FLOAT32_TOLERANCE = 1e-6
 
 
-class CheckFailed(FlexTrainError, AssertionError):
+class CheckFailedError(FlexTrainError, AssertionError):
     """What a check found is not what it asks for."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise CheckFailed unless ``condition`` holds."""
+    """Raise CheckFailedError unless ``condition`` holds."""
     if not condition:
-        raise CheckFailed(message)
+        raise CheckFailedError(message)
 
 
 # Tensors whose elements are all below this share of the largest of their kind are compared on that scale: they are
@@ -60,7 +60,7 @@ def multiple(found: Tensor, expected: Tensor) -> str:
 
 
 def same_numbers(found: Iterable[float | None], expected: Iterable[float | None], what: str, tolerance: float) -> None:
-    """Raise CheckFailed at the first update whose number differs by more than ``tolerance``, relative."""
+    """Raise CheckFailedError at the first update whose number differs by more than ``tolerance``, relative."""
     found, expected = list(found), list(expected)
     require(len(found) == len(expected), f"{len(found)} updates were made, single-device makes {len(expected)}")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -77,12 +77,14 @@ def same_numbers(found: Iterable[float | None], expected: Iterable[float | None]
 
 
 def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: str, tolerance: float = 0.0) -> None:
-    """Raise CheckFailed at the entry that differs most, if it does by more than ``tolerance``, relative.
+    """Raise CheckFailedError at the entry that differs most, if it does by more than ``tolerance``, relative.
 
     Entries that only one side has are left to ``same_keys``; something must be on both.
     """
     keys = [key for key in expected if key in found]
-    require(bool(keys), f"{what}: nothing to compare, the keys are {_some(sorted(found))} and not {_some(sorted(expected))}")
+    require(
+        bool(keys), f"{what}: nothing to compare, the keys are {_some(sorted(found))} and not {_some(sorted(expected))}"
+    )
     scales = _scales(expected)
     worst, where = 0.0, ""
     for key in keys:
@@ -113,7 +115,7 @@ def _scales(expected: Mapping[str, Any]) -> dict[str, float]:
 
 
 def same_keys(found: Iterable[str], expected: Iterable[str], what: str) -> None:
-    """Raise CheckFailed naming the missing and the unexpected keys."""
+    """Raise CheckFailedError naming the missing and the unexpected keys."""
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     parts = []
     if missing:

@@ -10,11 +10,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..core.errors import ConfigError, suggest
+from ..strategies.base import Strategy
 from . import checks_contract, checks_state, checks_training  # noqa: F401 - importing them registers their checks
-from .compare import FLOAT32_TOLERANCE, CheckFailed
-from .kit import CHECKS, Kit, Refused
+from .compare import FLOAT32_TOLERANCE, CheckFailedError
+from .kit import CHECKS, Kit, RefusedError
 from .report import CheckResult, ConformanceError, ConformanceReport
-from .sessions import StrategyLike, strategy_name
+from .sessions import StrategyLike, make_strategy, strategy_name
 from .workers import WorkerError, WorkerGroup
 
 # Those that a strategy fails by itself come first, so that the first failure listed is the nearest to its cause.
@@ -49,9 +50,14 @@ def check_strategy(
         timeout_s: how long one check may take.
 
     Raises:
+        ConfigError: a wrong argument; before any process is started.
         ConformanceError: listing every check that failed, with what was found.
     """
     names = _selected(only, skip)
+    if isinstance(strategy, Strategy):
+        kind = type(strategy).__name__
+        raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
+    make_strategy(strategy)  # its constructor may refuse, and starts nothing
     report = ConformanceReport(strategy_name(strategy), world_size)
     group = workers or WorkerGroup(world_size, timeout_s)
     if group.world_size != world_size:
@@ -86,10 +92,10 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
             group.run(_run_check, name, Kit(strategy, group.world_size, Path(folder), tolerance))
         except WorkerError as error:
             seconds = time.perf_counter() - begin
-            if isinstance(error.__cause__, Refused):
+            if isinstance(error.__cause__, RefusedError):
                 return CheckResult(name, title, "refused", str(error.__cause__), seconds)
             # What a check says speaks for itself; anything else needs the traceback.
-            found = str(error.__cause__) if isinstance(error.__cause__, CheckFailed) else str(error)
+            found = str(error.__cause__) if isinstance(error.__cause__, CheckFailedError) else str(error)
             return CheckResult(name, title, "failed", found, seconds)
     return CheckResult(name, title, "passed", seconds=time.perf_counter() - begin)
 

@@ -51,7 +51,7 @@ class Kit:
         return dist.all_gather_object(value)
 
 
-class Refused(FlexTrainError):
+class RefusedError(FlexTrainError):
     """The strategy declined a request that the contract lets it decline."""
 
 

@@ -56,7 +56,7 @@ class Mlp(SmallModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """See SmallModel; x is (batch, 6)."""
-        return self.layers(x) * self.temperature
+        return self.layers(x) * self.temperature  # type: ignore[no-any-return]
 
 
 class ConvNet(SmallModel):
@@ -153,6 +153,8 @@ class TinyTransformer(SmallModel):
 class HalfFrozen(SmallModel):
     """Every other layer frozen, one of them after a trained one; counts its training batches in a persistent buffer."""
 
+    num_batches: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(6, 12).requires_grad_(False)
@@ -182,7 +184,7 @@ class ConformanceNet(TinyTransformer):
         self.probe = nn.Parameter(torch.full((4, 3), 0.5))
         self.register_buffer("scale", torch.tensor(0.1))
 
-    def forward(self, x: Tensor, y: Tensor, strain: Tensor | None = None, mode: str = "loss") -> Any:
+    def forward(self, x: Tensor, y: Tensor, mode: str = "loss", strain: Tensor | None = None) -> Any:
         """See SmallModel; ``strain`` is a scalar, or one number per sample."""
         result = super().forward(x, y, mode)
         if mode == "loss":

@@ -66,8 +66,8 @@ def started(
     spec: StrategyLike, optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
 ) -> Iterator[Session]:
     """The strategy set up with a model that every process initialised from a seed of its own; torn down at the end."""
-    fresh_rendezvous()
     strategy = make_strategy(spec)
+    fresh_rendezvous()
     try:
         strategy.setup_environment()
         torch.manual_seed(seed + SEED_STEP * strategy.rank)
@@ -112,7 +112,7 @@ def whole_state(strategy: Strategy) -> dict[str, Any]:
     local = {key: _whole(state[key]) for key in sorted(state)}
     # Most is on every process already, and objects travel slowly: only what some process lacks does.
     holders = [set(keys) for keys in dist.all_gather_object(list(local))]
-    lacking = set.union(*holders) - set.intersection(*holders)
+    lacking = holders[0].union(*holders) - holders[0].intersection(*holders)
     if lacking:
         for part in dist.all_gather_object({key: local[key] for key in lacking if key in local}):
             local = {**part, **local}

@@ -38,7 +38,7 @@ class WorkerError(FlexTrainError, RuntimeError):
     """A rank raised, died or hung; the message has its traceback, or the stack of every rank that hung.
 
     Attributes:
-        rank: the rank that failed first.
+        rank: the rank that failed first, of its own accord.
         timed_out: whether it had to be ended because it did not answer in time.
 
     ``__cause__`` is the exception of that rank itself where it can be pickled.
@@ -184,7 +184,7 @@ class WorkerGroup:
         parts: list[str] = []
         cause = None
         if failures:
-            first = min(failures, key=lambda rank: failures[rank].raised_at)
+            first = min(failures, key=lambda rank: (_is_consequence(failures[rank]), failures[rank].raised_at))
             answer = failures[first]
             parts += [f"{what}: rank {first} of {self.world_size} failed, {answer.error}", answer.traceback.rstrip()]
             parts += [f"rank {rank} then failed too, {failures[rank].error}" for rank in failures if rank != first]
@@ -235,6 +235,13 @@ def run_distributed(
     """What ``function`` returns on every rank of processes that live for this call only; see ``WorkerGroup.run``."""
     with WorkerGroup(world_size, timeout_s) as group:
         return group.run(function, *args, **kwargs)
+
+
+def _is_consequence(answer: Answer) -> bool:
+    """Whether a rank failed because another had left: its error may come first when that one leaves before it tells."""
+    return any(
+        words in answer.error for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )
 
 
 def _receive(worker: _Worker, expect_ready: bool) -> Answer | None:

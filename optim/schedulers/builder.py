@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -12,7 +13,7 @@ from ...core.config import check_call
 from ...core.errors import ConfigError
 from ...core.registry import PARAM_SCHEDULERS
 from .base import HasParamGroups, ParamScheduler
-from .torch_adapter import torch_scheduler
+from .torch_adapter import TorchScheduler, torch_scheduler
 
 
 def build_param_schedulers(
@@ -60,19 +61,77 @@ def build_param_schedulers(
     return schedulers
 
 
-def check_param_schedulers(cfgs: Any, where: str = "param_scheduler") -> None:
-    """Check types and arguments by name and plain type, before there is an optimizer; nothing is built.
+@dataclass(frozen=True)
+class CheckedScheduler:
+    """What is known of a scheduler before there is an optimizer.
+
+    Attributes:
+        where: its configuration key.
+        by_epoch: whether its steps are epochs.
+        needs_metrics: whether it moves with the metrics of a validation.
+    """
+
+    where: str
+    by_epoch: bool
+    needs_metrics: bool
+
+
+def check_param_schedulers(
+    cfgs: Any, where: str = "param_scheduler", *, max_epochs: int | None = None
+) -> list[CheckedScheduler]:
+    """Check types and arguments before there is an optimizer.
+
+    Args:
+        cfgs, max_epochs, where: see `build_param_schedulers`.
 
     Raises:
-        ConfigError: as `build_param_schedulers`, but for what depends on the optimizer or on a value's range.
+        ConfigError: as `build_param_schedulers`, but for what depends on the optimizer, and for the ranges of torch's own
+            schedulers, which only their constructors know.
     """
+    checked = []
     for cfg, key in _each(cfgs, where):
-        if not isinstance(cfg, ParamScheduler):
-            kind, options, convert = _resolve(cfg, key)
-            try:
-                _check_options(kind, options, convert, key)
-            except ConfigError as error:
-                raise _located(error, key) from None
+        if isinstance(cfg, ParamScheduler):
+            checked.append(CheckedScheduler(key, cfg.by_epoch, cfg.need_val_args))
+            continue
+        kind, options, convert = _resolve(cfg, key)
+        by_epoch = bool(options.get("by_epoch", True))
+        if by_epoch and max_epochs is not None:
+            options.setdefault("end", max_epochs)
+        try:
+            _check_options(kind, options, convert, key)
+            if not issubclass(kind, TorchScheduler):
+                _try(kind, options, convert)
+        except ConfigError as error:
+            raise _located(error, key) from None
+        checked.append(CheckedScheduler(key, by_epoch and not convert, kind.need_val_args))
+    return checked
+
+
+def _try(kind: Any, options: dict[str, Any], convert: bool) -> None:
+    """Make one that moves nothing: whether values are in range is what constructors know."""
+    # These lists have one entry for each group.
+    groups = max([len(options[key]) for key in ("eta_max", "min_value") if isinstance(options.get(key), list)] or [1])
+    stand_in = _StandIn([_AnyGroup() for _ in range(groups)])
+    options = {**options, "verbose": False}
+    if convert:
+        kind.build_iter_from_epoch(optimizer=stand_in, epoch_length=1000, **options)
+    else:
+        kind(optimizer=stand_in, **options)
+
+
+class _AnyGroup(dict[str, Any]):
+    """A parameter group that has whatever is asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: str) -> float:
+        return 1.0
+
+
+@dataclass
+class _StandIn:
+    param_groups: list[dict[str, Any]]
 
 
 def _each(cfgs: Any, where: str) -> Iterator[tuple[Any, str]]:

@@ -88,6 +88,11 @@ class CheckpointHook(Hook):
         self._is_training = False
 
     @property
+    def saves_best(self) -> bool:
+        """Whether metrics are watched, which needs validation."""
+        return self._best.wanted
+
+    @property
     def _unit(self) -> str:
         return "epoch" if self.by_epoch else "iter"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .builder import build_reporters
-from .console import close_logger, setup_logger
+from .console import check_log_level, close_logger, setup_logger
 from .history import HistoryBuffer
 from .jsonl import JsonLinesReporter
 from .log_processor import LogProcessor, build_log_processor
@@ -26,6 +26,7 @@ __all__ = [
     "WandbReporter",
     "build_log_processor",
     "build_reporters",
+    "check_log_level",
     "close_logger",
     "is_interactive",
     "setup_logger",

@@ -47,7 +47,7 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
     Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console.
     Handlers of an earlier run in the same process are replaced, and lines do not go on to the root logger.
     """
-    level = _level(log_level)
+    level = check_log_level(log_level)
     logger = logging.getLogger(NAME)
     close_logger()
     logger.setLevel(level if rank == 0 else logging.ERROR)
@@ -79,7 +79,12 @@ def console_handler() -> ConsoleHandler | None:
     return next((h for h in logging.getLogger(NAME).handlers if isinstance(h, ConsoleHandler)), None)
 
 
-def _level(level: int | str) -> int:
+def check_log_level(level: int | str) -> int:
+    """The number of a level of logging.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
     if isinstance(level, str):
         if level.upper() not in _LEVELS:
             raise ConfigError(f'log_level: "{level}" is not allowed, choose {one_of(_LEVELS)}{suggest(level, _LEVELS)}')

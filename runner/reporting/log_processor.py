@@ -81,6 +81,8 @@ class LogProcessor:
     ) -> None:
         if window_size < 1:
             raise ConfigError(f"log_processor.window_size: {window_size} is not allowed, give 1 or more")
+        if num_digits < 0:
+            raise ConfigError(f"log_processor.num_digits: {num_digits} is not allowed, give 0 or more")
         self.window_size = window_size
         self.by_epoch = by_epoch
         self.num_digits = num_digits

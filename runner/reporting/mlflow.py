@@ -18,7 +18,8 @@ class MlflowReporter(Reporter):
     """Sends records to MLflow, and the run's small files when it ends.
 
     Args:
-        save_dir: folder whose parent holds the files to send, and ``mlruns`` when there is no ``tracking_uri``.
+        save_dir: folder whose parent holds the files to send; without a ``tracking_uri`` here or in MLflow's own
+            settings, the record is kept in it too, as ``mlflow.db``.
         exp_name: the experiment; default: MLflow's.
         run_name: the run.
         tags: tags of the run.
@@ -56,9 +57,7 @@ class MlflowReporter(Reporter):
 
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Start the run, or go on with it."""
-        self._mlflow.set_tracking_uri(self._tracking_uri or (self.save_dir / "mlruns").absolute().as_uri())
-        if self._exp_name is not None:
-            self._mlflow.set_experiment(self._exp_name)
+        self._choose_experiment()
         is_new = self._run_id is None
         run = self._mlflow.start_run(run_id=self._run_id, run_name=self._run_name)
         self._run_id, self._is_open = run.info.run_id, True
@@ -67,6 +66,22 @@ class MlflowReporter(Reporter):
             chosen = {k: v for k, v in config.items() if self._config_keys is None or k in self._config_keys}
             values = {**dict(_flat(chosen)), **self._params}
             self._mlflow.log_params({key: str(value)[:_MAX_VALUE_LENGTH] for key, value in values.items()})
+
+    def _choose_experiment(self) -> None:
+        mlflow = self._mlflow
+        if self._tracking_uri is not None:
+            mlflow.set_tracking_uri(self._tracking_uri)
+        elif not mlflow.is_tracking_uri_set():
+            folder = self.save_dir.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+            name = self._exp_name or "flextrain"
+            if mlflow.get_experiment_by_name(name) is None:
+                # Left to itself, MLflow puts files into the current directory.
+                mlflow.create_experiment(name, artifact_location=(folder / "mlartifacts").as_uri())
+            self._exp_name = name
+        if self._exp_name is not None:
+            mlflow.set_experiment(self._exp_name)
 
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
         """Send one record."""
@@ -78,7 +93,7 @@ class MlflowReporter(Reporter):
         if not self._is_open:
             return
         for path in sorted(self.save_dir.parent.rglob("*")):
-            if path.is_file() and path.name.endswith(self._suffixes) and "mlruns" not in path.parts:
+            if path.is_file() and path.name.endswith(self._suffixes) and "mlartifacts" not in path.parts:
                 self._mlflow.log_artifact(str(path))
         self._mlflow.end_run()
         self._is_open = False

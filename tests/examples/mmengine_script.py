@@ -30,7 +30,7 @@ class Accuracy(BaseMetric):
 def main():
     # The shape of CIFAR-10 without its download.
     to_tensor = torchvision.transforms.ToTensor()
-    train_set = torchvision.datasets.FakeData(80, (3, 32, 32), 10, transform=to_tensor)
+    train_set = torchvision.datasets.FakeData(48, (3, 32, 32), 10, transform=to_tensor)
     valid_set = torchvision.datasets.FakeData(10, (3, 32, 32), 10, transform=to_tensor)
     train_dataloader = dict(
         batch_size=4,

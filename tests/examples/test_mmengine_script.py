@@ -36,11 +36,7 @@ def test_runs_with_other_imports(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [match.groupdict() for line in done.stdout.splitlines() if (match := LOG_LINE.fullmatch(line))]
-    assert [(line["epoch"], line["step"], line["steps"]) for line in lines] == [
-        ("1", "10", "20"),
-        ("1", "20", "20"),
-        ("2", "10", "20"),
-        ("2", "20", "20"),
-    ], done.stdout
-    assert lines[0]["lr"] == lines[1]["lr"] == "3.3333e-04"
+    places = [(line["epoch"], line["step"], line["steps"]) for line in lines]
+    assert places == [("1", "10", "12"), ("2", "10", "12")], done.stdout
+    assert lines[0]["lr"] == "3.3333e-04"
     assert re.search(r"Epoch\(val\) +\[2\]\[3/3\] +accuracy: \d+\.\d{4}", done.stdout), done.stdout

@@ -1,4 +1,4 @@
-"""A stand-in for the runner, for tests of single hooks and of reporting."""
+"""A stand-in for the runner, for tests of single hooks and of reporting; and a small real one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from flextrain import BaseMetric, BaseModel, FlexibleRunner
 from flextrain.runner.reporting import LogProcessor, MessageHub, Reporter, close_logger, setup_logger
 
 
@@ -75,3 +77,70 @@ def new_runner(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def runner(new_runner: Callable[..., Any]) -> Any:
     return new_runner()
+
+
+class Tiny(BaseModel):
+    """A linear classifier with a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor, targets: Tensor, mode: str = "tensor") -> Any:
+        logits = self.linear(self.norm(inputs))
+        return {"loss": nn.functional.cross_entropy(logits, targets)} if mode == "loss" else (logits, targets)
+
+
+class Scores(BaseMetric):
+    """Gives the next of the prepared values of ``accuracy`` at each validation."""
+
+    def __init__(self, values: list[float] | None = None) -> None:
+        super().__init__()
+        self.values = iter(values or [0.5] * 100)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(len(data_samples[0]))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"accuracy": next(self.values)}
+
+
+def make_run(folder: Path, scores: list[float] | None = None, **changes: Any) -> FlexibleRunner:
+    """A real runner on 40 samples: 10 iterations per epoch, 3 epochs, validation after each."""
+    torch.manual_seed(0)
+    data = [(torch.randn(4), i % 2) for i in range(40)]
+    loader = {
+        "batch_size": 4,
+        "dataset": data,
+        "sampler": {"type": "DefaultSampler", "shuffle": True},
+        "collate_fn": {"type": "default_collate"},
+    }
+    options: dict[str, Any] = {
+        "model": Tiny,
+        "work_dir": folder,
+        "train_dataloader": loader,
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}},
+        "train_cfg": {"by_epoch": True, "max_epochs": 3},
+        "val_dataloader": {**loader, "sampler": {"type": "DefaultSampler", "shuffle": False}},
+        "val_cfg": {},
+        "val_evaluator": Scores(scores),
+        "randomness": {"seed": 0},
+        "default_hooks": {"checkpoint": None},
+    }
+    return FlexibleRunner(**{**options, **changes})
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[Callable[..., FlexibleRunner]]:
+    """``new_run(**changes)`` is a real runner of a tiny model; its arguments take those of FlexibleRunner's place."""
+    runs: list[FlexibleRunner] = []
+
+    def make(folder: Path = tmp_path / "work", **changes: Any) -> FlexibleRunner:
+        runs.append(make_run(folder, **changes))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.strategy.teardown()
+    close_logger()

@@ -1,0 +1,180 @@
+"""Samplers that are split over processes and continue from any position."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sized
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from ..core.distributed import get_rank, get_world_size
+from ..core.registry import DATA_SAMPLERS
+
+
+class ShardedSampler(Sampler[int]):
+    """Base of samplers whose position is a number of samples over all processes together.
+
+    A run that stops after ``n`` samples continues at position ``n`` on any number of processes.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: a new random order every epoch; False keeps the dataset's.
+        seed: of the order; the same on all processes.
+        shard: (index, count) of this process's part; default: rank and world size.
+    """
+
+    def __init__(
+        self, dataset: Sized, shuffle: bool = True, seed: int | None = None, *, shard: tuple[int, int] | None = None
+    ) -> None:
+        self.num_samples = len(dataset)
+        self.shuffle = shuffle
+        self.seed = seed or 0
+        self.index, self.count = shard or (get_rank(), get_world_size())
+        self.epoch = 0
+        self.start, self.stop = 0, None
+
+    stop: int | None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+    def set_span(self, start: int, stop: int | None = None) -> None:
+        """Yield only the samples at global positions ``start`` up to ``stop`` of the epoch from now on."""
+        self.start, self.stop = start, stop
+
+    def order(self, epoch: int) -> list[int]:
+        """All indices of the dataset in the order of ``epoch``."""
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+
+@DATA_SAMPLERS.register_module()
+class DefaultSampler(ShardedSampler):
+    """Every sample once per epoch, dealt to the processes in turn.
+
+    Args:
+        round_up: repeat samples from the beginning of the order until every process has as many; with False processes
+            may have one less, which evaluation can do with and training cannot.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int | None = None,
+        round_up: bool = True,
+        *,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(dataset, shuffle, seed, shard=shard)
+        self.round_up = round_up
+        self.total = math.ceil(self.num_samples / self.count) * self.count if round_up else self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.order(self.epoch)
+        if order:
+            order = (order * math.ceil(self.total / len(order)))[: self.total]
+        return iter(order[self.start : self.stop][self.index :: self.count])
+
+    def __len__(self) -> int:
+        return max(0, math.ceil((self.total - self.index) / self.count))
+
+
+@DATA_SAMPLERS.register_module()
+class InfiniteSampler(ShardedSampler):
+    """An endless stream of epochs, dealt to the processes in turn; for iteration-based training."""
+
+    def __iter__(self) -> Iterator[int]:
+        position = self.start + self.index
+        epoch, order = -1, []
+        while self.stop is None or position < self.stop:
+            if position // self.num_samples != epoch:
+                epoch = position // self.num_samples
+                order = self.order(epoch)
+            yield order[position % self.num_samples]
+            position += self.count
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class RandomStream:
+    """Random numbers apart from the process's: inside ``with stream:`` Python, NumPy and torch on the CPU draw from it."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> None:
+        self._outer = _generators()
+        if self._own is None:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            _set_generators(self._own)
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._outer is not None
+        self._own = _generators()
+        _set_generators(self._outer)
+
+
+def _generators() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+class Repeatable(Sampler[Any]):
+    """What another sampler yields from number ``start`` up to ``stop`` of an epoch, the same whenever it is asked.
+
+    What the other one draws, from the process's generators or from a torch.Generator of its own, comes from a stream
+    that starts anew in every epoch: its order does not depend on what the model has drawn, and going on in the middle is
+    asking for the first part again. One with another kind of random state has to take it from ``set_epoch``.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self._seed, self._start, self._stop = 0, 0, None
+
+    _stop: int | None
+
+    def position(self, seed: int, start: int, stop: int | None) -> None:
+        """Choose what comes next; ``seed`` is that of the epoch."""
+        self._seed, self._start, self._stop = seed, start, stop
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = RandomStream(self._seed)
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(self._seed)
+        with stream:
+            items = iter(self.sampler)
+        for number in count() if self._stop is None else range(self._stop):
+            with stream:
+                item = next(items, _END)
+            if item is _END:
+                return
+            if number >= self._start:
+                yield item
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+_END = object()

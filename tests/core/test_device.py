@@ -1,0 +1,223 @@
+"""Devices: choosing one, never another one in silence, and moving whatever a batch may be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from flextrain.core import device as library
+from flextrain.core.device import DEVICES, DeviceSpec, device_spec, memory_mb, select_device, to_device
+from flextrain.core.errors import ConfigError, StrategyError
+
+META = torch.device("meta")  # a device that every machine has
+ABSENT = [kind for kind in ("cuda", "npu", "xpu", "mps") if not DEVICES[kind].is_available()]
+
+
+# Choosing
+
+
+def test_cpu_by_name_and_whatever_is_here_without() -> None:
+    assert device_spec("cpu").type == "cpu"
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    assert device_spec(None).type == here.type
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_a_device_that_is_not_here_is_not_replaced_by_the_cpu(kind: str) -> None:
+    with pytest.raises(StrategyError, match=f'^strategy.device: "{kind}" is not usable on this machine, '):
+        device_spec(kind)
+
+
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")
+def test_a_device_that_torch_lacks_names_what_to_install() -> None:
+    with pytest.raises(StrategyError, match="install torch_npu$"):
+        device_spec("npu")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("cud", 'here: "cud" is not allowed, choose cpu, cuda, npu, xpu or mps, did you mean "cuda"?'),
+        ("tpu:0", 'here: "tpu:0" is not allowed, choose cpu, cuda, npu, xpu or mps'),
+        ("cuda:1", 'here: "cuda:1" is not allowed, give "cuda" and choose among several by CUDA_VISIBLE_DEVICES'),
+    ],
+)
+def test_wrong_names(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        device_spec(name, "here")
+    assert str(caught.value).startswith(message)
+
+
+class FakeModule:
+    """Stands for ``torch.cuda`` on a machine with two devices."""
+
+    current: Any = None
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    @classmethod
+    def device_count(cls) -> int:
+        return 2
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        cls.current = device
+
+
+def test_a_process_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xpu", FakeModule)
+    spec = device_spec("xpu")
+    assert select_device(spec, 1) == torch.device("xpu", 1)
+    assert FakeModule.current == torch.device("xpu", 1)
+    with pytest.raises(StrategyError, match="^strategy.device: process 2 of this machine has no xpu, there are 2$"):
+        select_device(spec, 2)
+
+
+def test_processes_share_the_cpu() -> None:
+    assert select_device(DEVICES["cpu"], 5) == torch.device("cpu")
+
+
+def test_groups_of_accelerators_carry_cpu_tensors_too() -> None:
+    assert DEVICES["cpu"].group_backend == "gloo"
+    assert DEVICES["cuda"].group_backend == "cpu:gloo,cuda:nccl"
+    assert DEVICES["npu"].group_backend == "cpu:gloo,npu:hccl"
+
+
+def test_an_accelerator_that_is_not_in_the_table_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))
+    assert library.accelerator_type() == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert library.accelerator_type() == "xpu"
+
+
+# Moving
+
+
+class Point(NamedTuple):
+    x: Tensor
+    name: str
+
+
+Plain = namedtuple("Plain", "x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    label: str = "cat"
+    size: int = dataclasses.field(init=False, default=3)
+
+
+class Words(UserDict[str, Any]):
+    """A batch that is more than its items, as tokenizers give."""
+
+    moved_to: Any = None
+
+    def to(self, device: torch.device) -> Words:
+        self.moved_to = device
+        return self
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+CONTAINERS = [
+    ones(),
+    {"a": ones(), "b": [ones(), 3]},
+    OrderedDict(a=ones()),
+    defaultdict(list, a=ones()),
+    UserDict(a=ones()),
+    [ones(), "text", None],
+    (ones(), (ones(),)),
+    Point(ones(), "p"),
+    Plain([ones()]),
+    Sample(ones()),
+    {"nested": [Point(ones(), "p"), {"deep": Sample(ones())}]},
+]
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    if isinstance(data, Tensor):
+        return [data]
+    if dataclasses.is_dataclass(data):
+        data = vars(data)
+    values = data.values() if hasattr(data, "values") else data if isinstance(data, (list, tuple)) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+@pytest.mark.parametrize("data", CONTAINERS, ids=lambda data: type(data).__name__)
+def test_containers_keep_their_type_and_their_other_values(data: Any) -> None:
+    moved = to_device(data, META)
+    assert type(moved) is type(data)
+    found = tensors_in(moved)
+    assert len(found) == len(tensors_in(data)) > 0
+    assert {tensor.device for tensor in found} == {META}
+    assert {tensor.device.type for tensor in tensors_in(data)} == {"cpu"}
+
+
+def test_what_is_no_tensor_comes_back_as_it_was() -> None:
+    marker = object()
+    data = {"text": "a", "number": 3, "none": None, "object": marker, "kind": Words, "tensor": ones()}
+    moved = to_device(data, META)
+    del moved["tensor"], data["tensor"]
+    assert moved == data
+    assert to_device(defaultdict(list, a=ones()), META).default_factory is list
+    assert to_device(Sample(ones(), "dog"), META).label == "dog"
+
+
+def test_objects_that_move_themselves_are_asked_to() -> None:
+    words = to_device(Words(ids=ones()), META)
+    assert words.moved_to == META
+    packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
+    assert packed.data.device == META
+    assert packed.batch_sizes.device.type == "cpu"  # which torch insists on
+
+
+def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+    tensor = ones()
+    assert to_device([tensor], torch.device("cpu"))[0] is tensor
+
+
+@pytest.mark.parametrize(
+    "target, non_blocking, passed_on", [("meta", True, True), ("meta", False, False), ("cpu", True, False)]
+)
+def test_copies_to_the_cpu_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, target: str, non_blocking: bool, passed_on: bool
+) -> None:
+    seen = []
+    monkeypatch.setattr(Tensor, "to", lambda self, *args, **kwargs: seen.append(kwargs["non_blocking"]))
+    source = ones() if target == "meta" else torch.ones(2, device=META)
+    to_device(source, torch.device(target), non_blocking)
+    assert seen == [passed_on]
+
+
+# Memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says it elsewhere too")
+def test_memory_of_the_cpu_is_the_peak_of_the_process() -> None:
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
+    assert memory_mb(torch.device("cpu")) == pytest.approx(peak_kib / 1024, rel=0.05)
+
+
+def test_the_cpu_has_nothing_to_wait_for_or_to_give_back() -> None:
+    library.synchronize(torch.device("cpu"))
+    library.empty_cache(torch.device("cpu"))
+
+
+def test_spec_is_plain_data() -> None:
+    spec = DeviceSpec("abc", "abccl", package="torch_abc")
+    assert not spec.is_available()
+    assert spec.group_backend == "cpu:gloo,abc:abccl"

@@ -1,0 +1,248 @@
+"""Registries: every way to name a class, what an argument may be, and what a wrong one is answered with."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flextrain.core import registry as library
+from flextrain.core.errors import ConfigError
+from flextrain.core.registry import OPTIMIZERS, Registry
+
+THINGS = Registry("thing")
+
+
+@THINGS.register_module()
+class Lamp:
+    def __init__(self, watts: int = 5, *, where: str = "") -> None:
+        self.watts, self.where = watts, where
+
+
+@THINGS.register_module(["Chair", "Seat"])
+class Chair:
+    def __init__(self, where: str = "kitchen", **others: Any) -> None:
+        self.where, self.others = where, others
+
+
+def make_lamp(watts: int) -> Lamp:
+    return Lamp(watts)
+
+
+# Finding
+
+
+@pytest.mark.parametrize(
+    "key, found",
+    [
+        ("Lamp", Lamp),
+        ("Seat", Chair),
+        (Lamp, Lamp),
+        (make_lamp, make_lamp),
+        ("torch.nn:Linear", nn.Linear),
+        ("torch.nn:Module.eval", nn.Module.eval),
+    ],
+)
+def test_get(key: Any, found: Any) -> None:
+    assert THINGS.get(key) is found
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("Lmap", 'here: "Lmap" is no known thing, did you mean "Lamp"?'),
+        ("lamp", 'here: "lamp" is no known thing, did you mean "Lamp"?'),
+        ("Xyz", 'here: "Xyz" is no known thing'),
+        ("", 'here: "" is no known thing'),
+        ("torch.nn.Linear", 'here: "torch.nn.Linear" is no known thing, did you mean "torch.nn:Linear"?'),
+        ("torch.nn:Linaer", 'here: "torch.nn:Linaer" does not exist, torch.nn has no Linaer, did you mean "Linear"?'),
+        ("torchh.nn:Linear", "here: \"torchh.nn:Linear\" cannot be imported, No module named 'torchh'"),
+        ("torch:pi", 'here: "torch:pi" is no class or function'),
+        (":Linear", 'here: ":Linear" is not allowed, give package.module:Name'),
+        ("torch.nn:", 'here: "torch.nn:" is not allowed, give package.module:Name'),
+        ("..nn:Linear", 'here: "..nn:Linear" is not allowed, give package.module:Name'),
+        (7, "here: 7 is not allowed, give a thing's class, name, or package.module:Name"),
+        (nn.ReLU(), "here: ReLU() is not allowed, give a thing's class, name, or package.module:Name"),
+    ],
+)
+def test_get_what_is_not_there(key: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        THINGS.get(key, "here")
+    assert str(caught.value) == message
+
+
+def test_names_are_listed_with_those_of_lookups() -> None:
+    things = Registry("thing")
+    things.register_module("b")(Lamp)
+    things.add_lookup(lambda name: Chair if name == "a" else None, lambda: ["a"])
+    assert list(things) == ["a", "b"]
+    assert things.get("a") is Chair
+    assert "a" in things
+    assert "c" not in things
+
+
+def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "has_a_bug.py").write_text("import torch\ntorch.no_such_thing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported, No module named 'not_installed_anywhere'"):
+        THINGS.get("needs_more:Thing")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        THINGS.get("has_a_bug:Thing")
+
+
+def test_locations_are_imported_at_the_first_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    things = Registry("thing", locations=["registers_late"])
+    (tmp_path / "registers_late.py").write_text("from late_things import THINGS\n\n@THINGS.register_module()\nclass Late: ...\n")
+    (tmp_path / "late_things.py").write_text("THINGS = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import late_things
+
+    late_things.THINGS = things
+    assert things.get("Late").__name__ == "Late"
+
+
+def test_installed_packages_add_names_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somebody.py").write_text("class Table: ...\n")
+    info = tmp_path / "somebody-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[test.things]\nTable = somebody:Table\n[other.things]\nShelf = somebody:Table\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    things = Registry("thing", entry_points="test.things")
+    assert list(things) == ["Table"]
+    assert things.get("Table").__module__ == "somebody"
+    with pytest.raises(ConfigError, match='did you mean "Table"'):
+        things.get("Tabel")
+
+
+# Registering
+
+
+def test_a_name_is_taken_once() -> None:
+    things = Registry("thing")
+    things.register_module()(Lamp)
+    things.register_module()(Lamp)  # a module that is imported twice
+    with pytest.raises(ConfigError, match=r'^thing "Lamp": already registered as .*Lamp.*, pass force=True$'):
+        things.register_module("Lamp")(Chair)
+    things.register_module("Lamp", force=True)(Chair)
+    assert things.get("Lamp") is Chair
+
+
+def test_registering_as_mmengine_does() -> None:
+    things = Registry("thing")
+    things.register_module(name="light", module=Lamp)
+    assert things.get("light") is Lamp
+
+
+# Building
+
+
+@pytest.mark.parametrize(
+    "cfg, watts",
+    [
+        (dict(type="Lamp", watts=7), 7),
+        (dict(type=Lamp), 5),
+        ("Lamp", 5),
+        (Lamp, 5),
+        (dict(type=make_lamp, watts=8), 8),
+        (functools.partial(Lamp, watts=9), 9),
+        (dict(type=functools.partial(Lamp, watts=9)), 9),
+    ],
+)
+def test_build(cfg: Any, watts: int) -> None:
+    assert THINGS.build(cfg).watts == watts
+
+
+def test_build_leaves_the_configuration_alone() -> None:
+    cfg = dict(type="Lamp", watts=7)
+    THINGS.build(cfg)
+    assert cfg == dict(type="Lamp", watts=7)
+
+
+@pytest.mark.parametrize(
+    "cfg, message",
+    [
+        (dict(typ="Lamp"), 'here.type: missing, say which thing, did you mean "typ"?'),
+        (dict(), "here.type: missing, say which thing"),
+        (dict(type="Lmap"), 'here.type: "Lmap" is no known thing, did you mean "Lamp"?'),
+        ("Lmap", 'here: "Lmap" is no known thing, did you mean "Lamp"?'),
+        (dict(type="Lamp", wats=5), 'here.wats: unknown key, did you mean "watts"?'),
+        (dict(type="Lamp", watts="5"), 'here.watts: "5" is not allowed, give an integer'),
+        (dict(type="Lamp", where="there"), "here.where: is filled in by flextrain, leave it out"),
+        (dict(type=make_lamp), "here.watts: missing, it must be given"),
+        (nn.ReLU(), "here: ReLU() is not allowed, give dict(type=...), a class, or a name"),
+        (None, "here: None is not allowed, give dict(type=...), a class, or a name"),
+        ([Lamp], "is not allowed, give dict(type=...), a class, or a name"),
+    ],
+)
+@pytest.mark.parametrize("method", ["build", "check"])
+def test_build_and_check_refuse_alike(method: str, cfg: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        getattr(THINGS, method)(cfg, "here")
+    assert str(caught.value).endswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_check_builds_nothing() -> None:
+    calls = []
+
+    def factory(size: int) -> None:
+        calls.append(size)
+
+    assert THINGS.check(dict(type=factory, size=1), "here") is factory
+    assert THINGS.check(dict(type=factory), "here", provided=("size",)) is factory
+    assert calls == []
+
+
+def test_where_is_passed_to_those_that_take_it_by_keyword() -> None:
+    assert THINGS.build("Lamp", "train_cfg.lamp").where == "train_cfg.lamp"
+    assert THINGS.build("Lamp").where == "thing"
+    chair = THINGS.build(dict(type="Chair", colour="red"), "train_cfg.chair")  # the user's own parameter of that name
+    assert (chair.where, chair.others) == ("kitchen", {"colour": "red"})
+    assert THINGS.build(dict(type="Chair", where="hall"), "here").where == "hall"
+
+
+def test_provided_arguments_are_given_to_those_that_take_them() -> None:
+    assert THINGS.build("Lamp", watts=3, runner=object()).watts == 3
+    assert THINGS.build("Chair", watts=3).others == {"watts": 3}
+    with pytest.raises(ConfigError, match="here.watts: is filled in by flextrain"):
+        THINGS.build(dict(type="Lamp", watts=3), "here", watts=4)
+
+
+# What is in them
+
+
+def test_all_torch_optimizers_have_their_names() -> None:
+    kinds = [v for v in vars(torch.optim).values() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)]
+    kinds.remove(torch.optim.Optimizer)
+    assert {OPTIMIZERS.get(kind.__name__) for kind in kinds} == set(kinds)
+    assert {kind.__name__ for kind in kinds} <= set(OPTIMIZERS)
+    for name in ("Optimizer", "lr_scheduler", "Sgd"):
+        with pytest.raises(ConfigError, match=f'"{name}" is no known optimizer'):
+            OPTIMIZERS.get(name)
+
+
+@pytest.mark.parametrize(
+    "registry, name",
+    [
+        ("OPTIM_WRAPPERS", "AmpOptimWrapper"),
+        ("OPTIM_WRAPPER_CONSTRUCTORS", "DefaultOptimWrapperConstructor"),
+        ("PARAM_SCHEDULERS", "CosineAnnealingLR"),
+        ("STRATEGIES", "DDPStrategy"),
+        ("DATA_SAMPLERS", "DefaultSampler"),
+        ("FUNCTIONS", "default_collate"),
+        ("HOOKS", "CheckpointHook"),
+        ("LOOPS", "EpochBasedTrainLoop"),
+        ("REPORTERS", "JsonLinesReporter"),
+        ("MODELS", "BaseDataPreprocessor"),
+    ],
+)
+def test_registries_know_what_they_load(registry: str, name: str) -> None:
+    found: Registry = getattr(library, registry)
+    assert found.get(name).__name__ == name
+    assert name in set(found)

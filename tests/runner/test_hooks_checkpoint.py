@@ -1,0 +1,330 @@
+"""CheckpointHook: what is saved when, what is kept, and what is best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain import CheckpointError, ConfigError, FlexibleRunner, Hook
+from flextrain.runner.hooks import CheckpointHook
+
+Hooks = dict[str, Any]
+
+
+def saved(folder: Path) -> list[str]:
+    """Names of the checkpoints in a folder."""
+    return sorted(path.parent.name for path in folder.glob("*/manifest.json"))
+
+
+def with_checkpoints(**options: Any) -> Hooks:
+    return {"checkpoint": {"type": "CheckpointHook", **options}}
+
+
+class StopAfter(Hook):
+    """Ends the process, so to speak, at an iteration, before anything is saved there."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter + 1 == self.iteration:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["epoch_3"]),
+        ({"save_last": False}, []),
+        ({"interval": 1}, ["epoch_1", "epoch_2", "epoch_3"]),
+        ({"interval": 2}, ["epoch_2", "epoch_3"]),
+        ({"interval": 2, "save_last": False}, ["epoch_2"]),
+        ({"interval": 1, "save_begin": 2, "save_last": False}, ["epoch_2", "epoch_3"]),
+        ({"interval": 2, "save_begin": 1, "save_last": False}, ["epoch_1", "epoch_3"]),
+        ({"interval": 12, "by_epoch": False}, ["iter_12", "iter_24", "iter_30"]),
+        ({"interval": 12, "by_epoch": False, "save_begin": 5, "save_last": False}, ["iter_17", "iter_29", "iter_5"]),
+        ({"interval": 1, "max_keep_ckpts": 2}, ["epoch_2", "epoch_3"]),
+        ({"interval": 7, "by_epoch": False, "max_keep_ckpts": 1}, ["iter_30"]),
+        ({"interval": 3, "filename_tmpl": "state-{}-of-3"}, ["state-3-of-3"]),
+    ],
+)
+def test_checkpoints_come_at_their_interval(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, options: dict[str, Any], expected: list[str]
+) -> None:
+    run = new_run(default_hooks=with_checkpoints(**options))
+    run.train()
+    assert saved(tmp_path / "work") == expected
+
+
+def test_a_loop_without_epochs_saves_by_iteration(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    run = new_run(
+        scores=[0.1, 0.2],
+        train_cfg={"by_epoch": False, "max_iters": 25, "val_interval": 12},
+        default_hooks=with_checkpoints(interval=10, by_epoch=False, save_best="accuracy"),
+    )
+    run.train()
+    assert saved(tmp_path / "work") == ["best_accuracy_iter_24", "iter_10", "iter_20", "iter_25"]
+
+
+def test_out_dir_gets_a_subfolder_named_like_the_work_directory(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    run = new_run(default_hooks=with_checkpoints(out_dir=str(tmp_path / "out")))
+    run.train()
+    assert saved(tmp_path / "out" / "work") == ["epoch_3"]
+    assert saved(tmp_path / "work") == []
+    assert run.message_hub.get_info("last_ckpt") == str(tmp_path / "out" / "work" / "epoch_3")
+
+
+def test_training_that_stops_early_saves_its_last_state(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    stopping = {"type": "EarlyStoppingHook", "monitor": "accuracy", "patience": 1}
+    for save_last, expected in ((True, ["epoch_2"]), (False, [])):
+        folder = tmp_path / str(save_last)
+        checkpoints = with_checkpoints(interval=5, save_last=save_last)
+        new_run(folder, scores=[0.5, 0.5], custom_hooks=[stopping], default_hooks=checkpoints).train()
+        assert saved(folder) == expected
+
+
+def test_the_optimizer_can_be_left_out(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    options = {"interval": 3, "save_optimizer": False, "save_param_scheduler": False}
+    new_run(param_scheduler={"type": "LinearLR"}, default_hooks=with_checkpoints(**options)).train()
+    values = json.loads((tmp_path / "work" / "epoch_3" / "values.json").read_text())
+    manifest = json.loads((tmp_path / "work" / "epoch_3" / "manifest.json").read_text())
+    assert not [key for key in {**values, **manifest["tensors"]} if key.startswith(("optim", "scheduler"))]
+
+
+# What is kept
+
+
+def test_the_older_one_goes_only_after_the_newer_one_is_complete(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(default_hooks=with_checkpoints(interval=1, max_keep_ckpts=1))
+    save = run.save_checkpoint
+
+    def failing(out_dir: Any, filename: str, **options: Any) -> str:
+        if filename == "epoch_3":
+            raise CheckpointError("disk full")
+        path = save(out_dir, filename, **options)
+        seen.append(saved(tmp_path / "work"))
+        return path
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(run, "save_checkpoint", failing)
+    with pytest.raises(CheckpointError, match="disk full"):
+        run.train()
+    assert seen == [["epoch_1"], ["epoch_1", "epoch_2"]]
+    assert saved(tmp_path / "work") == ["epoch_2"]
+
+
+def test_what_other_runs_left_is_neither_counted_nor_deleted(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    new_run(default_hooks=with_checkpoints(interval=1)).train()
+    for name in ("epoch_1", "epoch_3"):
+        (work / name / "manifest.json").unlink()
+    (work / "epoch_9").mkdir()
+    (work / "epoch_9" / "manifest.json").write_text("{}")
+    (work / "best.json").write_text("no json")
+    run = new_run(
+        scores=[0.1, 0.2, 0.3], default_hooks=with_checkpoints(interval=1, max_keep_ckpts=1, save_best="auto")
+    )
+    run.train()
+    assert saved(work) == ["best_accuracy_epoch_3", "epoch_3", "epoch_9"]
+
+
+def test_a_resumed_run_keeps_counting(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    checkpoints = with_checkpoints(interval=5, by_epoch=False, max_keep_ckpts=2)
+    with pytest.raises(KeyboardInterrupt):
+        new_run(default_hooks=checkpoints, custom_hooks=[StopAfter(18)]).train()
+    assert saved(tmp_path / "work") == ["iter_10", "iter_15"]
+    new_run(default_hooks=checkpoints, resume=True).train()
+    assert saved(tmp_path / "work") == ["iter_25", "iter_30"]
+
+
+def test_a_run_resumed_further_back_counts_from_there(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    new_run(default_hooks=with_checkpoints(interval=5, by_epoch=False)).train()
+    fewer = with_checkpoints(interval=5, by_epoch=False, max_keep_ckpts=2)
+    with pytest.raises(KeyboardInterrupt):
+        new_run(default_hooks=fewer, resume=str(work / "iter_15"), custom_hooks=[StopAfter(22)]).train()
+    assert saved(work) == ["iter_15", "iter_20", "iter_25", "iter_30"], "5 and 10 are its own, 25 and 30 are not yet"
+    assert (work / "latest").read_text().strip() == "iter_20"
+
+
+def test_what_latest_names_stays(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+
+    class Pin(Hook):
+        priority = "LOWEST"
+
+        def after_train_epoch(self, runner: Any) -> None:
+            (work / "latest").write_text("epoch_1")
+
+    # Without the optimizer a checkpoint does not become the latest.
+    checkpoints = with_checkpoints(interval=1, max_keep_ckpts=1, save_optimizer=False)
+    new_run(default_hooks=checkpoints, custom_hooks=[Pin()]).train()
+    assert saved(work) == ["epoch_1", "epoch_3"]
+
+
+# What is best
+
+
+def test_the_best_takes_the_place_of_the_one_before(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    run = new_run(scores=[0.5, 0.7, 0.6], default_hooks=with_checkpoints(interval=1, save_best="accuracy"))
+    run.train()
+    assert saved(work) == ["best_accuracy_epoch_2", "epoch_1", "epoch_2", "epoch_3"]
+    assert (work / "latest").read_text().strip() == "epoch_3", "the best one has no optimizer, it cannot be resumed"
+    assert run.message_hub.get_info("best_score") == 0.7
+    assert run.message_hub.get_info("best_ckpt") == str(work / "best_accuracy_epoch_2")
+    entry = json.loads((work / "best.json").read_text())["best"]["accuracy"]
+    assert entry == {"score": 0.7, "checkpoint": "best_accuracy_epoch_2", "iter": 20}
+    manifest = json.loads((work / "best_accuracy_epoch_2" / "manifest.json").read_text())
+    assert not [key for key in manifest["tensors"] if key.startswith("optim")]
+
+
+class Judge:
+    """A checkpoint hook that is shown metrics, with a runner that only notes what is saved."""
+
+    def __init__(self, runner: Any, **options: Any) -> None:
+        self.runner, self.saved = runner, []
+        runner.save_checkpoint = lambda folder, name, **_: self._save(folder, name)
+        self.hook = CheckpointHook(**options)
+        self.hook.before_train(runner)
+
+    def _save(self, folder: Path, name: str) -> None:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "manifest.json").write_text("{}")
+        self.saved.append(name)
+
+    def show(self, *validations: dict[str, Any]) -> list[str]:
+        for metrics in validations:
+            self.runner.epoch += 1
+            self.runner.iter += 10
+            self.hook.after_val_epoch(self.runner, metrics)
+        return self.saved
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "values", "best"),
+    [
+        ({"save_best": "accuracy"}, "accuracy", [0.1, 0.3, 0.2, 0.3], [1, 2]),
+        ({"save_best": "val_loss"}, "val_loss", [3.0, 4.0, 2.0], [1, 3]),
+        ({"save_best": "TOP-1"}, "TOP-1", [1, 2], [1, 2]),
+        ({"save_best": "coco/bbox_mAP"}, "coco/bbox_mAP", [0.1, 0.2], [1, 2]),
+        ({"save_best": "score", "rule": "less"}, "score", [1.0, 2.0, 0.5], [1, 3]),
+        ({"save_best": "score", "rule": ["greater"]}, "score", [1.0, 2.0], [1, 2]),
+        ({"save_best": "fid", "less_keys": ["fid"]}, "fid", [2.0, 1.0], [1, 2]),
+        ({"save_best": "wins", "greater_keys": "win"}, "wins", [1.0, 2.0], [1, 2]),
+        ({"save_best": "accuracy"}, "accuracy", [math.nan, 0.1, math.nan, None, 0.2], [2, 5]),
+    ],
+)
+def test_better_is_what_the_rule_or_the_name_says(
+    runner: Any, options: dict[str, Any], key: str, values: list[Any], best: list[int]
+) -> None:
+    judge = Judge(runner, **options)
+    name = key.replace("/", "_")
+    assert judge.show(*({key: value} for value in values)) == [f"best_{name}_epoch_{epoch}" for epoch in best]
+    assert saved(Path(runner.work_dir)) == [f"best_{name}_epoch_{best[-1]}"]
+
+
+def test_several_metrics_are_judged_each_by_itself(runner: Any) -> None:
+    judge = Judge(runner, save_best=["accuracy", "loss"])
+    judge.show({"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.6, "loss": 2.0}, {"accuracy": 0.5, "loss": 0.5})
+    assert saved(Path(runner.work_dir)) == ["best_accuracy_epoch_2", "best_loss_epoch_3"]
+    assert runner.message_hub.get_info("best_score_loss") == 0.5
+    assert runner.message_hub.get_info("best_score") is None
+
+
+def test_auto_is_the_first_metric_of_the_first_validation(runner: Any) -> None:
+    judge = Judge(runner, save_best="auto")
+    assert judge.show({"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.9, "loss": 2.0}) == ["best_loss_epoch_1"]
+
+
+def test_a_missing_metric_and_no_metrics_at_all(runner: Any) -> None:
+    judge = Judge(runner, save_best="acuracy", rule="greater")
+    with pytest.raises(ConfigError, match='"acuracy" is no metric of the validation, did you mean "accuracy"'):
+        judge.show({"accuracy": 0.5})
+    with pytest.raises(ConfigError, match=r"save_best: \"acuracy\" is \[1\], which is no number"):
+        judge.show({"acuracy": [1]})
+    assert judge.show({}) == []
+    assert "the validation gave no metrics" in runner.log_file.read_text()
+
+
+def test_a_validation_outside_of_training_saves_nothing(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    run = new_run(scores=[0.1, 0.2, 0.3, 0.9], default_hooks=with_checkpoints(save_best="accuracy"))
+    run.train()
+    run.val()
+    assert saved(tmp_path / "work") == ["best_accuracy_epoch_3", "epoch_3"]
+
+
+def test_a_run_resumed_from_before_its_best_validation_knows_it(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    """epoch_2 is written before the validation that makes epoch 2 the best; killed after it, the state lacks that."""
+    work = tmp_path / "work"
+    checkpoints = with_checkpoints(interval=1, save_best="accuracy")
+    with pytest.raises(KeyboardInterrupt):
+        new_run(scores=[0.5, 0.9], default_hooks=checkpoints, custom_hooks=[StopAfter(25)]).train()
+    state = json.loads((work / "epoch_2" / "values.json").read_text())
+    assert "best_accuracy_epoch_1" in json.dumps(state["hook.CheckpointHook/best"])
+    new_run(scores=[0.7], default_hooks=checkpoints, resume=True).train()
+    assert saved(work) == ["best_accuracy_epoch_2", "epoch_1", "epoch_2", "epoch_3"]
+
+
+def test_the_best_of_a_future_that_was_given_up_does_not_count(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    checkpoints = with_checkpoints(interval=1, save_best="accuracy")
+    new_run(scores=[0.5, 0.6, 0.9], default_hooks=checkpoints).train()
+    run = new_run(scores=[0.7, 0.8], default_hooks=checkpoints, resume=str(work / "epoch_1"))
+    run.train()
+    assert run.message_hub.get_info("best_score") == 0.8
+    assert json.loads((work / "best.json").read_text())["best"]["accuracy"]["score"] == 0.8
+
+
+def test_the_best_of_another_run_in_the_same_folder_does_not_count(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    checkpoints = with_checkpoints(interval=1, save_best="accuracy")
+    new_run(scores=[0.9, 0.9, 0.9], default_hooks=checkpoints).train()
+    with pytest.raises(KeyboardInterrupt):
+        new_run(scores=[0.1], default_hooks=checkpoints, custom_hooks=[StopAfter(15)]).train()
+    run = new_run(scores=[0.2, 0.3], default_hooks=checkpoints, resume=True)
+    run.train()
+    assert run.message_hub.get_info("best_score") == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "CheckpointHook.interval: 0 is not allowed"),
+        ({"max_keep_ckpts": 0}, "CheckpointHook.max_keep_ckpts: 0 is not allowed"),
+        ({"save_begin": -1}, "CheckpointHook.save_begin: -1 is not allowed"),
+        ({"filename_tmpl": "epoch"}, 'CheckpointHook.filename_tmpl: "epoch" is not allowed'),
+        ({"filename_tmpl": "epoch_{}.pth"}, "checkpoints are directories"),
+        ({"filename_tmpl": "a/{}"}, "CheckpointHook.filename_tmpl: "),
+        ({"save_best": "score"}, 'CheckpointHook.rule: missing, the name "score" does not say'),
+        ({"save_best": "acc", "rule": "more"}, 'CheckpointHook.rule: "more" is not allowed, choose greater or less'),
+        ({"save_best": ["acc", "acc"]}, "names a metric twice"),
+        ({"save_best": ["auto", "acc"]}, '"auto" stands alone'),
+        ({"save_best": ["acc", "loss"], "rule": ["less", "less", "less"]}, "give one rule or one for each"),
+        ({"rule": "less"}, "CheckpointHook.rule: has no meaning without save_best"),
+        ({"published_keys": ["state_dict"]}, "CheckpointHook.published_keys: has no meaning here, a checkpoint needs"),
+        ({"backend_args": {}}, "CheckpointHook.backend_args: has no meaning here"),
+        ({"file_client_args": {}}, "CheckpointHook.file_client_args: has no meaning here"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        CheckpointHook(**options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

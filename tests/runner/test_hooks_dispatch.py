@@ -1,0 +1,198 @@
+"""Hook points: who is called where, in which order, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flextrain import ConfigError, FlexibleRunner, Hook
+from flextrain.runner.hooks import DEFAULT_HOOKS, POINTS, HookDispatcher, Priority, get_priority
+
+
+def named(name: str, priority: Any, log: list[str]) -> Hook:
+    class Named(Hook):
+        def before_train(self, runner: Any) -> None:
+            log.append(name)
+
+    hook = Named()
+    hook.priority = priority
+    return hook
+
+
+def test_priorities_decide_and_the_first_registered_goes_first_among_equals() -> None:
+    log: list[str] = []
+    dispatcher = HookDispatcher(
+        [named("normal 1", "NORMAL", log), named("last", "LOWEST", log), named("normal 2", 50, log)]
+    )
+    dispatcher.register(named("early", Priority.VERY_HIGH, log))
+    dispatcher.register(named("normal 3", "VERY_LOW", log), priority="normal")
+    dispatcher.call("before_train", None)  # type: ignore[arg-type]
+    assert log == ["early", "normal 1", "normal 2", "normal 3", "last"]
+
+
+def test_names_and_numbers_of_priorities() -> None:
+    assert [get_priority(name) for name in Priority.__members__] == [0, 10, 30, 40, 50, 60, 70, 90, 100]
+    assert get_priority(Priority.LOW) == get_priority("low") == get_priority(70)
+    for wrong in ("NORMALL", -1, 101, 5.0, True, None):
+        with pytest.raises(ConfigError, match="priority: "):
+            get_priority(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='did you mean "NORMAL"'):
+        get_priority("NORMALL")
+
+
+def test_a_point_that_nobody_overrides_is_empty() -> None:
+    dispatcher = HookDispatcher([Hook(), Hook()])
+    assert all(dispatcher[point] == () for point in POINTS)
+    assert len(POINTS) == 23
+
+
+def test_a_hook_that_is_registered_later_is_called_from_then_on() -> None:
+    log: list[str] = []
+    dispatcher = HookDispatcher()
+    dispatcher.call("before_train", None)  # type: ignore[arg-type]
+    dispatcher.register(named("late", "NORMAL", log))
+    dispatcher.call("before_train", None)  # type: ignore[arg-type]
+    assert log == ["late"]
+    assert len(dispatcher["before_train"]) == 1
+
+
+def test_unknown_points_and_things_that_are_no_hooks() -> None:
+    with pytest.raises(ConfigError, match='"after_train_iteration" is no hook point, did you mean "after_train_iter"'):
+        HookDispatcher().call("after_train_iteration", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give an instance of a subclass of Hook"):
+        HookDispatcher().register(Hook)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefix", ["", "_"])
+def test_group_forms_are_called_for_every_mode(prefix: str) -> None:
+    log: list[Any] = []
+
+    def record(self: Hook, runner: Any, *args: Any, **kwargs: Any) -> None:
+        log.append((args, kwargs))
+
+    for when in ("before", "after"):
+        for what in ("epoch", "iter"):
+            hook = type("Group", (Hook,), {f"{prefix}{when}_{what}": record})()
+            dispatcher = HookDispatcher([hook])
+            own = {f"{when}_{mode}_{what}" for mode in ("train", "val", "test")}
+            assert {point for point in POINTS if dispatcher[point]} == own
+            for mode in ("train", "val", "test"):
+                kwargs: dict[str, Any] = {"batch_idx": 3, "data_batch": "batch"} if what == "iter" else {}
+                if (when, what) == ("after", "iter"):
+                    kwargs["outputs"] = {"loss": 1.0}
+                if (when, what) == ("after", "epoch") and mode != "train":
+                    kwargs["metrics"] = {}
+                log.clear()
+                dispatcher.call(f"{when}_{mode}_{what}", "runner", **kwargs)  # type: ignore[arg-type]
+                expected = [value for key, value in kwargs.items() if key != "metrics"]
+                assert log == [(tuple(expected), {"mode": mode})]
+
+
+def test_a_point_hides_the_group_form_unless_it_calls_on() -> None:
+    log: list[str] = []
+
+    class Both(Hook):
+        def after_epoch(self, runner: Any, mode: str = "train") -> None:
+            log.append(mode)
+
+        def after_train_epoch(self, runner: Any) -> None:
+            log.append("own")
+
+    class CallsOn(Both):
+        def after_train_epoch(self, runner: Any) -> None:
+            super(Both, self).after_train_epoch(runner)
+
+    for kind, expected in ((Both, ["own", "val"]), (CallsOn, ["train", "val"])):
+        log.clear()
+        dispatcher = HookDispatcher([kind()])
+        dispatcher.call("after_train_epoch", None)  # type: ignore[arg-type]
+        dispatcher.call("after_val_epoch", None, metrics={})  # type: ignore[arg-type]
+        assert log == expected
+
+
+def test_helpers_count_from_one_and_from_a_start(runner: Any) -> None:
+    hook = Hook()
+
+    def epochs(n: int, start: int = 0) -> list[int]:
+        return [runner.epoch for runner.epoch in range(8) if hook.every_n_epochs(runner, n, start)]
+
+    def iterations(n: int, start: int = 0) -> list[int]:
+        return [runner.iter for runner.iter in range(8) if hook.every_n_train_iters(runner, n, start)]
+
+    assert epochs(3) == iterations(3) == [2, 5]
+    assert epochs(2, start=5) == iterations(2, start=5) == [4, 6]
+    assert epochs(-1) == iterations(0) == []
+    assert [i for i in range(6) if hook.every_n_inner_iters(i, 2)] == [1, 3, 5]
+    assert (
+        [i for i in range(6) if hook.end_of_epoch([0] * 4, i)]
+        == [3]
+        == [i for i in range(6) if hook.end_of_epoch(4, i)]
+    )
+    runner.epoch, runner.iter = runner.max_epochs - 1, runner.max_iters - 1
+    assert hook.is_last_train_epoch(runner)
+    assert hook.is_last_train_iter(runner)
+    runner.epoch, runner.iter = 0, 0
+    assert not hook.is_last_train_epoch(runner)
+    assert not hook.is_last_train_iter(runner)
+
+
+def test_default_hooks_run_in_mmengines_order(new_run: Callable[..., FlexibleRunner]) -> None:
+    run = new_run(default_hooks=None)
+    assert [type(hook).__name__ for hook in run.hooks] == [
+        "RuntimeInfoHook",
+        "IterTimerHook",
+        "DistSamplerSeedHook",
+        "LoggerHook",
+        "ParamSchedulerHook",
+        "CheckpointHook",
+    ]
+    assert list(DEFAULT_HOOKS) == ["runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint"]
+
+
+def test_points_come_in_mmengines_order_with_mmengines_counters(new_run: Callable[..., FlexibleRunner]) -> None:
+    log: list[str] = []
+
+    def recorder(point: str) -> Callable[..., None]:
+        return lambda self, runner, **_: log.append(f"{point} {runner.epoch} {runner.iter}")
+
+    class Recorder(Hook):
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            log.append(f"before_iter {batch_idx}")
+
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            log.append(f"after_iter {runner.iter} {sorted(outputs)} {len(data_batch)}")
+
+    for point in POINTS:
+        if not point.endswith("_iter"):
+            setattr(Recorder, point, recorder(point))
+    run = new_run(custom_hooks=[Recorder()], train_cfg={"by_epoch": True, "max_epochs": 1})
+    run.train()
+    assert log[:4] == ["before_run 0 0", "before_train 0 0", "before_train_epoch 0 0", "before_iter 0"]
+    assert log[4:7] == ["after_iter 0 ['loss'] 2", "before_iter 1", "after_iter 1 ['loss'] 2"]
+    assert log[-7:] == [
+        "after_train_epoch 0 10",
+        "before_val 1 10",
+        "before_val_epoch 1 10",
+        "after_val_epoch 1 10",
+        "after_val 1 10",
+        "after_train 1 10",
+        "after_run 1 10",
+    ]
+
+
+def test_an_exception_is_told_to_hooks_and_goes_on(new_run: Callable[..., FlexibleRunner]) -> None:
+    class Failing(Hook):
+        seen: BaseException | None = None
+
+        def before_train_epoch(self, runner: Any) -> None:
+            raise KeyboardInterrupt
+
+        def on_exception(self, runner: Any, exception: BaseException) -> None:
+            self.seen = exception
+
+    hook = Failing()
+    with pytest.raises(KeyboardInterrupt):
+        new_run(custom_hooks=[hook]).train()
+    assert isinstance(hook.seen, KeyboardInterrupt)

@@ -1,0 +1,348 @@
+"""EMAHook: the averages' maths, which weights validation sees, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, Hook
+from flextrain.core.checkpoint import Checkpoint
+from flextrain.runner.hooks import EMAHook
+from flextrain.runner.hooks.averaging import WeightAverage
+from flextrain.testing import WorkerGroup
+
+
+class Stage:
+    """A hook with a model whose weights are set by hand."""
+
+    def __init__(self, runner: Any, module: nn.Module | None = None, **options: Any) -> None:
+        self.module = module or nn.Linear(1, 1, bias=False)
+        runner.strategy = SimpleNamespace(module=self.module, model_state=self._state)
+        self.runner, self.hook = runner, EMAHook(**options)
+        self.hook.before_run(runner)
+        self.hook.before_train(runner)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self.module.state_dict(keep_vars=True).items()}
+
+    @property
+    def weight(self) -> float:
+        return float(next(self.module.parameters()).detach().flatten()[0])
+
+    def updates(self, values: list[float], skipped: bool = False) -> Iterator[float]:
+        """The average after each update that makes the weights ``value``."""
+        self.runner.optim_wrapper.last_step.skipped = skipped
+        for value in values:
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    parameter.fill_(value)
+            self.hook.after_train_iter(self.runner, 0)
+            self.runner.iter += 1
+            yield self.seen()
+
+    def seen(self) -> float:
+        """The weight that validation would see."""
+        self.hook.before_val_epoch(self.runner)
+        seen = self.weight
+        self.hook.after_val_epoch(self.runner)
+        return seen
+
+
+VALUES = [1.0, 3.0, -2.0, 5.0, 0.5]
+
+
+def reference(weights: list[float | None]) -> list[float]:
+    """Averages where the i-th update counts by its weight; None: not at all."""
+    average, result = 0.0, []
+    for value, weight in zip(VALUES, weights, strict=True):
+        average += (value - average) * (weight or 0.0)
+        result.append(average)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({"momentum": 0.25}, [1.0, 0.25, 0.25, 0.25, 0.25]),
+        ({}, [1.0, 2e-4, 2e-4, 2e-4, 2e-4]),
+        ({"momentum": 0.25, "interval": 2}, [1.0, None, 0.25, None, 0.25]),
+        ({"ema_type": "StochasticWeightAverage"}, [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
+        ({"ema_type": "StochasticWeightAverage", "interval": 2}, [1.0, None, 1 / 2, None, 1 / 3]),
+        ({"ema_type": "MomentumAnnealingEMA"}, [1.0, 100 / 101, 100 / 102, 100 / 103, 100 / 104]),
+        ({"ema_type": "MomentumAnnealingEMA", "gamma": 1, "momentum": 0.3}, [1.0, 1 / 2, 1 / 3, 0.3, 0.3]),
+    ],
+)
+def test_averages(runner: Any, options: dict[str, Any], weights: list[float | None]) -> None:
+    assert list(Stage(runner, **options).updates(VALUES)) == pytest.approx(reference(weights), rel=1e-5)
+
+
+def test_stochastic_weight_average_is_the_mean(runner: Any) -> None:
+    *_, last = Stage(runner, ema_type="StochasticWeightAverage").updates(VALUES)
+    assert last == pytest.approx(sum(VALUES) / len(VALUES))
+
+
+def test_a_skipped_update_does_not_count(runner: Any) -> None:
+    stage = Stage(runner, ema_type="StochasticWeightAverage")
+    list(stage.updates([1.0, 3.0]))
+    list(stage.updates([100.0, math.nan], skipped=True))
+    assert list(stage.updates([5.0])) == [3.0]
+
+
+@pytest.mark.parametrize("options", [{"begin_iter": 3}, {"begin_epoch": 2}])
+def test_the_average_begins_where_it_is_told(runner: Any, options: dict[str, int]) -> None:
+    runner.max_epochs = 3
+    stage = Stage(runner, momentum=0.5, **options)
+    assert list(stage.updates([1.0, 2.0])) == [1.0, 2.0], "until then validation sees the model's own weights"
+    runner.epoch = 1
+    assert list(stage.updates([4.0, 8.0])) == [4.0, 6.0]
+
+
+def test_half_precision_weights_have_float32_averages(runner: Any) -> None:
+    """In bfloat16 an average near 1 cannot take a step of 0.001 * 1: it would never move."""
+    stage = Stage(runner, nn.Linear(1, 1, bias=False).to(torch.bfloat16), momentum=0.001)
+    list(stage.updates([1.0] + [2.0] * 1000))
+    expected = 2.0 - 0.999**1000
+    averages = stage.hook.state_dict()
+    assert averages["averaged.weight"].dtype == torch.float32
+    assert float(averages["averaged.weight"]) == pytest.approx(expected, rel=1e-4)
+    assert stage.seen() == pytest.approx(expected, rel=1e-2), "as bfloat16 has it"
+    assert float(stage.hook.state_dict()["averaged.weight"]) == pytest.approx(expected, rel=1e-4), (
+        "validation costs nothing"
+    )
+
+
+@pytest.mark.parametrize("update_buffers", [False, True])
+def test_buffers_are_averaged_on_request(runner: Any, update_buffers: bool) -> None:
+    norm = nn.BatchNorm1d(1)
+    stage = Stage(runner, norm, momentum=0.5, update_buffers=update_buffers)
+    for mean in (0.0, 8.0):
+        norm.running_mean.fill_(mean)  # type: ignore[union-attr]
+        norm.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
+        list(stage.updates([1.0]))
+    stage.hook.before_test_epoch(runner)
+    assert float(norm.running_mean) == (4.0 if update_buffers else 8.0)  # type: ignore[arg-type]
+    assert int(norm.num_batches_tracked) == 7  # type: ignore[arg-type]
+    stage.hook.after_test_epoch(runner)
+    assert float(norm.running_mean) == 8.0  # type: ignore[arg-type]
+
+
+def test_the_weights_come_back_bit_for_bit(runner: Any) -> None:
+    module = nn.Linear(7, 5)
+    stage = Stage(runner, module, momentum=0.3)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_()
+        stage.hook.after_train_iter(runner, 0)
+    own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    stage.hook.before_val_epoch(runner)
+    stage.hook.before_val_epoch(runner)
+    assert not torch.equal(module.weight, own["weight"])
+    stage.hook.after_val_epoch(runner)
+    stage.hook.after_val_epoch(runner)
+    assert all(torch.equal(tensor, own[name]) for name, tensor in module.state_dict().items())
+
+
+def test_who_saves_while_validation_runs_saves_the_models_own_weights(runner: Any) -> None:
+    stage = Stage(runner, momentum=0.5)
+    list(stage.updates([1.0, 3.0]))
+    stage.hook.before_val_epoch(runner)
+    assert stage.weight == 2.0
+    stage.hook.before_save_checkpoint(runner, {})
+    assert stage.weight == 3.0
+
+
+def test_a_resumed_average_goes_on(runner: Any) -> None:
+    before = Stage(runner, ema_type="StochasticWeightAverage")
+    list(before.updates([1.0, 3.0]))
+    after = Stage(runner, ema_type="StochasticWeightAverage")
+    after.hook.load_state_dict(before.hook.state_dict())
+    assert list(after.updates([8.0])) == [4.0]
+
+
+def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None:
+    stage = Stage(runner, nn.Linear(1, 1), momentum=0.5)
+    list(stage.updates([4.0]))
+    state = {"updates": 1, "averaged.weight": torch.full((1, 1), 2.0), "averaged.old": torch.ones(1)}
+    stage.hook.load_state_dict(state)
+    loaded = stage.hook.state_dict()
+    assert (float(loaded["averaged.weight"]), float(loaded["averaged.bias"])) == (2.0, 4.0)
+    stage.hook.strict_load = True
+    with pytest.raises(CheckpointError, match="differ from the model in bias, old"):
+        stage.hook.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ema_type": "EMA"}, 'EMAHook.ema_type: "EMA" is not allowed, choose ExponentialMovingAverage'),
+        ({"momentum": 0.0}, "EMAHook.momentum: 0.0 is not allowed"),
+        ({"momentum": 1.0}, "EMAHook.momentum: 1.0 is not allowed"),
+        ({"gamma": 10}, "EMAHook.gamma: 10 is not allowed with ExponentialMovingAverage"),
+        ({"ema_type": "MomentumAnnealingEMA", "gamma": 0}, "EMAHook.gamma: 0 is not allowed"),
+        ({"ema_type": "StochasticWeightAverage", "momentum": 0.1}, "EMAHook.momentum: has no meaning with"),
+        ({"interval": 0}, "EMAHook.interval: 0 is not allowed"),
+        ({"begin_iter": 1, "begin_epoch": 1}, "EMAHook.begin_iter: 1 with begin_epoch=1 is not allowed"),
+        ({"begin_iter": -1}, "EMAHook.begin_iter: -1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EMAHook(**options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"begin_iter": 21}, {"begin_epoch": 3}])
+def test_an_average_that_would_never_begin_is_refused(runner: Any, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"EMAHook.begin_\w+: .* training ends at"):
+        Stage(runner, **options)
+
+
+# With the real runner
+
+
+class Follow(Hook):
+    """Averages the slow way, and looks at the weights in validation."""
+
+    priority = "LOWEST"
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+        self.average: dict[str, Tensor] = {}
+        self.same: list[bool] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        for name, parameter in runner.strategy.module.named_parameters():
+            old = self.average.get(name, parameter)
+            self.average[name] = (old * (1 - self.momentum) + parameter * self.momentum).detach().clone()
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        weights = runner.strategy.module.named_parameters()
+        self.same.append(all(torch.allclose(weight, self.average[name], atol=1e-6) for name, weight in weights))
+
+
+def test_validation_sees_the_averages_and_training_does_not(new_run: Callable[..., FlexibleRunner]) -> None:
+    follow = Follow(momentum=0.1)
+    plain = new_run()
+    plain.train()
+    averaged = new_run(custom_hooks=[{"type": "EMAHook", "momentum": 0.1}, follow])
+    averaged.train()
+    assert follow.same == [True] * 30
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.strategy.module.parameters(), averaged.strategy.module.parameters(), strict=True)
+    )
+
+
+def test_the_weights_come_back_when_validation_raises(new_run: Callable[..., FlexibleRunner]) -> None:
+    class Failing(Hook):
+        own: Tensor
+
+        def after_train_epoch(self, runner: Any) -> None:
+            self.own = runner.strategy.module.linear.weight.detach().clone()
+
+        def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            assert not torch.equal(runner.strategy.module.linear.weight, self.own)
+            raise RuntimeError("in validation")
+
+    hook = Failing()
+    run = new_run(custom_hooks=[EMAHook(momentum=0.1), hook])
+    with pytest.raises(RuntimeError, match="in validation"):
+        run.train()
+    assert torch.equal(run.strategy.module.linear.weight, hook.own)  # type: ignore[arg-type,union-attr]
+
+
+def test_a_checkpoint_holds_both_and_resuming_is_exact(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    def options(hook: EMAHook) -> dict[str, Any]:
+        checkpoint = {"type": "CheckpointHook", "interval": 13, "by_epoch": False}
+        return {"custom_hooks": [hook], "default_hooks": {"checkpoint": checkpoint}}
+
+    whole = EMAHook(momentum=0.1)
+    run = new_run(**options(whole))
+    run.train()
+    checkpoint = Checkpoint.open(tmp_path / "work" / "iter_30")
+    weight = {"model.linear.weight": torch.empty(2, 4), "hook.EMAHook/averaged.linear.weight": torch.empty(2, 4)}
+    checkpoint.load(weight)
+    assert torch.equal(weight["model.linear.weight"], run.strategy.module.linear.weight)  # type: ignore[arg-type,union-attr]
+    assert torch.equal(weight["hook.EMAHook/averaged.linear.weight"], whole.state_dict()["averaged.linear.weight"])
+
+    resumed = EMAHook(momentum=0.1)
+    new_run(resume=str(tmp_path / "work" / "iter_13"), **options(resumed)).train()
+    state = resumed.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    assert state.pop("updates") == 30
+    assert all(torch.equal(value, whole.state_dict()[key]) for key, value in state.items())
+
+
+def test_a_run_resumed_without_an_average_starts_one(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    class Stop(Hook):
+        def before_val_epoch(self, runner: Any) -> None:
+            raise KeyboardInterrupt
+
+    checkpoint = {"checkpoint": {"type": "CheckpointHook", "interval": 1}}
+    run = new_run(default_hooks=checkpoint, custom_hooks=[Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    follow = Follow(momentum=0.1)
+    new_run(default_hooks=checkpoint, resume=True, custom_hooks=[EMAHook(momentum=0.1), follow]).train()
+    assert follow.same == [True] * 20
+
+
+def test_half_weights_with_masters_are_averaged_in_float32_and_validated(
+    new_run: Callable[..., FlexibleRunner],
+) -> None:
+    seen: list[torch.dtype] = []
+
+    class Look(Hook):
+        def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            averages = hook.state_dict()
+            weight = runner.strategy.module.linear.weight
+            seen.append(weight.dtype)
+            assert torch.equal(weight, averages["averaged.linear.weight"].to(weight.dtype))
+
+    hook = EMAHook(momentum=0.1)
+    optim = {"type": "ApexOptimWrapper", "opt_level": "O2", "optimizer": {"type": "SGD", "lr": 0.1}}
+    run = new_run(optim_wrapper=optim, custom_hooks=[hook, Look()])
+    run.train()
+    assert set(seen) == {torch.float16}
+    masters = run.strategy.model_state()
+    assert masters["linear.weight"].dtype == torch.float32
+    weight = run.strategy.module.linear.weight  # type: ignore[union-attr]
+    assert torch.equal(weight, masters["linear.weight"].half())  # type: ignore[arg-type]
+
+
+def _average_of_shards() -> tuple[list[float], int, list[float]]:
+    strategy = DDPStrategy()
+    strategy.setup_environment()
+    mesh = DeviceMesh("cpu", [0, 1])
+    whole = torch.arange(6.0)
+    weight = distribute_tensor(whole, mesh, [Shard(0)])
+    average = WeightAverage({"weight": weight})
+    with torch.no_grad():
+        weight.to_local().add_(10.0)
+    average.lerp_to_model(0.5)
+    shadow = average.averages["weight"]
+    assert isinstance(shadow, DTensor)
+    average.swap_in()
+    seen = weight.full_tensor().tolist()
+    average.swap_out()
+    result = seen, shadow.to_local().numel(), weight.full_tensor().tolist()
+    strategy.teardown()
+    return result
+
+
+@pytest.mark.distributed
+def test_sharded_weights_are_averaged_shard_by_shard(workers2: WorkerGroup) -> None:
+    for seen, local, own in workers2.run(_average_of_shards):
+        assert seen == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+        assert local == 3
+        assert own == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]

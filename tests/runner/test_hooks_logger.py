@@ -1,0 +1,253 @@
+"""LoggerHook: when lines come, what reporters get, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flextrain import ConfigError, FlexibleRunner
+from flextrain.core import distributed
+from flextrain.runner.hooks import LoggerHook
+from flextrain.testing import WorkerGroup
+
+
+def logged_at(hook: LoggerHook, runner: Any, epochs: int = 1) -> list[int]:
+    """The iterations, counted from 1, that get a line."""
+    hook.before_train(runner)
+    length = runner.train_loop.epoch_length
+    for runner.iter in range(epochs * length):
+        runner.epoch = runner.iter // length
+        runner.message_hub.update_scalar("train/loss", float(runner.iter))
+        hook.after_train_iter(runner, runner.iter % length)
+    return [event[1] for event in runner.reporters[0].events if event[0] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "expected"),
+    [
+        ({}, 25, [10, 20, 35, 45]),
+        ({"ignore_last": False}, 25, [10, 20, 25, 35, 45, 50]),
+        ({"interval": 5}, 10, [5, 10, 15, 20]),
+        ({"interval": 10}, 7, [7, 14]),
+        ({"interval": 7}, 7, [7, 14]),
+        ({"interval": 100}, 25, [25, 50]),
+    ],
+)
+def test_lines_come_at_the_interval_of_each_epoch(
+    runner: Any, options: dict[str, Any], length: int, expected: list[int]
+) -> None:
+    runner.train_loop.epoch_length = length
+    assert logged_at(LoggerHook(**options), runner, epochs=2) == expected
+
+
+def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
+    runner.train_loop.by_epoch, runner.train_loop.max_iters = False, 25
+    runner.train_loop.epoch_length, runner.max_iters = 7, 25
+    hook = LoggerHook(ignore_last=False)
+    hook.before_train(runner)
+    for runner.iter in range(25):
+        hook.after_train_iter(runner, runner.iter % 7)
+    assert [step for _, step, _ in runner.reporters[0].events] == [10, 20, 25]
+
+
+def test_the_experiment_is_named_at_its_interval_and_at_each_end(runner: Any) -> None:
+    runner.train_loop.epoch_length = 10
+    logged_at(LoggerHook(interval_exp_name=4), runner)
+    places = [i for i, line in enumerate(runner.lines()) if line == "Exp name: digits"]
+    assert len(places) == 3, "after 4, 8 and 10"
+
+
+def test_records_have_the_step_that_mmengine_gives_them(runner: Any) -> None:
+    hook, reporter = LoggerHook(), runner.reporters[0]
+    hook.before_run(runner)
+    logged_at(hook, runner)
+    runner.epoch, runner.iter = 1, 10
+    runner.message_hub.update_scalar("val/accuracy", 0.5)
+    hook.before_val_epoch(runner)
+    hook.after_val_epoch(runner)
+    hook.log_metric_by_epoch = False
+    hook.after_val_epoch(runner)
+    runner.log_processor.by_epoch, hook.log_metric_by_epoch = False, True
+    hook.after_val_epoch(runner)
+    hook.after_run(runner)
+    assert [event[:2] for event in reporter.events] == [
+        ("start", {"max_epochs": 2}),
+        ("train", 10),
+        ("val", 1),
+        ("val", 10),
+        ("val", 10),
+        ("close",),
+    ]
+
+
+def test_other_ranks_write_nothing(new_runner: Callable[..., Any]) -> None:
+    runner = new_runner(rank=1)
+    hook = LoggerHook(progress_bar=True)
+    hook.before_run(runner)
+    logged_at(hook, runner)
+    runner.message_hub.update_scalar("test/accuracy", 0.5)
+    hook.after_test_epoch(runner)
+    hook.after_run(runner)
+    assert runner.reporters[0].events == []
+    assert not Path(runner.log_dir).exists()
+
+
+def test_metrics_of_a_test_are_left_as_a_file(runner: Any) -> None:
+    runner.message_hub.update_scalar("test/accuracy", 0.5)
+    runner.message_hub.update_info("test/table", torch.eye(2))
+    LoggerHook().after_test_epoch(runner)
+    written = json.loads((Path(runner.log_dir) / f"{runner.timestamp}.json").read_text())
+    assert written == {"accuracy": 0.5, "table": [[1.0, 0.0], [0.0, 1.0]]}
+    assert runner.reporters[0].events == []
+
+
+@pytest.mark.parametrize("keep_local", [True, False])
+def test_logs_are_copied_at_the_end(runner: Any, tmp_path: Path, keep_local: bool) -> None:
+    log_dir = Path(runner.log_dir)
+    (log_dir / "vis_data").mkdir()
+    (log_dir / "vis_data" / "scalars.json").write_text("{}")
+    (log_dir / "weights.bin").write_text("large")
+    LoggerHook(out_dir=tmp_path / "out", keep_local=keep_local).after_run(runner)
+    copies = tmp_path / "out" / Path(runner.work_dir).name
+    names = {str(path.relative_to(copies)) for path in copies.rglob("*") if path.is_file()}
+    assert names == {"vis_data/scalars.json", f"{runner.timestamp}.log"}
+    assert (log_dir / "vis_data" / "scalars.json").exists() == keep_local
+    assert (log_dir / "weights.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "LoggerHook.interval: 0 is not allowed"),
+        ({"interval_exp_name": 0}, "LoggerHook.interval_exp_name: 0 is not allowed"),
+        ({"keep_local": False}, "LoggerHook.keep_local: False has no meaning without out_dir"),
+        ({"backend_args": {"backend": "petrel"}}, "LoggerHook.backend_args: has no meaning here, files are written to"),
+        ({"file_client_args": {}}, "LoggerHook.file_client_args: has no meaning here"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LoggerHook(**options)
+    assert message in str(error.value)
+
+
+def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., FlexibleRunner]) -> None:
+    run = new_run(
+        scores=[10.0, 20.0], train_cfg={"by_epoch": True, "max_epochs": 2}, param_scheduler={"type": "LinearLR"}
+    )
+    run.train()
+    log = (Path(run.log_dir) / f"{run.timestamp}.log").read_text().splitlines()
+    stamp = r"\d\d/\d\d \d\d:\d\d:\d\d - flextrain - INFO - "
+    figures = r"eta: 0:00:\d\d  time: 0\.\d{4}  data_time: 0\.\d{4}  memory: \d+  loss: 0\.\d{4}"
+    assert re.fullmatch(rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}", log[3])
+    val = rf"{stamp}Epoch\(val\) \[1\]\[10/10\]    accuracy: 10\.0000  data_time: 0\.\d{{4}}  time: 0\.\d{{4}}"
+    assert any(re.fullmatch(val, line) for line in log)
+    records = [json.loads(line) for line in (Path(run.log_dir) / "vis_data/scalars.json").read_text().splitlines()]
+    assert [record["step"] for record in records] == [10, 1, 20, 2]
+    assert list(records[0]) == ["lr", "data_time", "loss", "time", "epoch", "iter", "memory", "step"]
+    assert list(records[1]) == ["accuracy", "data_time", "time", "step"]
+    config = json.loads((Path(run.log_dir) / "vis_data/config.json").read_text())
+    assert config["train_cfg"] == {"by_epoch": True, "max_epochs": 2}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that bring a scalar to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+def test_training_reads_no_scalar_one_by_one(new_run: Callable[..., FlexibleRunner]) -> None:
+    optim = {"optimizer": {"type": "SGD", "lr": 0.1}, "clip_grad": {"max_norm": 1.0}}
+    run = new_run(
+        optim_wrapper=optim,
+        default_hooks={"logger": {"interval": 2}, "checkpoint": None},
+        **dict.fromkeys(("val_dataloader", "val_cfg", "val_evaluator")),
+    )
+    with Reads() as reads:
+        run.train()
+    assert reads.count == 3, "torch's DataLoader draws its seed at every epoch"
+
+
+def test_the_bar_is_taken_away_when_training_fails(
+    new_run: Callable[..., FlexibleRunner], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Failing(LoggerHook):
+        def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+            raise RuntimeError("in validation")
+
+    run = new_run(default_hooks={"logger": Failing(progress_bar=True), "checkpoint": None})
+    with pytest.raises(RuntimeError, match="in validation"):
+        run.train()
+    shown = capsys.readouterr().out
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+    assert "Epoch 1/3" in shown
+
+
+def _losses_in_log_lines(folder: str) -> tuple[list[float], list[float]]:
+    """What one rank sees of the loss at each log line, and its own losses."""
+    rank = distributed.get_rank()
+    own: list[float] = []
+    seen: list[float] = []
+
+    class Watch(LoggerHook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            own.append(float(outputs["loss"]))
+            super().after_train_iter(runner, batch_idx, data_batch, outputs)
+
+        def _report(self, runner: Any, record: dict[str, Any], step: int, mode: str) -> None:
+            seen.append(record["loss"])
+
+    torch.manual_seed(0)
+    data = [(torch.randn(4), torch.randn(1)) for _ in range(40)]
+
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def forward(self, inputs: Any, targets: Any) -> dict[str, Any]:
+            return {"loss": torch.nn.functional.mse_loss(self.linear(inputs), targets)}
+
+    run = FlexibleRunner(
+        model=Regression(),
+        work_dir=folder,
+        train_dataloader={
+            "batch_size": 4,
+            "dataset": data,
+            "sampler": {"type": "DefaultSampler", "shuffle": True},
+            "collate_fn": {"type": "default_collate"},
+        },
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+        train_cfg={"by_epoch": True, "max_epochs": 2},
+        default_hooks={"logger": Watch(interval=2, ignore_last=False), "checkpoint": None},
+        log_processor={"window_size": 3},
+        randomness={"seed": rank},
+        launcher="pytorch",
+    )
+    run.train()
+    run.strategy.teardown()
+    return seen, own
+
+
+@pytest.mark.distributed
+def test_the_loss_in_a_line_is_the_mean_over_ranks(workers2: WorkerGroup, tmp_path: Path) -> None:
+    (seen, first), (seen_too, second) = workers2.run(_losses_in_log_lines, str(tmp_path))
+    both = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    ends = [2, 4, 5, 7, 9, 10]
+    assert seen == pytest.approx([sum(both[max(0, end - 3) : end]) / min(3, end) for end in ends], rel=1e-6)
+    assert seen == seen_too
+    assert first != second

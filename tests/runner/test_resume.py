@@ -1,0 +1,239 @@
+"""A run that was interrupted after any update and resumed ends where the uninterrupted one does, bit for bit.
+
+The resumed run is configured with another seed: all that it knows of the first one comes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+
+from .training import (
+    SGD,
+    Changes,
+    Net,
+    Samples,
+    SaveEvery,
+    Watch,
+    configuration,
+    differences,
+    make_runner,
+    validation,
+    whole_state,
+)
+
+
+class Dice(Sampler[int]):
+    """An order drawn, while it is asked for, from every global generator."""
+
+    def __init__(self, dataset: Samples) -> None:
+        self.length = len(dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            drawn = random.random() + np.random.rand() + float(torch.rand(()))
+            yield int(drawn / 3 * self.length)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Backwards(BatchSampler):
+    """The batches of another sampler, last sample first."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield batch[::-1]
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Samples in a random order that cannot be asked for by number."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(22):
+            yield self.samples[random.randrange(len(self.samples))]
+
+
+class Pair(nn.Module):
+    """Two parts with an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(6, 6), nn.Sequential(nn.Dropout(0.3), nn.Linear(6, 1))
+
+    def train_step(self, data: dict[str, Tensor], optim_wrapper: Any) -> dict[str, Tensor]:
+        critic_loss = functional.relu(1 - self.critic(data["x"])).mean()
+        optim_wrapper["critic"].update_params(critic_loss)
+        generator_loss = -self.critic(self.generator(torch.randn(4, 6))).mean()
+        optim_wrapper["generator"].update_params(generator_loss)
+        return {"critic_loss": critic_loss, "generator_loss": generator_loss}
+
+
+class WithNorm(Net):
+    """Running statistics are state that no optimizer touches, and predictions draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        noise = torch.rand_like(x) if mode == "predict" else 0.0
+        return super().forward(index, self.norm(x) + noise, y, mode)
+
+
+def data(**options: Any) -> Changes:
+    """A dataloader configuration over samples that are logged."""
+    noisy = options.pop("noisy", False)
+    return lambda folder: dict(
+        train_dataloader=dict(
+            batch_size=4, dataset=Samples(26, folder / "read", noisy), collate_fn="default_collate", **options
+        )
+    )
+
+
+def loader(sampler: Any = None, **options: Any) -> Changes:
+    """A DataLoader that the user built."""
+
+    def changes(folder: Path) -> dict[str, Any]:
+        dataset = Samples(26, folder / "read")
+        own = {} if sampler is None else {"sampler": sampler(dataset)}
+        return dict(train_dataloader=DataLoader(dataset, batch_size=4, **own, **options))
+
+    return changes
+
+
+def stream(folder: Path) -> dict[str, Any]:
+    return dict(
+        train_dataloader=dict(
+            batch_size=4, dataset=Stream(Samples(26, folder / "read")), collate_fn="default_collate"
+        ),
+        train_cfg=dict(by_epoch=False, max_iters=15),
+    )
+
+
+def weighted(dataset: Samples) -> WeightedRandomSampler:
+    weights = torch.arange(1.0, len(dataset) + 1).tolist()
+    return WeightedRandomSampler(weights, len(dataset), generator=torch.Generator().manual_seed(9))
+
+
+def with_(*parts: Changes, **more: Any) -> Changes:
+    def changes(folder: Path) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for part in parts or (data(),):
+            merged |= part(folder)
+        return {**merged, **more}
+
+    return changes
+
+
+ITERATIONS = dict(by_epoch=False, max_iters=17, val_interval=5)
+ACCUMULATE = dict(optimizer=SGD, accumulative_counts=3)
+ADAMW = dict(type="AdamW", lr=1e-2, weight_decay=0.1)
+HALF = dict(
+    type="AmpOptimWrapper",
+    optimizer=ADAMW,
+    dtype="float16",
+    # Grows until it overflows, so that updates are skipped and the scale differs from update to update.
+    loss_scale=dict(init_scale=2.0**15, growth_interval=2),
+    clip_grad=dict(max_norm=0.5),
+)
+SCHEDULES = [
+    dict(type="LinearLR", start_factor=0.1, by_epoch=False, end=5),
+    dict(type="CosineAnnealingLR", T_max=3, eta_min=1e-3),
+    dict(type="ConstantMomentum", factor=0.5, begin=1, end=2),
+    dict(type="MultiStepLR", milestones=[1], convert_to_iter_based=True),
+    dict(type="ExponentialParamScheduler", param_name="weight_decay", gamma=0.9, by_epoch=False),
+]
+
+CASES: dict[str, Changes] = {
+    "epochs": with_(),
+    "accumulate": with_(optim_wrapper=ACCUMULATE),
+    "iterations": with_(train_cfg=ITERATIONS),
+    "iterations-accumulate": with_(train_cfg=ITERATIONS, optim_wrapper=ACCUMULATE),
+    "infinite": with_(data(sampler=dict(type="InfiniteSampler")), train_cfg=ITERATIONS),
+    "infinite-accumulate": with_(
+        data(sampler=dict(type="InfiniteSampler", shuffle=True)), train_cfg=ITERATIONS, optim_wrapper=ACCUMULATE
+    ),
+    "infinite-in-own-batches": with_(
+        data(sampler=dict(type="InfiniteSampler"), batch_sampler=dict(type=Backwards)), train_cfg=ITERATIONS
+    ),
+    "augmentation": data(noisy=True),
+    "drop-last": data(drop_last=True),
+    "own-seed": data(sampler=dict(type="DefaultSampler", seed=77)),
+    "loader": loader(shuffle=True),
+    "loader-in-order": loader(),
+    "loader-custom-sampler": loader(Dice),
+    "loader-weighted-sampler": loader(weighted),
+    "iterations-custom-sampler": with_(loader(Dice), train_cfg=ITERATIONS),
+    "batch-sampler": data(batch_sampler=dict(type=Backwards)),
+    "stream": stream,
+    "two-optimizers": with_(
+        model=Pair, optim_wrapper=dict(generator=dict(optimizer=ADAMW), critic=dict(optimizer=SGD)),
+        param_scheduler=dict(generator=dict(type="LinearLR", by_epoch=False, end=9), critic=SCHEDULES[1]),
+    ),
+    "ema": with_(custom_hooks=[dict(type="EMAHook", momentum=0.1)], **validation()),
+    "schedulers": with_(optim_wrapper=dict(optimizer=dict(weight_decay=0.1, **SGD)), param_scheduler=SCHEDULES),
+    "torch-scheduler": with_(param_scheduler=dict(type="CyclicLR", base_lr=0.01, max_lr=0.1, step_size_up=3, by_epoch=False)),
+    "one-cycle": with_(param_scheduler=dict(type="OneCycleLR", eta_max=0.3, by_epoch=False)),
+    "plateau": with_(
+        param_scheduler=dict(type="ReduceOnPlateauLR", monitor="accuracy", rule="greater", patience=0, factor=0.5),
+        **validation(),
+    ),
+    "float16": with_(optim_wrapper=HALF, param_scheduler=SCHEDULES[0]),
+    "bfloat16": with_(optim_wrapper=dict(type="AmpOptimWrapper", optimizer=ADAMW, dtype="bfloat16")),
+    "half-weights": with_(optim_wrapper=dict(type="ApexOptimWrapper", optimizer=SGD, opt_level="O2", loss_scale=8.0)),
+    "evaluation": with_(model=WithNorm, **validation()),
+    "iterations-evaluation": with_(model=WithNorm, train_cfg=ITERATIONS, **validation()),
+}  # fmt: skip
+
+# Every update of the first, some of the others: the first and last of training, of an epoch, and around a validation.
+SOME = (1, 4, 5, 7, 8, 14, 16)
+EVERY = ("epochs", "iterations", "loader-custom-sampler")
+
+
+def run(folder: Path, changes: Changes, *more: Any, **options: Any) -> tuple[Watch, Any]:
+    watch = Watch()
+    folder.mkdir(exist_ok=True)
+    config = {**changes(folder), **options}
+    hooks = [*config.pop("custom_hooks", ()), watch, *more]
+    runner = make_runner(folder, **config, custom_hooks=hooks)
+    runner.train()
+    return watch, runner
+
+
+def compare(tmp_path: Path, changes: Changes, at: tuple[int, ...] | None) -> None:
+    whole, runner = run(tmp_path / "whole", changes, SaveEvery(None if at is None else set(at)))
+    expected, length = whole_state(runner), len(whole.trained)
+    reached = range(1, length + 1) if at is None else [number for number in at if number <= length]
+    assert len(reached) > 2
+    for number in reached:
+        folder = tmp_path / f"from_{number}"
+        checkpoint = tmp_path / "whole" / f"iter_{number}"
+        rest, resumed = run(folder, changes, resume=str(checkpoint), randomness=dict(seed=2))
+        assert rest.trained == whole.trained[number:], f"other samples after update {number}"
+        assert rest.rates == whole.rates[number:], f"other learning rates after update {number}"
+        assert not differences(whole_state(resumed), expected), f"another result after update {number}"
+        dataset = getattr(resumed.train_dataloader.dataset, "samples", resumed.train_dataloader.dataset)
+        if dataset is resumed.train_dataloader.dataset:
+            assert dataset.read() == [index for batch in rest.trained for index in batch], f"read after update {number}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resume_is_exact(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, CASES[name], None if name in EVERY else SOME)
+
+
+if __name__ == "__main__":
+    print(configuration)

@@ -1,0 +1,194 @@
+"""Small training runs for tests of the runner: data that says what was read of it, a model, hooks that look on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from flextrain import BaseMetric, FlexibleRunner
+from flextrain.runner.hooks import Hook
+
+SGD = dict(type="SGD", lr=0.1, momentum=0.9)
+
+
+class Samples(Dataset[dict[str, Any]]):
+    """Samples that can be told apart, and a file in which every reading is written down, by whichever process.
+
+    Args:
+        length: number of samples.
+        log: the file; None keeps no record.
+        noisy: add noise from the generators of Python, NumPy and torch, as augmentation does.
+    """
+
+    def __init__(self, length: int, log: str | Path | None = None, noisy: bool = False) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.y = (self.x.sum(1) > 0).long()
+        self.log, self.noisy = log, noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write(f"{index}\n")
+        noise = random.random() + np.random.rand() + float(torch.rand(())) if self.noisy else 0.0
+        return {"index": index, "x": self.x[index] + 0.1 * noise, "y": self.y[index]}
+
+    def read(self) -> list[int]:
+        """The samples that were read, in this order."""
+        assert self.log is not None
+        path = Path(self.log)
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+class Net(nn.Module):
+    """A classifier with dropout, so that weights tell which random numbers were drawn."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 2))
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = self.net(x)
+        if mode == "loss":
+            return {"loss": functional.cross_entropy(logits.float(), y)}
+        return logits if mode == "tensor" else {"index": index, "logits": logits, "y": y}
+
+
+class Accuracy(BaseMetric):
+    """The share of right answers, how many there were, and which samples they belong to, as they came."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        right = data_samples["logits"].argmax(1) == data_samples["y"]
+        self.results += list(zip(data_samples["index"].tolist(), right.tolist(), strict=True))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {
+            "accuracy": 100.0 * sum(right for _, right in results) / max(len(results), 1),
+            "count": len(results),
+            "indices": [index for index, _ in results],
+        }
+
+
+class Watch(Hook):
+    """Writes down what was trained on, and the learning rate with which: one entry per update."""
+
+    priority = "VERY_HIGH"
+
+    def __init__(self) -> None:
+        self.trained: list[list[int]] = []
+        self.rates: list[float] = []
+        self.losses: list[Tensor] = []
+
+    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        window = data_batch if isinstance(data_batch, list) else [data_batch]
+        self.trained.append([int(i) for batch in window for i in batch["index"]])
+        optim = runner.optim_wrapper
+        assert optim is not None
+        self.rates.append(optim.param_groups[0]["lr"])
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        assert outputs is not None
+        self.losses.append(outputs["loss"])
+
+
+class SaveEvery(Hook):
+    """Saves ``iter_<n>`` after the updates whose numbers it is given; None: after every one."""
+
+    priority = "LOWEST"
+
+    def __init__(self, at: set[int] | None = None) -> None:
+        self.at = at
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        done = runner.iter + 1
+        if self.at is None or done in self.at:
+            runner.save_checkpoint(runner.work_dir, f"iter_{done}")
+
+
+class Stop(Exception):
+    """What StopAt raises."""
+
+
+class StopAt(Hook):
+    """Ends training after an update, as a crash would."""
+
+    priority = "LOWEST"
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        if runner.iter + 1 == self.at:
+            raise Stop
+
+
+def configuration(folder: Path | str, **changes: Any) -> dict[str, Any]:
+    """Three epochs of seven batches, the last of which is smaller, without validation and without checkpoints."""
+    config = dict(
+        model=Net,
+        work_dir=str(folder),
+        train_dataloader=dict(batch_size=4, dataset=Samples(26), collate_fn="default_collate"),
+        optim_wrapper=dict(optimizer=SGD),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        default_hooks=dict(checkpoint=None),
+        randomness=dict(seed=1),
+        log_level="ERROR",
+    )
+    return {key: value for key, value in {**config, **changes}.items() if value is not None}
+
+
+def make_runner(folder: Path | str, **changes: Any) -> FlexibleRunner:
+    """A runner of ``configuration``; None removes an entry."""
+    return FlexibleRunner(**configuration(folder, **changes))
+
+
+def validation(length: int = 10, **dataloader: Any) -> dict[str, Any]:
+    """The three parts of validation."""
+    return dict(
+        val_dataloader=dict(batch_size=4, dataset=Samples(length), collate_fn="default_collate", **dataloader),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+    )
+
+
+def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
+    """Everything that training has changed: weights, optimizer, schedules, loss scale."""
+    state = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in runner.strategy.state_dict().items()
+    }
+    assert runner.optim_wrapper is not None
+    state["wrapper"] = runner.optim_wrapper.state_dict()
+    state["schedulers"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
+    return state
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The keys that are not equal, bit for bit."""
+    return [key for key in sorted(found.keys() | expected.keys()) if not _equal(found.get(key), expected.get(key))]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+Changes = Callable[[Path], dict[str, Any]]

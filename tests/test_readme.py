@@ -1,0 +1,39 @@
+"""What the README says is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_shortest_script_runs(tmp_path: Path) -> None:
+    script = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    assert "runner.train()" in script
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch(train) [5][20/29]" in done.stdout
+    assert (tmp_path / "work_dirs" / "epoch_5").is_dir()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"^    make (\w+)", (ROOT / page).read_text(), flags=re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{page}: make {target}"
+
+
+def test_benchmark_table_is_the_measured_one() -> None:
+    measured = (ROOT / "benchmarks" / "results" / "loop_overhead.md").read_text()
+    assert measured.strip() in README
