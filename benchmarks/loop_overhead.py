@@ -5,7 +5,8 @@
 All contestants (contestants.py) train the same tiny model on the same batches, in one process on one thread, one after the
 other within a round so that a busy moment of the machine meets all of them. The clock is in the dataset: it notes when
 the first sample of each batch is fetched, so that set-up and the checkpoint at the end do not count, and no library is
-patched. Overhead is a contestant's mean time per iteration less that of the hand-written loop in the same round.
+patched. It counts CPU time of the process, which is the wall time of a quiet machine and far steadier on a busy one; --wall
+takes wall time. Overhead is a contestant's mean time per iteration less that of the hand-written loop in the same round.
 Writes loop_overhead.{md,png,json} to benchmarks/results/.
 """
 
@@ -148,18 +149,18 @@ def installed(names: list[str]) -> list[str]:
     found = []
     for name in names:
         try:
-            per_iteration(name, 20, time.perf_counter)
+            per_iteration(name, 20, time.process_time)
             found.append(name)
         except ImportError as error:
             print(f"left out: {name} ({error})", file=sys.stderr)
     return found
 
 
-def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
+def measure(names: list[str], rounds: int, iterations: int, clock: Callable[[], float]) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds[name].append(per_iteration(name, iterations, time.perf_counter))
+            seconds[name].append(per_iteration(name, iterations, clock))
         print(f"round {number + 1}/{rounds}", file=sys.stderr)
     rows = []
     for name in names:
@@ -179,6 +180,7 @@ def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "clock": "wall time" if clock is time.perf_counter else "CPU time",
         "rounds": rounds,
         "iterations": iterations,
         "loops": rows,
@@ -201,17 +203,15 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([*cells, f"{row['reads_per_iteration']:.2f}"]) + " |")
     lines += [
         "",
-        f"Median of {report['rounds']} interleaved rounds of {report['iterations']} iterations, loss logged every "
+        f"{report['clock']}, median of {report['rounds']} interleaved rounds of {report['iterations']} iterations, loss logged every "
         f"{LOG_INTERVAL} iterations, the libraries' defaults otherwise (the hand-written loop logs nothing). "
         f"Python {report['python']}, torch {report['torch']}, {report['machine']}.",
-        "",
-        "| import, fresh interpreter, median of 5 | seconds | of torch's |",
-        "| --- | ---: | ---: |",
     ]
-    torch_seconds = report["imports"]["import torch"]
-    for statement, seconds in report["imports"].items():
-        if seconds is not None:
-            lines.append(f"| `{statement}` | {seconds:.3f} | {seconds / torch_seconds:.2f} |")
+    imports = {statement: seconds for statement, seconds in report["imports"].items() if seconds is not None}
+    if imports:
+        lines += ["", "| import, fresh interpreter, median of 5 | seconds | of torch's |", "| --- | ---: | ---: |"]
+    for statement, seconds in imports.items():
+        lines.append(f"| `{statement}` | {seconds:.3f} | {seconds / imports['import torch']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -257,6 +257,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--iterations", type=int, default=600, help="per contestant and round")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
+    parser.add_argument("--wall", action="store_true", help="wall time in place of CPU time")
+    parser.add_argument("--skip-imports", action="store_true", help="do not measure import times")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--readme", action="store_true", help="put the table into the README too")
     arguments = parser.parse_args()
@@ -265,8 +267,9 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     chosen = [name for name in CONTESTANTS if not arguments.only or name in (BASELINE, *arguments.only)]
-    imports = {statement: import_seconds(code) for statement, code in IMPORTS.items()}
-    report = measure(installed(chosen), arguments.rounds, arguments.iterations)
+    imports = {} if arguments.skip_imports else {text: import_seconds(code) for text, code in IMPORTS.items()}
+    clock = time.perf_counter if arguments.wall else time.process_time
+    report = measure(installed(chosen), arguments.rounds, arguments.iterations, clock)
     report["imports"] = imports
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "loop_overhead.json").write_text(json.dumps(report, indent=1) + "\n")

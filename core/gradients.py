@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
@@ -21,10 +22,7 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
     Plain tensors and DTensors cannot meet in one foreach call, so each kind has its own norm and those are combined.
     Raises RuntimeError on a non-finite norm if ``error_if_nonfinite``, on every process alike.
     """
-    norms = []
-    for group in _by_layout(grads):
-        norm = torch.nn.utils.get_total_norm(group, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [_norm(group, norm_type) for group in _by_layout(grads)]
     norms = [norm.to(norms[0].device) for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -47,16 +45,36 @@ def clip_by_norm(
     # The factor stays on the device: no branch on its value, the maximum is 1.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for group in _by_layout(grads):
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in group], factor.to(group[0].device))
+        torch._foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
     return total
 
 
 def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
     for group in _by_layout(grads):
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in group]
+        local = [_local(grad) for grad in group]
         torch._foreach_clamp_min_(local, -clip_value)
         torch._foreach_clamp_max_(local, clip_value)
+
+
+def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of gradients of one layout together."""
+    first = grads[0]
+    if math.isinf(norm_type):
+        # torch refuses the largest of no elements, and a process may hold no part of an unevenly sharded tensor.
+        local = [part for grad in grads if (part := _local(grad)).numel()]
+        largest = torch.nn.utils.get_total_norm(local, norm_type) if local else _local(first).new_zeros(())
+        if not isinstance(first, DTensor):
+            return largest
+        layout = [Replicate() if place.is_replicate() else Partial("max") for place in first.placements]
+        return DTensor.from_local(largest, first.device_mesh, layout).full_tensor()
+    norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _local(grad: Tensor) -> Tensor:
+    """This process's part of a gradient."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _by_layout(grads: list[Tensor]) -> list[list[Tensor]]:

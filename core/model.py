@@ -125,9 +125,9 @@ def takes_mode(module: nn.Module) -> bool:
     return "mode" in inspect.signature(type(module).forward).parameters
 
 
-def overrides(module: nn.Module, name: str) -> bool:
-    """Whether the module defines a method ``name`` of its own, other than BaseModel's."""
-    found = getattr(type(module), name, None)
+def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
+    """Whether the module, or class of modules, defines a method ``name`` of its own, other than BaseModel's."""
+    found = getattr(module if isinstance(module, type) else type(module), name, None)
     return callable(found) and found is not getattr(BaseModel, name, None)
 
 

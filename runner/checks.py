@@ -50,7 +50,7 @@ class MultiProcessing(Config):
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """How dataloader workers are started; None is Python's default."""
-    opencv_num_threads: int | None = pydantic.Field(None, ge=0)
+    opencv_num_threads: int | None = pydantic.Field(default=None, ge=0)
     """Threads of OpenCV in each process."""
 
 
@@ -59,7 +59,7 @@ class Group(Config):
 
     backend: str | None = None
     """Process-group back end; None is the device's."""
-    timeout: float | int | None = pydantic.Field(None, gt=0)
+    timeout: float | int | None = pydantic.Field(default=None, gt=0)
     """Seconds that a process waits for others."""
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,18 +15,16 @@ from ..core.checkpoint import find_latest, mark_latest
 from ..core.config import check_call
 from ..core.distributed import broadcast_object
 from ..core.errors import ConfigError
-from ..core.model import BaseModel, overrides
-from ..core.registry import LOOPS, MODELS
+from ..core.registry import LOOPS
 from ..core.seed import set_seed
-from ..optim.builder import build_optim_wrapper
-from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
-from ..strategies.builder import build_strategy
 from . import checks, state
+from .building import apply_environment, build_model, build_schedulers, scale_lr
+from .checked import check_everything
 from .data import build_dataloader
-from .hook_setup import build_hook, build_hooks, priority_of
+from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
 from .loops import EvalLoop, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
@@ -106,48 +101,14 @@ class FlexibleRunner:
         cfg: dict[str, Any] | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        self.options = options = checks.check_options({key: given[key] for key in checks.FixedOptions.model_fields})
-        if default_scope not in (None, "flextrain", "mmengine"):
-            raise ConfigError(
-                f'default_scope: "{default_scope}" has no meaning, registries have no scopes; leave it out'
-            )
-        checks.check_model(model, data_preprocessor)
-        self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = None
-        self._trains = checks.check_phase(
-            "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
-        )
-        if self._trains:
-            self.optim_wrapper = build_optim_wrapper(optim_wrapper)
-            checks.check_train(
-                train_dataloader,
-                train_cfg,
-                self.optim_wrapper,
-                param_scheduler,
-                model,
-                scales_lr=options.auto_scale_lr is not None and options.auto_scale_lr.enable,
-                validates=val_dataloader is not None,
-            )
-        else:
-            for key in ("param_scheduler", "auto_scale_lr", "resume"):
-                if given[key]:
-                    raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
-        for mode in ("val", "test"):
-            parts = {f"{mode}_{part}": given[f"{mode}_{part}"] for part in ("dataloader", "cfg", "evaluator")}
-            if checks.check_phase(mode, **parts):
-                checks.check_evaluation(mode, *parts.values())
-        hooks = build_hooks(default_hooks, custom_hooks, validates=val_dataloader is not None)
-        by_epoch = not self._trains or checks.train_loop_class(given["train_cfg"])[0].by_epoch
-        checks.check_reporting(log_processor, visualizer, log_level, by_epoch)
-        self.strategy: Strategy = build_strategy(
-            strategy,
-            launcher=options.launcher,
-            backend=options.env_cfg.dist_cfg.backend,
-            timeout_s=options.env_cfg.dist_cfg.timeout,
-            compile=checks.check_compile(options),
-        )
-
+        checked = check_everything(given)
+        self.options = options = checked.options
+        self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = checked.optim_wrapper
+        self.strategy: Strategy = checked.strategy
+        self._trains = checked.trains
         self._given = given
-        self._set_environment()
+        apply_environment(options.env_cfg)
+        self.strategy.setup_environment()
         self.work_dir = str(Path(work_dir).absolute())
         self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
@@ -164,10 +125,10 @@ class FlexibleRunner:
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
         )
         self.message_hub = MessageHub()
-        self.log_processor = build_log_processor(log_processor, by_epoch)
+        self.log_processor = build_log_processor(log_processor, checked.by_epoch)
         self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
         self.hook_calls = HookDispatcher()
-        for hook, priority in hooks:
+        for hook, priority in checked.hooks:
             self.register_hook(hook, priority)
 
         self._model: nn.Module | None = None
@@ -386,17 +347,6 @@ class FlexibleRunner:
 
     # How parts are built
 
-    def _set_environment(self) -> None:
-        env = self.options.env_cfg
-        if env.mp_cfg.mp_start_method is not None:
-            multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
-        if env.mp_cfg.opencv_num_threads is not None:
-            _limit_opencv(env.mp_cfg.opencv_num_threads)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
-        torch.backends.cudnn.benchmark = env.cudnn_benchmark
-        self.strategy.setup_environment()
-
     def _build_dataloader(self, mode: str) -> DataLoader[Any]:
         return build_dataloader(
             self._given[f"{mode}_dataloader"],
@@ -417,61 +367,20 @@ class FlexibleRunner:
         """Build the model and hand it, with the optimizer, to the strategy; once."""
         if self._model is not None:
             return
-        self._model, optim = self.strategy.setup(self._build_model(), self.optim_wrapper)
+        given = self._given
+        model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
+        self._model, optim = self.strategy.setup(model, self.optim_wrapper)
         self.optim_wrapper = optim
         self._stepper = Stepper(self.strategy, self._model, optim)
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
         scale = self.options.auto_scale_lr
         if optim is not None and scale is not None and scale.enable:
-            self._scale_lr(scale.base_batch_size)
-
-    def _build_model(self) -> nn.Module:
-        given, preprocessor = self._given["model"], self._given["data_preprocessor"]
-        if isinstance(given, nn.Module):
-            model = given
-        else:
-            with self.strategy.init_context():
-                if isinstance(given, Mapping) and preprocessor is not None:
-                    given = {"data_preprocessor": preprocessor, **given}
-                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
-            if not isinstance(model, nn.Module):
-                raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
-        if preprocessor is not None and (not isinstance(given, Mapping) or isinstance(given, nn.Module)):
-            if not hasattr(model, "data_preprocessor"):
-                raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
-            model.data_preprocessor = (
-                preprocessor if isinstance(preprocessor, nn.Module) else MODELS.build(preprocessor, "data_preprocessor")
-            )
-        # MMEngine's contract: a model that defines it is initialised by it when training starts.
-        is_meta = any(p.is_meta for p in model.parameters())
-        if self._trains and isinstance(model, BaseModel) and overrides(model, "init_weights") and not is_meta:
-            model.init_weights()
-        return model
-
-    def _scale_lr(self, base: int) -> None:
-        own = checks.batch_size(self.train_dataloader)
-        if own is None:
-            raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
-        real = own * self.strategy.data_shard[1] * self.accumulate
-        assert self.optim_wrapper is not None
-        for group in self.optim_wrapper.param_groups:
-            group["lr"] *= real / base
-        self.logger.info(f"Learning rates times {real / base:.4g}: {real} samples per update, chosen for {base}")
+            size, shards = checks.batch_size(self.train_dataloader), self.strategy.data_shard[1]
+            self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
 
     def _setup_schedulers(self) -> None:
-        if self.schedulers or self.optim_wrapper is None:
-            return
-        given, data = self._given["param_scheduler"], self.train_loop.data
-        by_name = isinstance(given, Mapping) and "type" not in given
-        for name, wrapper in self.optim_wrapper.wrappers.items():
-            self.schedulers[name] = build_param_schedulers(
-                given.get(name) if by_name and name else given,
-                wrapper,
-                epoch_length=data.epoch_length,
-                max_epochs=self.max_epochs if self.train_loop.by_epoch else None,
-                max_iters=self.max_iters,
-                where=f"param_scheduler.{name}" if by_name and name else "param_scheduler",
-            )
+        if not self.schedulers and self.optim_wrapper is not None:
+            self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 
     def _load_or_resume(self) -> None:
         options = self.options
@@ -519,11 +428,3 @@ class FlexibleRunner:
         """What the runner was given, and the seed in use, for the record."""
         own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
         return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
-
-
-def _limit_opencv(threads: int) -> None:
-    try:
-        import cv2
-    except ModuleNotFoundError:
-        raise ConfigError("env_cfg.mp_cfg.opencv_num_threads: OpenCV is not installed, leave it out") from None
-    cv2.setNumThreads(threads)

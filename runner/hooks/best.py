@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ...core.checkpoint import is_checkpoint
 from ...core.errors import ConfigError, suggest
 from .rules import GREATER_KEYS, LESS_KEYS, Rule, check_rule, infer_rule, is_better, worst
-
-FILE = "best.json"
 
 
 class BestScores:
     """What ``save_best`` asks for, and what was reached so far.
-
-    ``best.json`` beside the checkpoints says the same for people, and for a run that is resumed from a checkpoint saved
-    before the validation that found a new best.
 
     Args:
         save_best, rule, greater_keys, less_keys: see CheckpointHook.
@@ -98,29 +90,9 @@ class BestScores:
         """The checkpoints with best values."""
         return {entry["checkpoint"] for entry in self._entries.values()}
 
-    def set(self, key: str, score: float, checkpoint: str, iteration: int) -> None:
+    def set(self, key: str, score: float, checkpoint: str) -> None:
         """Note a new best value."""
-        self._entries[key] = {"score": score, "checkpoint": checkpoint, "iter": iteration}
-
-    def write(self, folder: Path, run: str) -> None:
-        """Write ``best.json``, all at once."""
-        temporary = folder / f".{FILE}.tmp"
-        temporary.write_text(json.dumps({"run": run, "best": self._entries}, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / FILE)
-
-    def catch_up(self, folder: Path, run: str, iteration: int) -> None:
-        """Take over from ``best.json`` what ``run`` reached up to ``iteration`` and the state does not know yet."""
-        try:
-            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            if found["run"] != run:
-                return
-            entries = {key: dict(entry) for key, entry in found["best"].items()}
-            for key, entry in entries.items():
-                known = self._entries.get(key, {"iter": -1})
-                if known["iter"] < entry["iter"] <= iteration and is_checkpoint(folder / entry["checkpoint"]):
-                    self._entries[key] = entry
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # not there, or not ours: the state in the checkpoint stands
+        self._entries[key] = {"score": score, "checkpoint": checkpoint}
 
     def state_dict(self) -> dict[str, Any]:
         """The best values and their checkpoints."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import find_latest, is_checkpoint, remove_checkpoint
-from ...core.distributed import broadcast_object
 from ...core.errors import CheckpointError, ConfigError
 from ...core.registry import HOOKS
 from .best import BestScores
@@ -83,7 +81,6 @@ class CheckpointHook(Hook):
         self._parent = None if out_dir is None else Path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept: list[int] = []
-        self._run = ""
         self._last: int | None = None
         self._is_training = False
 
@@ -106,15 +103,7 @@ class CheckpointHook(Hook):
     def before_train(self, runner: FlexibleRunner) -> None:
         """Take over what a resumed run had kept."""
         self._is_training, self._last = True, None
-        folder = self.out_dir(runner)
-        runner.logger.info("Checkpoints will be saved to %s", folder)
-        if not self._run:
-            self._run = uuid.uuid4().hex
-        elif self._best.wanted:
-            if runner.rank == 0:
-                self._best.catch_up(folder, self._run, runner.iter)
-            # The ranks save together, so they must agree on what is best; not all may see the folder.
-            self._best.load_state_dict(broadcast_object(self._best.state_dict()))
+        runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         self._prune(runner)
 
     def after_train_epoch(self, runner: FlexibleRunner) -> None:
@@ -183,7 +172,7 @@ class CheckpointHook(Hook):
 
     def _save_best(self, runner: FlexibleRunner, key: str, score: float, name: str) -> None:
         folder, previous = self.out_dir(runner), self._best.name(key)
-        self._best.set(key, score, name, runner.iter)
+        self._best.set(key, score, name)
         suffix = "" if self._best.is_single else f"_{key}"
         runner.message_hub.update_info(f"best_score{suffix}", score)
         runner.message_hub.update_info(f"best_ckpt{suffix}", str(folder / name))
@@ -194,8 +183,6 @@ class CheckpointHook(Hook):
             save_param_scheduler=False,
             meta={"epoch": runner.epoch, "iter": runner.iter},
         )
-        if runner.rank == 0:
-            self._best.write(folder, self._run)
         if previous not in (None, name) and previous not in self._best.names():
             self._remove(runner, folder / str(previous))
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
@@ -223,11 +210,10 @@ class CheckpointHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Which checkpoints this run has kept, and the best scores."""
-        return {"run": self._run, "kept": list(self._kept), "best": self._best.state_dict()}
+        return {"kept": list(self._kept), "best": self._best.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        self._run = state["run"]
         self._kept = list(state["kept"])
         self._best.load_state_dict(state["best"])
 

@@ -31,7 +31,8 @@ def clipped_by_torch(grads: list[Tensor], *args: Any) -> tuple[list[Tensor], Ten
     parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()
-    norm = nn.utils.clip_grad_norm_(parameters, *args)
+    # torch cannot tell the largest element of an empty tensor, which changes no norm.
+    norm = nn.utils.clip_grad_norm_([parameter for parameter in parameters if parameter.numel()], *args)
     return gradients([{"params": parameters}]), norm
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from flextrain import CheckpointError, ConfigError, FlexibleRunner, Hook
+from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import CheckpointHook
+from flextrain.testing import WorkerGroup
 
 Hooks = dict[str, Any]
 
@@ -36,6 +39,41 @@ class StopAfter(Hook):
             raise KeyboardInterrupt
 
 
+class Stage:
+    """A checkpoint hook with a runner that trains nothing and saves empty checkpoints."""
+
+    def __init__(self, runner: Any, **options: Any) -> None:
+        self.runner, self.saved = runner, []
+        runner.save_checkpoint = lambda folder, name, **_: self._save(folder, name)
+        self.hook = CheckpointHook(**options)
+        self.hook.before_train(runner)
+
+    def _save(self, folder: Path, name: str) -> None:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "manifest.json").write_text("{}")
+        self.saved.append(name)
+
+    def train(self) -> list[str]:
+        """Three epochs of ten iterations."""
+        runner, hook = self.runner, self.hook
+        runner.max_epochs, runner.max_iters = 3, 30
+        for runner.epoch in range(3):
+            for runner.iter in range(runner.epoch * 10, runner.epoch * 10 + 10):
+                hook.after_train_iter(runner, runner.iter % 10)
+            runner.iter += 1
+            hook.after_train_epoch(runner)
+        runner.epoch += 1
+        hook.after_train(runner)
+        return self.saved
+
+    def show(self, *validations: dict[str, Any]) -> list[str]:
+        for metrics in validations:
+            self.runner.epoch += 1
+            self.runner.iter += 10
+            self.hook.after_val_epoch(self.runner, metrics)
+        return self.saved
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -53,17 +91,31 @@ class StopAfter(Hook):
         ({"interval": 3, "filename_tmpl": "state-{}-of-3"}, ["state-3-of-3"]),
     ],
 )
-def test_checkpoints_come_at_their_interval(
+def test_checkpoints_come_at_their_interval(runner: Any, options: dict[str, Any], expected: list[str]) -> None:
+    names = Stage(runner, **options).train()
+    assert saved(Path(runner.work_dir)) == expected
+    assert len(names) == len(set(names)), "nothing is saved twice"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"interval": 2}, ["epoch_2", "epoch_3"]),
+        ({"interval": 12, "by_epoch": False, "max_keep_ckpts": 2}, ["iter_24", "iter_30"]),
+    ],
+)
+def test_a_real_run_saves_at_its_interval(
     new_run: Callable[..., FlexibleRunner], tmp_path: Path, options: dict[str, Any], expected: list[str]
 ) -> None:
-    run = new_run(default_hooks=with_checkpoints(**options))
-    run.train()
+    new_run(default_hooks=with_checkpoints(**options)).train()
     assert saved(tmp_path / "work") == expected
+    loop = json.loads((tmp_path / "work" / expected[0] / "values.json").read_text())["loop"]
+    assert (loop["epoch"], loop["iter"]) == ((2, 20) if "interval" in options and options["interval"] == 2 else (2, 24))
 
 
 def test_a_loop_without_epochs_saves_by_iteration(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     run = new_run(
-        scores=[0.1, 0.2],
+        scores=[0.1, 0.2, 0.15],
         train_cfg={"by_epoch": False, "max_iters": 25, "val_interval": 12},
         default_hooks=with_checkpoints(interval=10, by_epoch=False, save_best="accuracy"),
     )
@@ -131,7 +183,6 @@ def test_what_other_runs_left_is_neither_counted_nor_deleted(
         (work / name / "manifest.json").unlink()
     (work / "epoch_9").mkdir()
     (work / "epoch_9" / "manifest.json").write_text("{}")
-    (work / "best.json").write_text("no json")
     run = new_run(
         scores=[0.1, 0.2, 0.3], default_hooks=with_checkpoints(interval=1, max_keep_ckpts=1, save_best="auto")
     )
@@ -184,32 +235,8 @@ def test_the_best_takes_the_place_of_the_one_before(new_run: Callable[..., Flexi
     assert (work / "latest").read_text().strip() == "epoch_3", "the best one has no optimizer, it cannot be resumed"
     assert run.message_hub.get_info("best_score") == 0.7
     assert run.message_hub.get_info("best_ckpt") == str(work / "best_accuracy_epoch_2")
-    entry = json.loads((work / "best.json").read_text())["best"]["accuracy"]
-    assert entry == {"score": 0.7, "checkpoint": "best_accuracy_epoch_2", "iter": 20}
     manifest = json.loads((work / "best_accuracy_epoch_2" / "manifest.json").read_text())
     assert not [key for key in manifest["tensors"] if key.startswith("optim")]
-
-
-class Judge:
-    """A checkpoint hook that is shown metrics, with a runner that only notes what is saved."""
-
-    def __init__(self, runner: Any, **options: Any) -> None:
-        self.runner, self.saved = runner, []
-        runner.save_checkpoint = lambda folder, name, **_: self._save(folder, name)
-        self.hook = CheckpointHook(**options)
-        self.hook.before_train(runner)
-
-    def _save(self, folder: Path, name: str) -> None:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "manifest.json").write_text("{}")
-        self.saved.append(name)
-
-    def show(self, *validations: dict[str, Any]) -> list[str]:
-        for metrics in validations:
-            self.runner.epoch += 1
-            self.runner.iter += 10
-            self.hook.after_val_epoch(self.runner, metrics)
-        return self.saved
 
 
 @pytest.mark.parametrize(
@@ -229,32 +256,32 @@ class Judge:
 def test_better_is_what_the_rule_or_the_name_says(
     runner: Any, options: dict[str, Any], key: str, values: list[Any], best: list[int]
 ) -> None:
-    judge = Judge(runner, **options)
+    stage = Stage(runner, **options)
     name = key.replace("/", "_")
-    assert judge.show(*({key: value} for value in values)) == [f"best_{name}_epoch_{epoch}" for epoch in best]
+    assert stage.show(*({key: value} for value in values)) == [f"best_{name}_epoch_{epoch}" for epoch in best]
     assert saved(Path(runner.work_dir)) == [f"best_{name}_epoch_{best[-1]}"]
 
 
-def test_several_metrics_are_judged_each_by_itself(runner: Any) -> None:
-    judge = Judge(runner, save_best=["accuracy", "loss"])
-    judge.show({"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.6, "loss": 2.0}, {"accuracy": 0.5, "loss": 0.5})
+def test_several_metrics_are_staged_each_by_itself(runner: Any) -> None:
+    stage = Stage(runner, save_best=["accuracy", "loss"])
+    stage.show({"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.6, "loss": 2.0}, {"accuracy": 0.5, "loss": 0.5})
     assert saved(Path(runner.work_dir)) == ["best_accuracy_epoch_2", "best_loss_epoch_3"]
     assert runner.message_hub.get_info("best_score_loss") == 0.5
     assert runner.message_hub.get_info("best_score") is None
 
 
 def test_auto_is_the_first_metric_of_the_first_validation(runner: Any) -> None:
-    judge = Judge(runner, save_best="auto")
-    assert judge.show({"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.9, "loss": 2.0}) == ["best_loss_epoch_1"]
+    stage = Stage(runner, save_best="auto")
+    assert stage.show({"loss": 1.0, "accuracy": 0.5}, {"accuracy": 0.9, "loss": 2.0}) == ["best_loss_epoch_1"]
 
 
 def test_a_missing_metric_and_no_metrics_at_all(runner: Any) -> None:
-    judge = Judge(runner, save_best="acuracy", rule="greater")
+    stage = Stage(runner, save_best="acuracy", rule="greater")
     with pytest.raises(ConfigError, match='"acuracy" is no metric of the validation, did you mean "accuracy"'):
-        judge.show({"accuracy": 0.5})
+        stage.show({"accuracy": 0.5})
     with pytest.raises(ConfigError, match=r"save_best: \"acuracy\" is \[1\], which is no number"):
-        judge.show({"acuracy": [1]})
-    assert judge.show({}) == []
+        stage.show({"acuracy": [1]})
+    assert stage.show({}) == []
     assert "the validation gave no metrics" in runner.log_file.read_text()
 
 
@@ -268,14 +295,14 @@ def test_a_validation_outside_of_training_saves_nothing(new_run: Callable[..., F
 def test_a_run_resumed_from_before_its_best_validation_knows_it(
     new_run: Callable[..., FlexibleRunner], tmp_path: Path
 ) -> None:
-    """epoch_2 is written before the validation that makes epoch 2 the best; killed after it, the state lacks that."""
+    """epoch_2 is written before the validation that makes it the best; a run that resumes it validates again."""
     work = tmp_path / "work"
     checkpoints = with_checkpoints(interval=1, save_best="accuracy")
     with pytest.raises(KeyboardInterrupt):
         new_run(scores=[0.5, 0.9], default_hooks=checkpoints, custom_hooks=[StopAfter(25)]).train()
     state = json.loads((work / "epoch_2" / "values.json").read_text())
     assert "best_accuracy_epoch_1" in json.dumps(state["hook.CheckpointHook/best"])
-    new_run(scores=[0.7], default_hooks=checkpoints, resume=True).train()
+    new_run(scores=[0.9, 0.7], default_hooks=checkpoints, resume=True).train()
     assert saved(work) == ["best_accuracy_epoch_2", "epoch_1", "epoch_2", "epoch_3"]
 
 
@@ -285,10 +312,9 @@ def test_the_best_of_a_future_that_was_given_up_does_not_count(
     work = tmp_path / "work"
     checkpoints = with_checkpoints(interval=1, save_best="accuracy")
     new_run(scores=[0.5, 0.6, 0.9], default_hooks=checkpoints).train()
-    run = new_run(scores=[0.7, 0.8], default_hooks=checkpoints, resume=str(work / "epoch_1"))
+    run = new_run(scores=[0.5, 0.7, 0.6], default_hooks=checkpoints, resume=str(work / "epoch_1"))
     run.train()
-    assert run.message_hub.get_info("best_score") == 0.8
-    assert json.loads((work / "best.json").read_text())["best"]["accuracy"]["score"] == 0.8
+    assert run.message_hub.get_info("best_score") == 0.7
 
 
 def test_the_best_of_another_run_in_the_same_folder_does_not_count(
@@ -298,7 +324,7 @@ def test_the_best_of_another_run_in_the_same_folder_does_not_count(
     new_run(scores=[0.9, 0.9, 0.9], default_hooks=checkpoints).train()
     with pytest.raises(KeyboardInterrupt):
         new_run(scores=[0.1], default_hooks=checkpoints, custom_hooks=[StopAfter(15)]).train()
-    run = new_run(scores=[0.2, 0.3], default_hooks=checkpoints, resume=True)
+    run = new_run(scores=[0.1, 0.2, 0.3], default_hooks=checkpoints, resume=True)
     run.train()
     assert run.message_hub.get_info("best_score") == 0.3
 
@@ -328,3 +354,67 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         CheckpointHook(**options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def _train_together(folder: str, resume: bool, scores: list[float]) -> tuple[list[str], list[str]]:
+    """What this rank had saved, and what is left, of a run on all ranks."""
+    asked: list[str] = []
+    torch.manual_seed(0)
+    loader = {
+        "batch_size": 4,
+        "dataset": [(torch.randn(4), torch.randn(1)) for _ in range(16)],
+        "sampler": {"type": "DefaultSampler", "shuffle": False},
+        "collate_fn": {"type": "default_collate"},
+    }
+
+    class Score(BaseMetric):
+        def process(self, data_batch: Any, data_samples: Any) -> None:
+            self.results.append(0)
+
+        def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+            return {"accuracy": scores.pop(0)}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, inputs: Any, targets: Any) -> dict[str, Any]:
+            return {"loss": nn.functional.mse_loss(self.linear(inputs), targets)}
+
+    run = FlexibleRunner(
+        model=Model(),
+        work_dir=folder,
+        train_dataloader=loader,
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+        train_cfg={"by_epoch": True, "max_epochs": 5 if resume else 3},
+        val_dataloader=loader,
+        val_cfg={},
+        val_evaluator=Score(),
+        default_hooks=with_checkpoints(interval=1, max_keep_ckpts=2, save_best="accuracy"),
+        custom_hooks=[{"type": "EMAHook"}],
+        resume=resume,
+        launcher="pytorch",
+    )
+    save = run.save_checkpoint
+
+    def note(out_dir: Any, filename: str, **options: Any) -> str:
+        asked.append(filename)
+        return save(out_dir, filename, **options)
+
+    run.save_checkpoint = note  # type: ignore[method-assign]
+    run.train()
+    run.strategy.teardown()
+    return asked, saved(Path(folder))
+
+
+@pytest.mark.distributed
+def test_all_ranks_save_together_and_agree_on_the_best(workers2: WorkerGroup, tmp_path: Path) -> None:
+    folder = str(tmp_path / "work")
+    first, second = workers2.run(_train_together, folder, False, [0.5, 0.9, 0.1])
+    assert first == second
+    assert first[0] == ["epoch_1", "best_accuracy_epoch_1", "epoch_2", "best_accuracy_epoch_2", "epoch_3"]
+    assert first[1] == ["best_accuracy_epoch_2", "epoch_2", "epoch_3"]
+    first, second = workers2.run(_train_together, folder, True, [0.1, 0.7, 0.95])
+    assert first[0] == second[0] == ["epoch_4", "epoch_5", "best_accuracy_epoch_5"]
+    assert saved(Path(folder)) == ["best_accuracy_epoch_5", "epoch_4", "epoch_5"]

@@ -46,14 +46,17 @@ def test_updates_run_no_operator_and_a_fetch_runs_one_stack() -> None:
             hub.update_scalar("train/grad_norm", norm)
             hub.update_scalar("train/time", 0.5)
     assert names == []
+    hub.update_scalar("val/loss", losses[0])
     with operations() as names:
         hub.fetch("train/")
     assert names == ["aten::stack"]
     with operations() as names:
         assert hub.get_scalar("train/loss").mean(4) == 7.5
         assert hub.get_scalar("train/grad_norm").min() == -9.0
-        hub.fetch()
     assert names == []
+    with operations() as names:
+        hub.fetch()
+    assert names == ["aten::stack"], "of what does not begin with train/"
 
 
 def test_values_of_half_precision_share_the_copy_of_float32() -> None:
@@ -180,7 +183,10 @@ def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[
         if reads_early[rank]:
             hub.get_scalar("train/loss").current()
         hub.fetch("train/", reduce="train/loss")
-        seen.append(hub.get_scalar("train/loss").data)
+        with operations() as names:
+            seen.append(hub.get_scalar("train/loss").data)
+        assert names == [], "it is on the host"
+        assert all(isinstance(value, float) for value in seen[-1])
     strategy.teardown()
     return [*seen, hub.get_scalar("train/other").data]
 

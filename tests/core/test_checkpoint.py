@@ -1,0 +1,373 @@
+"""The checkpoint directory: what goes in comes out, it is there as a whole or not at all, and damage has a name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from flextrain.core.checkpoint import (
+    Checkpoint,
+    find_latest,
+    is_checkpoint,
+    mark_latest,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from flextrain.core.checkpoint import layout
+from flextrain.core.errors import CheckpointError
+
+SHARD = "rank-00000.safetensors"
+
+
+def example() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 4, generator=generator)
+    return {
+        "model.weight": weight,
+        "model.tied": weight,
+        "model.transposed": torch.randn(4, 3, generator=generator).t(),
+        "model.part": torch.randn(6, 2, generator=generator)[1:5:2],
+        "model.scalar": torch.tensor(3.5),
+        "model.empty": torch.empty(0, 4),
+        "model.mask": torch.tensor([[True], [False]]),
+        "model.parameter": torch.nn.Parameter(torch.ones(2)),
+        "double": torch.randn(2, generator=generator, dtype=torch.float64),
+        "half": torch.randn(5, generator=generator).half(),
+        "bfloat": torch.randn(5, generator=generator).bfloat16(),
+        "float8": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+        "int": torch.tensor([[-(2**40)]]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "values": {"list": [1, 2.5, None, True, "text"], "best": -math.inf},
+        "loop": 3,
+    }
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def load_all(path: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint.open(path)
+    template = {key: torch.full(info.shape, 1).to(info.dtype) for key, info in checkpoint.tensors.items()}
+    checkpoint.load(template)
+    return template
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype is tensor.dtype
+        assert torch.equal(found[key].detach().double(), tensor.detach().double()), key
+
+
+# Round trip
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    state = example()
+    path = save_checkpoint(tmp_path / "epoch_1", state, per_rank={"rng": [1, 2]}, written_by={"strategy": "Some"})
+    assert path == tmp_path / "epoch_1"
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.values == {"values": state["values"], "loop": 3, "rng": [[1, 2]]}
+    assert {key: (info.shape, info.dtype) for key, info in checkpoint.tensors.items()} == {
+        key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors_of(state).items()
+    }
+    assert checkpoint.saved.keys() == {*state, "rng"}
+    same(load_all(path), tensors_of(state))
+
+
+def test_the_files_are_what_the_documentation_says(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", example(), written_by={"strategy": "Some"})
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", SHARD, "values.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("flextrain-checkpoint", 1)
+    assert manifest["written_by"]["strategy"] == "Some"
+    assert manifest["files"] == {name: (path / name).stat().st_size for name in (SHARD, "values.json")}
+    with safe_open(path / SHARD, framework="pt") as file:  # any reader of safetensors reads it
+        assert torch.equal(file.get_tensor("model.weight"), example()["model.weight"])
+
+
+def test_loading_converts_to_the_dtype_of_the_template_and_fills_views(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", {"x": torch.tensor([[1.5, 2.5], [3.5, 4.5]])})
+    whole = torch.zeros(2, 4, dtype=torch.float16)
+    Checkpoint.open(path).load({"x": whole[:, ::2]})
+    assert whole.tolist() == [[1.5, 0, 2.5, 0], [3.5, 0, 4.5, 0]]
+
+
+def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", {"w": torch.ones(2)})
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    Checkpoint.open(path).load({"w": parameter})
+    assert parameter.tolist() == [1.0, 1.0]
+    assert parameter.requires_grad
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", example())
+    Checkpoint.open(path).load({})
+    scalar = torch.tensor(0.0)
+    Checkpoint.open(path).load({"model.scalar": scalar})
+    assert scalar.item() == 3.5
+
+
+def test_values_alone_make_a_checkpoint(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", {"loop": 1})
+    assert (Checkpoint.open(path).values, Checkpoint.open(path).tensors) == ({"loop": 1}, {})
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ({"nope": torch.empty(1)}, "has no tensor nope"),
+        ({"model.weight": torch.empty(4, 3)}, r"model.weight has shape \(3, 4\), shape \(4, 3\) is needed"),
+    ],
+)
+def test_a_template_that_does_not_fit(tmp_path: Path, template: dict[str, Tensor], message: str) -> None:
+    path = save_checkpoint(tmp_path / "a", example())
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(path).load(template)
+
+
+# What cannot be saved
+
+
+@pytest.mark.parametrize(
+    "state, per_rank, culprit",
+    [
+        ({"hook": {"a": [1, {"b": object()}]}}, {}, "checkpoint.hook.a.1.b (object)"),
+        ({"hook": {"a": {1, 2}}}, {}, "checkpoint.hook.a (set)"),
+        ({"hook": {"a": torch.ones(1)}}, {}, "checkpoint.hook.a (Tensor)"),
+        ({"hook": {(1, 2): 3}}, {}, "checkpoint.hook[(1, 2)]"),
+        ({}, {"rng": {"a": b"bytes"}}, "per_rank.rng.a (bytes)"),
+        ({}, {"rng": lambda: 0}, "per_rank.rng (function)"),  # which could not even be sent to rank 0
+    ],
+)
+def test_values_that_json_cannot_hold_are_named(
+    tmp_path: Path, state: dict[str, Any], per_rank: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path / "a", state, per_rank=per_rank)
+    assert f"on rank 0: {culprit}: cannot be saved, give plain values or tensors" in str(caught.value)
+    assert not is_checkpoint(tmp_path / "a")
+
+
+def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:
+    state = {"fine": torch.ones(1), "spectrum": torch.ones(1, dtype=torch.complex64)}
+    with pytest.raises(CheckpointError, match="spectrum: tensors of torch.complex64 cannot be saved"):
+        save_checkpoint(tmp_path / "a", state)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["project", "project/notes.txt"])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "notes.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="notes.txt: is no part of a checkpoint and would be deleted"):
+        save_checkpoint(tmp_path / name, example())
+    assert (tmp_path / "project" / "notes.txt").read_text() == "precious"
+
+
+# One name, one complete checkpoint
+
+
+def test_a_checkpoint_replaces_the_one_of_its_name(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        path = save_checkpoint(tmp_path / "a", {"x": torch.tensor(value), f"only_{value}": 1})
+    assert load_all(path)["x"].item() == 2.0
+    assert Checkpoint.open(path).values == {"only_2.0": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_save_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", {"x": torch.tensor(1.0)})
+    with pytest.raises(CheckpointError):
+        save_checkpoint(path, {"x": torch.tensor(2.0), "y": torch.ones(1, dtype=torch.complex64)})
+    assert load_all(path)["x"].item() == 1.0
+
+
+def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(layout, "write_file", full)
+    with pytest.raises(CheckpointError, match="a: could not be saved on rank 0: .*No space left on device"):
+        save_checkpoint(tmp_path / "a", example())
+    assert not (tmp_path / "a").exists()
+
+
+def test_leftovers_of_a_killed_save_do_no_harm(tmp_path: Path) -> None:
+    leftover = layout.temporary(tmp_path / "a")
+    leftover.mkdir()
+    (leftover / SHARD).write_bytes(b"half of i")
+    (leftover / "manifest.json").write_text("{")
+    assert not is_checkpoint(tmp_path / "a")
+    assert find_latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="a: does not exist"):
+        Checkpoint.open(tmp_path / "a")
+    path = save_checkpoint(tmp_path / "a", example())
+    same(load_all(path), tensors_of(example()))
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_half_deleted_checkpoint_is_none_and_is_replaced(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", example())
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="a: is no complete checkpoint, it has no manifest.json"):
+        Checkpoint.open(path)
+    save_checkpoint(path, {"loop": 7})
+    assert Checkpoint.open(path).values == {"loop": 7}
+
+
+class KilledError(BaseException):
+    pass
+
+
+def kill_between_renames(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save over ``path`` and stop after the old checkpoint has given up its name."""
+    rename = Path.rename
+
+    def stop(self: Path, target: Path) -> Path:
+        if self == layout.temporary(path):
+            raise KilledError
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        # DCP answers every exception; a process that is killed answers nothing.
+        with pytest.raises((KilledError, CheckpointError)):
+            save_checkpoint(path, {"loop": 2})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("how", ["open", "latest", "save"])
+def test_a_replacement_killed_between_its_renames_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = save_checkpoint(tmp_path / "a", {"loop": 1})
+    mark_latest(path)
+    kill_between_renames(path, monkeypatch)
+    if how == "latest":
+        assert find_latest(tmp_path) == path
+    if how == "save":  # the old one is there until the new one is complete
+        with pytest.raises(CheckpointError):
+            save_checkpoint(path, {"x": object()})
+        with pytest.raises(CheckpointError):
+            save_checkpoint(path, {"x": torch.ones(1, dtype=torch.complex64)})
+    assert Checkpoint.open(path).values == {"loop": 1}
+    save_checkpoint(path, {"loop": 3})
+    assert Checkpoint.open(path).values == {"loop": 3}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "latest"]
+
+
+def test_latest(tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+    first, second = (save_checkpoint(tmp_path / name, {"loop": 1}) for name in ("a", "b"))
+    assert find_latest(tmp_path) is None  # complete, and nobody said that it is the one
+    for path in (first, second, first):
+        mark_latest(path)
+        assert find_latest(tmp_path) == path
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "latest"]
+    remove_checkpoint(first)
+    assert not first.exists()
+    with pytest.raises(CheckpointError, match='latest: names "a", which is no complete checkpoint'):
+        find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc", "b/../../a", ""])
+def test_latest_names_a_neighbour(tmp_path: Path, name: str) -> None:
+    save_checkpoint(tmp_path / "a", {"loop": 1})
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match="latest: "):
+        find_latest(tmp_path / "work")
+
+
+# Damage
+
+
+def change(part: str, **values: Any) -> Callable[[Path], None]:
+    """Change the manifest: at its top, at the tensor model.weight, or at that tensor's piece."""
+
+    def damage(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        tensor = manifest["tensors"]["model.weight"]
+        {"top": manifest, "tensor": tensor, "piece": tensor["chunks"][0]}[part].update(values)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-3]) and None
+
+
+def overwrite(name: str, byte: bytes) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_bytes(byte * (path / name).stat().st_size) and None
+
+
+def without_values(path: Path) -> None:
+    change("top", files={SHARD: (path / SHARD).stat().st_size})(path)
+    (path / "values.json").unlink()
+
+
+def outside_file(path: Path) -> None:
+    (path.parent.parent / "secret").write_text("abc")
+    change("top", files={"../../secret": 3, "values.json": (path / "values.json").stat().st_size})(path)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (cut(SHARD), f"a/{SHARD}: has [0-9]+ bytes instead of [0-9]+"),
+        (cut("values.json"), "a/values.json: has [0-9]+ bytes instead of"),
+        (cut("manifest.json"), "a/manifest.json: is damaged at its beginning, Invalid JSON"),
+        (lambda path: (path / SHARD).unlink(), f"a/{SHARD}: is missing"),
+        (without_values, "a/manifest.json: is damaged at files, it lacks values.json"),
+        (overwrite(SHARD, b"\0"), f"a/{SHARD}: is damaged"),
+        (overwrite(SHARD, b"\xff"), f"a/{SHARD}: is damaged"),
+        (overwrite("values.json", b"x"), "a/values.json: is damaged"),
+        (change("top", version=2), "is flextrain-checkpoint version 2, this flextrain reads flextrain-checkpoint 1"),
+        (change("top", format="zip"), "is zip version 1"),
+        (change("top", unknown=1), "is damaged at unknown"),
+        (change("tensor", dtype="F4"), "is damaged at tensors.model.weight.dtype, tensors of F4 cannot be read"),
+        (change("tensor", chunks=[]), "is damaged at tensors.model.weight, its pieces are not all there"),
+        (change("piece", shape=[2, 4]), "is damaged at tensors.model.weight, its pieces are not all there"),
+        (change("piece", offsets=[1, 0]), "is damaged at tensors.model.weight, a piece lies outside of it"),
+        (change("piece", offsets=[-1, 0]), "is damaged at tensors.model.weight, a piece lies outside of it"),
+        (change("piece", offsets=[0]), "is damaged at tensors.model.weight"),
+        (change("piece", name="other"), "is damaged, File does not contain tensor other"),
+        (change("piece", file="../b.safetensors"), '"../b.safetensors" is no name of a shard'),
+        (change("piece", file="/etc/passwd"), '"/etc/passwd" is no name of a shard'),
+        (outside_file, '"../../secret" is no name of a file of a checkpoint'),
+    ],
+)  # fmt: skip
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    path = save_checkpoint(tmp_path / "a", example())
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_all(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file: is no complete checkpoint"):
+        Checkpoint.open(tmp_path / "file")
+
+
+def test_a_checkpoint_can_be_moved(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", example())
+    shutil.move(path, tmp_path / "elsewhere")
+    same(load_all(tmp_path / "elsewhere"), tensors_of(example()))
+    assert os.fspath(Checkpoint.open(tmp_path / "elsewhere").path).endswith("elsewhere")

@@ -1,0 +1,192 @@
+"""Checkpoints of two processes: each writes and reads its own part, and if one fails all do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from flextrain.core import distributed as dist
+from flextrain.core.checkpoint import Checkpoint, find_latest, mark_latest, save_checkpoint
+from flextrain.core.checkpoint import layout
+from flextrain.core.errors import CheckpointError
+from flextrain.testing import WorkerGroup
+
+pytestmark = pytest.mark.distributed
+
+# Sizes that two processes cannot share evenly, one that leaves the second with nothing, and none at all.
+SHAPES = {"uneven": (5, 3), "one": (1, 4), "vector": (7,), "even": (4, 2), "nothing": (0, 3)}
+
+
+@contextmanager
+def group() -> Iterator[tuple[int, DeviceMesh]]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    yield rank, init_device_mesh("cpu", (world_size,))
+    dist.destroy_process_group()
+
+
+def whole(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def place(tensors: dict[str, Tensor], mesh: DeviceMesh, dim: int) -> dict[str, Tensor]:
+    placed = {}
+    for name, tensor in tensors.items():
+        placements: list[Any] = [Shard(dim) if tensor.dim() > dim else Replicate()]
+        placed[name] = distribute_tensor(tensor, mesh, placements)
+    return placed
+
+
+def save_sharded(path: Path, dim: int) -> list[str]:
+    with group() as (rank, mesh):
+        state: dict[str, Any] = {f"sharded.{name}": tensor for name, tensor in place(whole(), mesh, dim).items()}
+        state |= {f"bf16.{name}": tensor for name, tensor in place(whole(torch.bfloat16), mesh, dim).items()}
+        state |= {f"plain.{name}": tensor for name, tensor in whole().items()}
+        state["tied"] = state["plain.even"]
+        state["scalar"] = torch.tensor(2.0)
+        state["from"] = f"rank {rank}"
+        if rank == 1:
+            state["second only"] = torch.ones(2)
+        save_checkpoint(path, state, per_rank={"rng": rank})
+        files = [file.name for file in sorted(path.iterdir())]
+    return files
+
+
+def check_loaded(path: Path, mesh: DeviceMesh | None, dim: int) -> None:
+    checkpoint = Checkpoint.open(path)
+    for prefix, dtype in (("sharded", torch.float32), ("bf16", torch.bfloat16), ("plain", torch.float32)):
+        template = {name: torch.full_like(tensor, 9.0) for name, tensor in whole(dtype).items()}
+        if mesh is not None:
+            template = place(template, mesh, dim)
+        checkpoint.load({f"{prefix}.{name}": tensor for name, tensor in template.items()})
+        for name, tensor in whole(dtype).items():
+            found = template[name]
+            found = found.full_tensor() if isinstance(found, DTensor) else found
+            assert torch.equal(found, tensor), f"{prefix}.{name}"
+    others = {"scalar": torch.tensor(0.0), "tied": torch.zeros(4, 2), "second only": torch.zeros(2)}
+    checkpoint.load(others)
+    assert others["scalar"].item() == 2.0
+    assert torch.equal(others["tied"], whole()["even"])
+    assert torch.equal(others["second only"], torch.ones(2))
+    assert checkpoint.values == {"from": "rank 0", "rng": [0, 1]}
+
+
+def load_sharded(path: Path, dim: int) -> None:
+    with group() as (_, mesh):
+        check_loaded(path, mesh, dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sharded_tensors_come_back_in_any_layout(workers2: WorkerGroup, tmp_path: Path, dim: int) -> None:
+    path = tmp_path / "a"
+    files = workers2.run(save_sharded, path, dim)
+    assert files[0] == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "values.json"]
+    workers2.run(load_sharded, path, dim)
+    workers2.run(load_sharded, path, 1 - dim)
+    check_loaded(path, None, dim)
+
+
+def test_a_checkpoint_of_one_process_is_read_by_two(workers2: WorkerGroup, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", whole())
+    workers2.run(load_whole, path)
+
+
+def load_whole(path: Path) -> None:
+    with group() as (_, mesh):
+        template = place({name: torch.zeros_like(tensor) for name, tensor in whole().items()}, mesh, 0)
+        Checkpoint.open(path).load(template)
+        for name, tensor in whole().items():
+            assert torch.equal(template[name].full_tensor(), tensor)  # type: ignore[attr-defined]
+
+
+def attempt(path: Path, failing: int, kind: str) -> str:
+    """Save with something on one rank that cannot be saved; what this rank got to hear."""
+    with group() as (rank, _):
+        state: dict[str, Any] = {"x": torch.tensor(2.0)}
+        per_rank: dict[str, Any] = {}
+        if rank == failing and kind == "tensor":
+            state["y"] = torch.ones(1, dtype=torch.complex64)
+        if rank == failing and kind == "value":
+            per_rank["rng"] = {1, 2}
+        if rank == failing and kind == "cannot be sent":
+            per_rank["rng"] = lambda: 0
+        try:
+            save_checkpoint(path, state, per_rank=per_rank)
+        except CheckpointError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind, reason", [("tensor", "complex64"), ("value", "set"), ("cannot be sent", "function")])
+def test_when_one_process_cannot_save_all_raise(
+    workers2: WorkerGroup, tmp_path: Path, failing: int, kind: str, reason: str
+) -> None:
+    path = save_checkpoint(tmp_path / "a", {"x": torch.tensor(1.0)})
+    for heard in workers2.run(attempt, path, failing, kind):
+        assert f"could not be saved on rank {failing}: " in heard
+        assert reason in heard
+    x = torch.zeros(())
+    Checkpoint.open(path).load({"x": x})
+    assert x.item() == 1.0  # the one that was there still is
+
+
+def read_own_part(path: Path) -> str:
+    with group() as (_, mesh):
+        template = place({name: torch.zeros_like(tensor) for name, tensor in whole().items()}, mesh, 0)
+        try:
+            Checkpoint.open(path).load({f"sharded.{name}": tensor for name, tensor in template.items()})
+        except CheckpointError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_when_one_process_cannot_read_all_raise(workers2: WorkerGroup, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    workers2.run(save_sharded, path, 0)
+    shard = path / "rank-00001.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    for heard in workers2.run(read_own_part, path):
+        assert f"could not be read on rank 1: {shard}: is damaged" in heard
+
+
+def not_shared(path: Path) -> str:
+    """Save to a place that each process sees for itself alone."""
+    with group() as (rank, _):
+        try:
+            save_checkpoint(path / f"disk of {rank}" / "a", {f"x{rank}": torch.ones(1)})
+        except CheckpointError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_storage_that_is_not_shared_is_told(workers2: WorkerGroup, tmp_path: Path) -> None:
+    for heard in workers2.run(not_shared, tmp_path):
+        assert "on rank 1: " in heard
+        assert "rank 0's directory is not visible here, use storage that all processes share" in heard
+
+
+def recover_together(folder: Path) -> list[Any]:
+    with group():
+        dist.barrier()
+        found = find_latest(folder)
+        assert found is not None
+        return [Checkpoint.open(found).values["loop"], found.name]
+
+
+def test_all_processes_may_undo_a_killed_replacement_at_once(workers2: WorkerGroup, tmp_path: Path) -> None:
+    for _ in range(5):
+        path = save_checkpoint(tmp_path / "a", {"loop": 1})
+        mark_latest(path)
+        path.rename(layout.replaced(path))
+        assert workers2.run(recover_together, tmp_path) == [[1, "a"], [1, "a"]]
