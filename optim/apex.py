@@ -20,7 +20,7 @@ from .wrapper import OptimWrapper
 _UNUSED = {
     "cast_model_type": "the level decides it",
     "patch_torch_functions": "autocast takes its place at level O1",
-    "cast_model_outputs": "outputs are float32 at every level",
+    "cast_model_outputs": "outputs are float32, and at level O1 what autocast makes them",
     "min_loss_scale": "torch's GradScaler has no bounds",
     "max_loss_scale": "torch's GradScaler has no bounds",
 }

@@ -186,6 +186,12 @@ class TrainData:
             sampling = {"batch_sampler": self._order} if in_batches else {"sampler": self._order, "batch_size": None}
             self._feed = _rebuilt(loader, **sampling)
 
+    def use_seed(self, seed: int) -> None:
+        """Take another seed, also for a sampler that was not given one of its own."""
+        if isinstance(self._sampler, ShardedSampler) and self._sampler.seed == self.seed:
+            self._sampler.seed = seed
+        self.seed = seed
+
     @property
     def num_batches(self) -> int | None:
         """Batches of one epoch on this process; None when there is no end, or none that is known."""

@@ -268,18 +268,18 @@ class IterBasedTrainLoop(TrainLoop):
         runner.call_hook("after_train")
 
     def _run_pass(self) -> None:
-        """One pass over the data, or as much of it as is left to do."""
+        """One pass over the data, or as much of it as is left to do; an InfiniteSampler's only one never ends."""
         start = self._inner
-        endless = self.data.epoch_length is None
-        first = self._iter if endless else start
-        stop = first + self._max_iters - self._iter
-        for window in self.data.windows(0 if endless else self._epoch, first, stop):
-            self.run_iter(self._iter if endless else self._inner, window)
+        windows = self.data.windows(self._epoch, start, start + self._max_iters - self._iter)
+        for i, window in enumerate(windows, start):
+            self.run_iter(i, window)
             self.validate(self._iter)
             if self.stop_training or self._iter >= self._max_iters:
                 return
-        if self._iter == 0:
-            raise ConfigError("train_dataloader.dataset: gives no batch")
+        if self._inner == 0:
+            raise ConfigError(
+                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
+            )
         self._epoch += 1
         self._inner = 0
 

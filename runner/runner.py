@@ -28,7 +28,6 @@ from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
 from .loops import EvalLoop, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
-from .samplers import ShardedSampler
 from .stepper import Stepper
 
 
@@ -340,10 +339,7 @@ class FlexibleRunner:
     def use_data_seed(self, seed: int) -> None:
         """Order the training data by another seed, that of a run which is continued."""
         self.seed = seed
-        self.train_loop.data.seed = seed
-        sampler = self.train_dataloader.sampler
-        if isinstance(sampler, ShardedSampler):
-            sampler.seed = seed
+        self.train_loop.data.use_seed(seed)
 
     # How parts are built
 

@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+# Before torch is imported, for this process and all that tests start: the models are too small for several threads, which
+# would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from flextrain.testing import WorkerGroup
 
 # Set by libraries when they are first used, not by the test that happened to use them first.

@@ -119,7 +119,7 @@ class LogProcessor:
         """
         hub = runner.message_hub
         hub.fetch(f"{mode}/", reduce="train/loss" if mode == "train" else None)
-        tag = self._scalars(hub, mode, batch_idx)
+        tag = self._scalars(hub, mode, batch_idx, self.window_size)
         record = self._record(tag, mode)
         if self.by_epoch and mode != "test":
             record["epoch"] = self._epoch(runner, mode)
@@ -145,7 +145,8 @@ class LogProcessor:
         """The record and the line of a validation or test pass of ``batch_idx`` batches."""
         hub = runner.message_hub
         hub.fetch(f"{mode}/")
-        tag = self._scalars(hub, mode, batch_idx - 1)
+        # Metrics come once per pass: a mean of the last ten would be one over ten epochs.
+        tag = self._scalars(hub, mode, batch_idx - 1, window=1)
         custom = {cfg.log_name or cfg.name for cfg in self.custom}
         times: dict[str, float] = {name: tag.pop(name) for name in ("data_time", "time") if name in tag}
         for name in times.keys() - custom:
@@ -185,16 +186,16 @@ class LogProcessor:
 
     # The figures
 
-    def _scalars(self, hub: MessageHub, mode: Mode, batch_idx: int) -> dict[str, float]:
+    def _scalars(self, hub: MessageHub, mode: Mode, batch_idx: int, window: int) -> dict[str, float]:
         plan = self._plan(hub, mode)
-        values = {name: buffer.mean(self.window_size) for name, buffer in plan.means}
+        values = {name: buffer.mean(window) for name, buffer in plan.means}
         values.update((name, buffer.current()) for name, buffer in plan.currents)
         tag = {name: values[name] for name in plan.order}
         for cfg in self.custom:
             if cfg.name in values and cfg.mode in ("", mode):
-                window = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
+                size = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
                 buffer = hub.get_scalar(f"{mode}/{cfg.name}")
-                size = window if isinstance(window, int) else None
+                size = size if isinstance(size, int) else None
                 tag[cfg.log_name or cfg.name] = buffer.statistics(cfg.method_name, size)
         return tag
 

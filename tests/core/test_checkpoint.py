@@ -19,11 +19,11 @@ from flextrain.core.checkpoint import (
     Checkpoint,
     find_latest,
     is_checkpoint,
+    layout,
     mark_latest,
     remove_checkpoint,
     save_checkpoint,
 )
-from flextrain.core.checkpoint import layout
 from flextrain.core.errors import CheckpointError
 
 SHARD = "rank-00000.safetensors"

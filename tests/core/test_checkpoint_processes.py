@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, find_latest, mark_latest, save_checkpoint
-from flextrain.core.checkpoint import layout
+from flextrain.core.checkpoint import Checkpoint, find_latest, layout, mark_latest, save_checkpoint
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -58,8 +57,7 @@ def save_sharded(path: Path, dim: int) -> list[str]:
         if rank == 1:
             state["second only"] = torch.ones(2)
         save_checkpoint(path, state, per_rank={"rng": rank})
-        files = [file.name for file in sorted(path.iterdir())]
-    return files
+        return [file.name for file in sorted(path.iterdir())]
 
 
 def check_loaded(path: Path, mesh: DeviceMesh | None, dim: int) -> None:

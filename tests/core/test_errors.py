@@ -18,7 +18,12 @@ from flextrain.core.errors import (
 
 @pytest.mark.parametrize(
     "error, python",
-    [(ConfigError, ValueError), (LaunchError, RuntimeError), (StrategyError, RuntimeError), (CheckpointError, RuntimeError)],
+    [
+        (ConfigError, ValueError),
+        (LaunchError, RuntimeError),
+        (StrategyError, RuntimeError),
+        (CheckpointError, RuntimeError),
+    ],
 )
 def test_errors_are_ours_and_pythons(error: type[Exception], python: type[Exception]) -> None:
     assert issubclass(error, FlexTrainError)

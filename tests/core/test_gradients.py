@@ -89,7 +89,14 @@ def layouts(norm_type: float, by_value: bool) -> tuple[float | None, list[Tensor
     dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
     mesh = init_device_mesh("cpu", (world_size,))
     grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("outer", "inner"))
-    placements: list[Any] = [(mesh, [Shard(0)]), None, (mesh, [Replicate()]), (mesh, [Shard(1)]), None, (grid, [Replicate(), Shard(0)])]
+    placements: list[Any] = [
+        (mesh, [Shard(0)]),
+        None,
+        (mesh, [Replicate()]),
+        (mesh, [Shard(1)]),
+        None,
+        (grid, [Replicate(), Shard(0)]),
+    ]
     grads = [
         grad if place is None else distribute_tensor(grad, *place)
         for grad, place in zip(make(scale=3.0), placements, strict=True)

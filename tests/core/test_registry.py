@@ -97,7 +97,9 @@ def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path: Path, monke
 
 def test_locations_are_imported_at_the_first_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     things = Registry("thing", locations=["registers_late"])
-    (tmp_path / "registers_late.py").write_text("from late_things import THINGS\n\n@THINGS.register_module()\nclass Late: ...\n")
+    (tmp_path / "registers_late.py").write_text(
+        "from late_things import THINGS\n\n@THINGS.register_module()\nclass Late: ...\n"
+    )
     (tmp_path / "late_things.py").write_text("THINGS = None\n")
     monkeypatch.syspath_prepend(tmp_path)
     import late_things
@@ -111,7 +113,9 @@ def test_installed_packages_add_names_by_entry_points(tmp_path: Path, monkeypatc
     info = tmp_path / "somebody-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[test.things]\nTable = somebody:Table\n[other.things]\nShelf = somebody:Table\n")
+    (info / "entry_points.txt").write_text(
+        "[test.things]\nTable = somebody:Table\n[other.things]\nShelf = somebody:Table\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     things = Registry("thing", entry_points="test.things")
     assert list(things) == ["Table"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +133,7 @@ def make_run(folder: Path, scores: list[float] | None = None, **changes: Any) ->
 
 
 @pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Callable[..., FlexibleRunner]]:
+def new_run(tmp_path: Path, quick: None) -> Iterator[Callable[..., FlexibleRunner]]:
     """``new_run(**changes)`` is a real runner of a tiny model; its arguments take those of FlexibleRunner's place."""
     runs: list[FlexibleRunner] = []
 
@@ -143,4 +144,15 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., FlexibleRunner]]:
     yield make
     for run in runs:
         run.strategy.teardown()
+    close_logger()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, which tiny models are faster with, and checkpoints that do not wait for the disk."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    yield
+    torch.set_num_threads(threads)
     close_logger()

@@ -198,7 +198,12 @@ WRONG_NAME = [
     case("model", dict(type="no.such.package:Net"), "cannot be imported", "model.type"),
     case("train_dataloader.dataset", dict(type="CIFAR"), "is no known dataset", "train_dataloader.dataset.type"),
     case("train_dataloader.sampler.type", "DefaultSampeler", 'did you mean "DefaultSampler"?'),
-    case("train_dataloader.collate_fn", "default_colate", 'did you mean "default_collate"?', "train_dataloader.collate_fn.type"),
+    case(
+        "train_dataloader.collate_fn",
+        "default_colate",
+        'did you mean "default_collate"?',
+        "train_dataloader.collate_fn.type",
+    ),
     case(
         "train_dataloader.collate_fn",
         dict(type="pseudo_colate"),
@@ -263,7 +268,12 @@ WRONG_TYPE = [
         "unknown key",
         "train_dataloader.collate_fn.pad",
     ),
-    case("train_dataloader.multiprocessing_context", "spwan", 'did you mean "spawn"?', **{"train_dataloader.num_workers": 1}),
+    case(
+        "train_dataloader.multiprocessing_context",
+        "spwan",
+        'did you mean "spawn"?',
+        **{"train_dataloader.num_workers": 1},
+    ),
     case("train_cfg", [], "[] is not allowed, give dict(by_epoch=True, max_epochs=...)"),
     case("train_cfg.by_epoch", "yes", "give True or False"),
     case("train_cfg.max_epochs", "3", "give an integer"),
@@ -669,7 +679,13 @@ def test_the_right_configuration_goes_on(_as_under_torchrun: list[str]) -> None:
 
 
 def test_all_at_once_is_still_one_line() -> None:
-    config = {**right(), "train_dataloader": dict(a=1, b=2), "train_cfg": dict(c=3), "custom_hooks": 5, "model": Model()}
+    config = {
+        **right(),
+        "train_dataloader": dict(a=1, b=2),
+        "train_cfg": dict(c=3),
+        "custom_hooks": 5,
+        "model": Model(),
+    }
     with pytest.raises(ConfigError) as caught:
         build(config)
     assert "\n" not in str(caught.value)
@@ -716,5 +732,10 @@ def test_a_phase_without_its_parts(call: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wrong_wrappers_given_as_objects() -> None:
-    config = {"model": Model(), **right(), "optim_wrapper": OptimWrapper(SGD), "param_scheduler": dict(a=dict(type="LinearLR"))}
+    config = {
+        "model": Model(),
+        **right(),
+        "optim_wrapper": OptimWrapper(SGD),
+        "param_scheduler": dict(a=dict(type="LinearLR")),
+    }
     check(lambda: build(config), "param_scheduler", "is not allowed, give dict(type=...)")

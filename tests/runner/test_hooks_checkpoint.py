@@ -57,12 +57,12 @@ class Stage:
         """Three epochs of ten iterations."""
         runner, hook = self.runner, self.hook
         runner.max_epochs, runner.max_iters = 3, 30
-        for runner.epoch in range(3):
-            for runner.iter in range(runner.epoch * 10, runner.epoch * 10 + 10):
-                hook.after_train_iter(runner, runner.iter % 10)
-            runner.iter += 1
+        for _ in range(3):
+            for i in range(10):
+                hook.after_train_iter(runner, i)
+                runner.iter += 1
             hook.after_train_epoch(runner)
-        runner.epoch += 1
+            runner.epoch += 1
         hook.after_train(runner)
         return self.saved
 
@@ -110,7 +110,7 @@ def test_a_real_run_saves_at_its_interval(
     new_run(default_hooks=with_checkpoints(**options)).train()
     assert saved(tmp_path / "work") == expected
     loop = json.loads((tmp_path / "work" / expected[0] / "values.json").read_text())["loop"]
-    assert (loop["epoch"], loop["iter"]) == ((2, 20) if "interval" in options and options["interval"] == 2 else (2, 24))
+    assert f"epoch_{loop['epoch']}" == expected[0] or f"iter_{loop['iter']}" == expected[0]
 
 
 def test_a_loop_without_epochs_saves_by_iteration(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:

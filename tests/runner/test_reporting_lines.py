@@ -118,6 +118,15 @@ def test_validation_lines(new_runner: Callable[..., Any]) -> None:
     assert record == pytest.approx({"accuracy": 10.0, "data_time": 0.025, "time": 0.05})
 
 
+def test_a_validation_loss_is_that_of_this_validation(new_runner: Callable[..., Any]) -> None:
+    runner = new_runner()
+    for loss in (4.0, 2.0):
+        runner.message_hub.update_scalar("val/loss", loss)
+    record, line = runner.log_processor.get_log_after_epoch(runner, 4, "val")
+    assert record["loss"] == 2.0
+    assert line.endswith("    loss: 2.0000")
+
+
 def test_times_of_a_long_validation_are_means_over_all_of_it(new_runner: Callable[..., Any]) -> None:
     runner = new_runner(val_loop=SimpleNamespace(num_batches=400))
     runner.log_processor.prepare(runner, "val")

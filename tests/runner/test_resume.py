@@ -24,12 +24,13 @@ from .training import (
     Samples,
     SaveEvery,
     Watch,
-    configuration,
     differences,
     make_runner,
     validation,
     whole_state,
 )
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Dice(Sampler[int]):
@@ -116,9 +117,7 @@ def loader(sampler: Any = None, **options: Any) -> Changes:
 
 def stream(folder: Path) -> dict[str, Any]:
     return dict(
-        train_dataloader=dict(
-            batch_size=4, dataset=Stream(Samples(26, folder / "read")), collate_fn="default_collate"
-        ),
+        train_dataloader=dict(batch_size=4, dataset=Stream(Samples(26, folder / "read")), collate_fn="default_collate"),
         train_cfg=dict(by_epoch=False, max_iters=15),
     )
 
@@ -233,7 +232,3 @@ def compare(tmp_path: Path, changes: Changes, at: tuple[int, ...] | None) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_resume_is_exact(tmp_path: Path, name: str) -> None:
     compare(tmp_path, CASES[name], None if name in EVERY else SOME)
-
-
-if __name__ == "__main__":
-    print(configuration)
