@@ -168,7 +168,8 @@ def _strict(annotation: Any) -> Any:
         return None
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return Annotated[(_strict(args[0]), *args[1:])]  # type: ignore[return-value]
+        parts = (_strict(args[0]), *args[1:])
+        return typing.cast(Any, Annotated)[parts]
     if origin in (typing.Union, types.UnionType):
         # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
         branches = [
@@ -203,7 +204,7 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
-    hints = _hints(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+    hints = _hints(function.__init__ if inspect.isclass(function) else function)
     fields: dict[str, Any] = {}
     open_ended = False
     for parameter in signature.parameters.values():

@@ -120,7 +120,7 @@ def _adopt(
         logger.info(
             f"{where}: the DataLoader got a DefaultSampler(shuffle={shuffle}) that splits it over {shard[1]} processes"
         )
-    elif shuffle and loader.sampler.generator is not None:
+    elif shuffle and getattr(loader.sampler, "generator", None) is not None:
         logger.info(f"{where}: the DataLoader got a DefaultSampler(shuffle=True), which follows the run's seed")
     return _rebuilt(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
 

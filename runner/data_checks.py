@@ -123,7 +123,7 @@ def _check_has_end(sampler: Any, where: str) -> None:
 def is_infinite(sampler: Any) -> bool:
     """Whether a sampler, or what its configuration describes, is an InfiniteSampler."""
     if is_config(sampler):
-        kind = sampler.get("type") if isinstance(sampler, Mapping) else sampler
+        kind = sampler["type"] if isinstance(sampler, Mapping) else sampler
         sampler_class = DATA_SAMPLERS.get(kind)
     else:
         sampler_class = type(sampler)

@@ -46,12 +46,12 @@ class BaseMetric(ABC):
     def to(self, device: torch.device) -> None:  # noqa: B027 - optional
         """Keep state on ``device``; a BaseMetric has none there."""
 
-    def evaluate(self, size: int) -> dict[str, Any]:
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """The metrics of everything processed so far, on every process; starts afresh after that.
 
         Args:
-            size: number of samples in the dataset. Results come back in the dataset's order if there is one for each
-                sample, and what a padding sampler repeated at the end is dropped.
+            size: number of results to keep, where a sampler repeats samples at the end to give every process as many;
+                None keeps all. Results come in the sampler's order if there is one for each sample.
         """
         if not self.results:
             warnings.warn(
@@ -96,7 +96,7 @@ class TorchMetric(BaseMetric):
         value = self.metric.compute()
         return dict(value) if isinstance(value, Mapping) else {type(self.metric).__name__: value}
 
-    def evaluate(self, size: int) -> dict[str, Any]:
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """See BaseMetric."""
         metrics = self._named(self.compute_metrics([]))
         self.metric.reset()
@@ -133,7 +133,7 @@ class Evaluator:
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 
-    def evaluate(self, size: int) -> dict[str, Any]:
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """All metrics by name, on every process.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -321,7 +322,7 @@ class EvalLoop(BaseLoop):
         for i, batch in enumerate(self.dataloader):
             self.run_iter(i, batch)
         self._even_out(batch)
-        metrics = self.evaluator.evaluate(len(self.dataloader.dataset))  # type: ignore[arg-type]
+        metrics = self.evaluator.evaluate(self._num_kept())
         runner.model.train(was_training)
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{self.mode}")
@@ -342,6 +343,12 @@ class EvalLoop(BaseLoop):
             return self.runner.stepper.evaluate(batch, self.mode)
         with torch.autocast(self.runner.strategy.device.type, torch.float16):
             return self.runner.stepper.evaluate(batch, self.mode)
+
+    def _num_kept(self) -> int | None:
+        """The number of samples, where the user's sampler repeats some so that all processes have as many."""
+        size, sampler = len(self.dataloader.dataset), self.dataloader.sampler  # type: ignore[arg-type]
+        seen = dist.all_reduce(torch.tensor(len(sampler) if isinstance(sampler, Sized) else 0))
+        return size if int(seen) > size else None
 
     def _even_out(self, last_batch: Any) -> None:
         own = len(self.dataloader)

@@ -378,22 +378,25 @@ class FlexibleRunner:
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 
-    def _load_or_resume(self) -> None:
+    def _source(self) -> tuple[str | Path | None, bool]:
+        """The checkpoint or file to begin with, and whether it is to be resumed."""
         options = self.options
+        if not options.resume:
+            return options.load_from, False
+        if isinstance(options.resume, (str, Path)):
+            return options.resume, True
+        return options.load_from or find_latest(self.work_dir), True
+
+    def _load_or_resume(self) -> None:
         if self._started:
             return
-        if isinstance(options.resume, (str, Path)):
-            self.resume(options.resume)
-        elif options.resume and options.load_from is not None:
-            self.resume(options.load_from)
-        elif options.resume:
-            latest = find_latest(self.work_dir)
-            if latest is None:
-                self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
-            else:
-                self.resume(latest)
-        elif options.load_from is not None:
-            self.load_checkpoint(options.load_from)
+        source, resumes = self._source()
+        if source is not None and resumes:
+            self.resume(source)
+        elif source is not None:
+            self.load_checkpoint(source)
+        elif resumes:
+            self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
         self._started = True
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
@@ -403,9 +406,10 @@ class FlexibleRunner:
             raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
         self._setup_model()
         with self._running():
-            if not self._started and self.options.load_from is not None:
-                self.load_checkpoint(self.options.load_from)
-                self._started = True
+            source, resumes = self._source()
+            if not self._started and source is not None:
+                self.load_checkpoint(source)
+                self._started = not resumes  # train() has more to take from it
             metrics: dict[str, Any] = loop.run()
         return metrics
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..core.errors import ConfigError, LaunchError, one_of, suggest
@@ -115,6 +116,9 @@ def launch(
             )
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(f"process {error.error_index} of {nprocs} failed: {error}") from None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            advice = 'define it in a module that can be imported, or give start_method="fork"'
+            raise LaunchError(f"fn: cannot be sent to another process, {error}; {advice}") from None
         # Written by our own process a moment ago, in a folder of our own.
         return pickle.loads(result.read_bytes())
 
@@ -130,6 +134,9 @@ def _run_as_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each would start a thread per core, and they would keep each other waiting.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // nprocs))
     value = fn(*args, **kwargs)
     if rank == 0:
         Path(result).write_bytes(pickle.dumps(value))

@@ -16,7 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from flextrain.testing import WorkerGroup
 
 # Set by libraries when they are first used, not by the test that happened to use them first.
-LIBRARY_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_MODULE_LOADING", "TF2_BEHAVIOR")
+LIBRARY_VARIABLES = (
+    "PYTEST_",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TRITON_",
+    "KMP_",
+    "CUDA_MODULE_LOADING",
+    "TF2_BEHAVIOR",
+)
 THREAD_GRACE_S = 2.0
 
 WorkerFactory = Callable[[int], WorkerGroup]

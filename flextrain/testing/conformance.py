@@ -54,8 +54,9 @@ def check_strategy(
         ConformanceError: listing every check that failed, with what was found.
     """
     names = _selected(only, skip)
-    if isinstance(strategy, Strategy):
-        kind = type(strategy).__name__
+    given: object = strategy
+    if isinstance(given, Strategy):
+        kind = type(given).__name__
         raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
     make_strategy(strategy)  # its constructor may refuse, and starts nothing
     report = ConformanceReport(strategy_name(strategy), world_size)

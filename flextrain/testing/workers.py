@@ -30,6 +30,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 180.0  # a cold import of torch on a busy machine
 GRACE_S = 2.0  # how long the others may take once one rank has failed
 PORTS_PER_CALL = 33
+NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 
 __all__ = ["WorkerError", "WorkerGroup", "fresh_rendezvous", "run_distributed"]
 
@@ -75,11 +76,13 @@ class WorkerGroup:
     Args:
         world_size: number of processes.
         timeout_s: how long one ``run`` may take.
+        accelerators: whether the processes see CUDA and Ascend devices; without, they are alike on every machine.
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 60.0, *, accelerators: bool = False) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.accelerators = accelerators
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
 
@@ -155,6 +158,7 @@ class WorkerGroup:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            **({} if self.accelerators else NO_ACCELERATORS),
         }
 
     def _collect(self, timeout_s: float, expect_ready: bool = False) -> dict[int, Answer]:

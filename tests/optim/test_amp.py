@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain.core.errors import ConfigError
-from flextrain.optim import AmpOptimWrapper, OptimWrapper
+from flextrain.optim import AmpOptimWrapper, OptimWrapper, build_optim_wrapper
 from flextrain.strategies import SingleDeviceStrategy
 
 SGD = dict(type="SGD", lr=0.1)
@@ -179,8 +179,6 @@ def test_alone_and_without_its_context_losses_are_scaled_all_the_same() -> None:
     ],
 )  # fmt: skip
 def test_wrong_configurations(cfg: dict[str, Any], message: str) -> None:
-    from flextrain.optim import build_optim_wrapper
-
     with pytest.raises(ConfigError) as caught:
         build_optim_wrapper(dict(type="AmpOptimWrapper", optimizer=SGD, **cfg))
     assert str(caught.value).startswith(f"optim_wrapper.{message}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.optim import ApexOptimWrapper
+from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
 from flextrain.strategies import SingleDeviceStrategy
 
 HALF, FULL = torch.float16, torch.float32
@@ -217,8 +217,6 @@ def test_o2_makes_its_own_optimizer() -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused(cfg: dict[str, Any], message: str) -> None:
-    from flextrain.optim import build_optim_wrapper
-
     with pytest.raises(ConfigError) as caught:
         build_optim_wrapper(dict(type="ApexOptimWrapper", optimizer=SGD, **cfg))
     assert str(caught.value).startswith(f"optim_wrapper.{message}")

@@ -77,8 +77,10 @@ class Pair(nn.Module):
     def train_step(self, data: dict[str, Tensor], optim_wrapper: Any) -> dict[str, Tensor]:
         critic_loss = functional.relu(1 - self.critic(data["x"])).mean()
         optim_wrapper["critic"].update_params(critic_loss)
+        self.critic.requires_grad_(False)  # or its gradients of this loss would count in its next update
         generator_loss = -self.critic(self.generator(torch.randn(4, 6))).mean()
         optim_wrapper["generator"].update_params(generator_loss)
+        self.critic.requires_grad_(True)
         return {"critic_loss": critic_loss, "generator_loss": generator_loss}
 
 
