@@ -15,7 +15,7 @@ from ..core.config import PositiveInt
 from ..core.errors import ConfigError
 from ..core.registry import LOOPS
 from .data import TrainData
-from .evaluation import Evaluator, build_evaluator
+from .evaluation import Evaluator, TorchMetric, build_evaluator
 
 if TYPE_CHECKING:
     from .runner import FlexibleRunner
@@ -347,8 +347,15 @@ class EvalLoop(BaseLoop):
     def _num_kept(self) -> int | None:
         """The number of samples, where the user's sampler repeats some so that all processes have as many."""
         size, sampler = len(self.dataloader.dataset), self.dataloader.sampler  # type: ignore[arg-type]
-        seen = dist.all_reduce(torch.tensor(len(sampler) if isinstance(sampler, Sized) else 0))
-        return size if int(seen) > size else None
+        seen = int(dist.all_reduce(torch.tensor(len(sampler) if isinstance(sampler, Sized) else 0)))
+        if self.runner.world_size == 1 or seen <= size:
+            return None
+        if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
+            self.runner.logger.warning(
+                f"{self.mode}_dataloader: its {type(sampler).__name__} repeats {seen - size} samples, which torchmetrics' "
+                "metrics count again; give dict(type='DefaultSampler')"
+            )
+        return size
 
     def _even_out(self, last_batch: Any) -> None:
         own = len(self.dataloader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.checkpoint import Checkpoint, match_weights, open_weights, save_checkpoint
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, FlexTrainError
 from ..core.seed import load_rng_state, rng_state
 from .checks import batch_size
 
@@ -66,37 +67,55 @@ def resume(runner: FlexibleRunner, path: Path, *, optimizer: bool = True, param_
     """
     checkpoint = Checkpoint.open(path)
     values, strategy = checkpoint.values, runner.strategy
-    for key in ("loop", "rng"):
+    for key in ("loop", "rng", "data", "message_hub", *(("optim.wrapper",) if optimizer else ())):
         if key not in values:
             raise CheckpointError(f"{path}: cannot be resumed, it has no {key}; use load_from for its weights")
-    if optimizer and not any(key.startswith("optim.") for key in values):
-        raise CheckpointError(f"{path}: has no optimizer state, use load_from for its weights")
     saved = {k: v for k, v in checkpoint.saved.items() if optimizer or not k.startswith("optim.")}
     template = strategy.load_template(saved)
     _, _, report = match_weights(checkpoint, _live_model(runner), strategy.aliases())
     if report:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
-    _check_data(runner, values.get("data", {}), values["loop"], path)
+    with _damage(path, "data"):
+        _check_data(runner, values["data"], values["loop"], path)
 
     hooks = {f"hook.{name}": _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
     own = {key: value for part in hooks.values() for key, value in part.items() if isinstance(value, Tensor)}
-    extra = {k: torch.empty(i.shape, dtype=i.dtype) for k, i in checkpoint.tensors.items() if k.startswith("extra.")}
+    extra = {k: torch.empty(i.shape, dtype=i.dtype) for k, i in checkpoint.tensors.items() if k.startswith(_EXTRA)}
     others = {key: value for key, value in own.items() if key in checkpoint.entries} | extra
     checkpoint.load({**template, **others})
 
-    strategy.load_state_dict({**{k: v for k, v in saved.items() if k.startswith("optim.") and k in values}, **template})
-    if optimizer and runner.optim_wrapper is not None:
-        runner.optim_wrapper.load_state_dict(values.get("optim.wrapper", {}))
+    with _damage(path, "optim"):
+        plain = {key: value for key, value in values.items() if optimizer and key.startswith("optim.")}
+        strategy.load_state_dict({**plain, **template})
+        if optimizer and runner.optim_wrapper is not None:
+            runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
     if param_scheduler:
-        _load_schedulers(runner, values.get("scheduler", {}), path)
-    runner.train_loop.load_state_dict(values["loop"])
-    runner.message_hub.load_state_dict(values["message_hub"])
+        with _damage(path, "scheduler"):
+            _load_schedulers(runner, values.get("scheduler", {}), path)
+    with _damage(path, "loop"):
+        runner.train_loop.load_state_dict(values["loop"])
+    with _damage(path, "message_hub"):
+        runner.message_hub.load_state_dict(values["message_hub"])
     for name, hook in _named_hooks(runner):
         found = _unflatten({**values, **others}, f"hook.{name}")
         if found:
-            hook.load_state_dict(found)
+            with _damage(path, f"hook.{name}"):
+                hook.load_state_dict(found)
     runner.call_hook("after_load_checkpoint", checkpoint=_unflatten({**values, **extra}, "extra"))
-    _load_rng(runner, values)
+    with _damage(path, "rng"):
+        _load_rng(runner, values, path)
+
+
+@contextmanager
+def _damage(path: Path, key: str) -> Iterator[None]:
+    """Say which part of a checkpoint is not what was saved there."""
+    try:
+        yield
+    except FlexTrainError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: {key} is damaged, {type(error).__name__}: {reason}") from error
 
 
 def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
@@ -105,15 +124,20 @@ def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_key
     Raises:
         CheckpointError: with ``strict``, if any name or shape does not fit; always, if nothing fits.
     """
-    source, fits, report = match_weights(
-        open_weights(path), _live_model(runner), runner.strategy.aliases(), revise_keys
-    )
+    opened = open_weights(path)
+    source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
     if report and (strict or not fits):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     source.load(fits)
     runner.strategy.load_state_dict(fits)
     if report:
         runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")
+    for name, hook in _named_hooks(runner):
+        own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
+        found = {key: tensor for key, tensor in own.items() if key in opened.tensors}
+        if found and all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items()):
+            opened.load(found)
+            hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
 
 
 def _live_model(runner: FlexibleRunner) -> dict[str, Tensor]:
@@ -134,6 +158,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 _SEPARATOR = "/"
+_EXTRA = "extra/"
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -164,6 +189,7 @@ def _data_facts(runner: FlexibleRunner) -> dict[str, Any]:
     """How the position in the data is to be read: the batch size and over how many processes it was split."""
     return {
         "seed": runner.seed,
+        "processes": runner.world_size,
         "shards": runner.strategy.data_shard[1],
         "batch_size": batch_size(runner.train_dataloader),
         "accumulate": runner.accumulate,
@@ -197,9 +223,11 @@ def _load_schedulers(runner: FlexibleRunner, saved: Mapping[str, list[Any]], pat
             scheduler.load_state_dict(state)
 
 
-def _load_rng(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
-    states, world_size = values["rng"], runner.world_size
-    if len(states) != world_size:
+def _load_rng(runner: FlexibleRunner, values: Mapping[str, Any], path: Path) -> None:
+    states, world_size, saved = values["rng"], runner.world_size, values["data"]["processes"]
+    if len(states) != saved:
+        raise CheckpointError(f"{path}: was written by {saved} processes and has random states of {len(states)}")
+    if saved != world_size:
         runner.logger.warning(
             f"The checkpoint was written by {len(states)} processes and there are {world_size}: "
             "random states are not restored, dropout and augmentation draw other numbers"

@@ -64,6 +64,13 @@ class StrategyConfig(Config):
         return options
 
 
+def _in_form_of(current: Any, value: Any) -> Any:
+    """A hyper-parameter as JSON gives it, as the tuple or tensor that the optimizer has for it."""
+    if isinstance(current, tuple):
+        return tuple(value)
+    return torch.full_like(current, value) if isinstance(current, Tensor) else value
+
+
 # How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
@@ -272,7 +279,8 @@ class Strategy:
             state[f"optim.group.{name}.optimizer"] = type(optimizer).__name__
             for key, value in group.items():
                 if key not in _IMPLEMENTATION_KEYS:
-                    state[f"optim.group.{name}.{key}"] = value
+                    # torch takes a 0-dim tensor as learning rate, which the next run may want as a number.
+                    state[f"optim.group.{name}.{key}"] = value.item() if isinstance(value, Tensor) else value
         return state
 
     def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -335,10 +343,10 @@ class Strategy:
                 if kind != type(optimizer).__name__:
                     raise CheckpointError(
                         f"optimizer: the checkpoint's is {kind}, the configuration's is {type(optimizer).__name__}; "
-                        "resume with the same one or leave it out with resume=dict(optimizer=False)"
+                        "resume with the same one, or start from the weights alone with load_from"
                     )
                 for key, value in values.items():
-                    packed_group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                    packed_group[key] = _in_form_of(group.get(key), value)
         optimizer.load_state_dict(packed)
 
     def _optimized(self) -> list[tuple[str, Optimizer, Tensor, dict[str, Any]]]:

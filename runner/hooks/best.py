@@ -86,10 +86,6 @@ class BestScores:
         """The checkpoint with the best value of ``key``."""
         return self._entries[key]["checkpoint"] if key in self._entries else None
 
-    def names(self) -> set[str]:
-        """The checkpoints with best values."""
-        return {entry["checkpoint"] for entry in self._entries.values()}
-
     def set(self, key: str, score: float, checkpoint: str) -> None:
         """Note a new best value."""
         self._entries[key] = {"score": score, "checkpoint": checkpoint}

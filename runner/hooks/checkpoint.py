@@ -156,8 +156,8 @@ class CheckpointHook(Hook):
 
     def _save(self, runner: FlexibleRunner, number: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %d %ss", number, self._unit)
-        # Numbers from there on are those of checkpoints that a resumed run replaces.
-        self._kept = [*(kept for kept in self._kept if kept < number), number]
+        # Saved a second time, it must not count as two, of which the older has to go.
+        self._kept = [*(kept for kept in self._kept if kept != number), number]
         self._last = number
         name = self.filename_tmpl.format(number)
         runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
@@ -183,7 +183,7 @@ class CheckpointHook(Hook):
             save_param_scheduler=False,
             meta={"epoch": runner.epoch, "iter": runner.iter},
         )
-        if previous not in (None, name) and previous not in self._best.names():
+        if previous not in (None, name):
             self._remove(runner, folder / str(previous))
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
 

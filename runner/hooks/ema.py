@@ -41,6 +41,7 @@ class EMAHook(Hook):
     """
 
     priority = "NORMAL"
+    holds_weights = True
 
     def __init__(
         self,
@@ -74,7 +75,9 @@ class EMAHook(Hook):
             self._average = WeightAverage(_averaged(runner, self.update_buffers))
 
     def before_train(self, runner: FlexibleRunner) -> None:
-        """Check that the average will start at all."""
+        """Check that the average will start at all; training that starts from loaded weights averages anew."""
+        if runner.iter == 0:
+            self._updates = 0
         for name, begin, limit in (
             ("begin_epoch", self.begin_epoch, runner.max_epochs),
             ("begin_iter", self.begin_iter, runner.max_iters),

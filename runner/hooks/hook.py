@@ -22,6 +22,8 @@ class Hook:
     """
 
     priority: int | str | Priority = "NORMAL"
+    holds_weights: bool = False
+    """Whether its state is weights of the model, which ``load_from`` takes over with the model's own."""
 
     # The whole job
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flextrain import AmpOptimWrapper, OptimWrapper
+from flextrain import AmpOptimWrapper, FlexibleRunner, Hook, OptimWrapper
 from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, ConvNet, HalfFrozen, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import SEED, single_device
@@ -92,3 +93,60 @@ def test_bfloat16_is_torchs_autocast() -> None:
     with single_device(AmpOptimWrapper(ADAMW, dtype="bfloat16"), TinyTransformer) as session:
         found = train(session.strategy, session.model, session.optim, data)
     assert found.losses == expected.losses
+
+
+class Unweighted(TinyTransformer):
+    """Without ``loss_weight``: every micro-batch of a window counts the same, a smaller one too."""
+
+    loss_weight = None  # type: ignore[assignment]
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.lrs: list[float] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.values.append(outputs["loss"])
+        self.lrs.append(runner.optim_wrapper.param_groups[0]["lr"])
+
+
+def test_the_runner_is_a_plain_loop(tmp_path: Path) -> None:
+    samples = Unweighted.sample(43, 0)
+    items = [{name: values[i] for name, values in samples.items()} for i in range(43)]
+    torch.manual_seed(SEED)
+    model, twin = Unweighted(), Unweighted()
+    twin.load_state_dict(model.state_dict())
+    hook = Losses()
+    runner = FlexibleRunner(
+        model=twin,
+        work_dir=tmp_path,
+        strategy=dict(type="SingleDeviceStrategy", device="cpu"),
+        # Six batches, the last of three samples, in windows of four and two.
+        train_dataloader=dict(dataset=items, batch_size=8, shuffle=False, collate_fn=dict(type="default_collate")),
+        # Nothing that forgets the size of a gradient: neither Adam nor clipping.
+        optim_wrapper=dict(optimizer=MOMENTUM, accumulative_counts=4),
+        param_scheduler=dict(type="ExponentialLR", gamma=0.9, by_epoch=False),
+        train_cfg=dict(by_epoch=True, max_epochs=5),
+        default_hooks=dict(checkpoint=None),
+        custom_hooks=[hook],
+    )
+    runner.train()
+
+    optim = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
+    batches = [{name: values[i : i + 8] for name, values in samples.items()} for i in range(0, 43, 8)]
+    expected, lrs = [], []
+    for window in (batches[:4], batches[4:]) * 5:
+        losses = [model(**batch)["loss"] for batch in window]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        lrs.append(optim.param_groups[0]["lr"])
+        optim.step()
+        optim.zero_grad()
+        decay.step()
+        expected.append(loss.item())
+    assert [value.item() for value in hook.values] == pytest.approx(expected, rel=1e-6)
+    assert hook.lrs == pytest.approx(lrs)
+    for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)

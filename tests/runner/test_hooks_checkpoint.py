@@ -209,6 +209,13 @@ def test_a_run_resumed_further_back_counts_from_there(new_run: Callable[..., Fle
     assert (work / "latest").read_text().strip() == "iter_20"
 
 
+def test_a_checkpoint_that_is_saved_again_counts_once(runner: Any) -> None:
+    stage = Stage(runner, interval=1, max_keep_ckpts=1, save_optimizer=False)
+    stage.hook.after_train_epoch(runner)
+    stage.hook.after_train_epoch(runner)
+    assert saved(Path(runner.work_dir)) == ["epoch_1"]
+
+
 def test_what_latest_names_stays(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     work = tmp_path / "work"
 
@@ -290,6 +297,7 @@ def test_a_validation_outside_of_training_saves_nothing(new_run: Callable[..., F
     run.train()
     run.val()
     assert saved(tmp_path / "work") == ["best_accuracy_epoch_3", "epoch_3"]
+    assert run.message_hub.get_info("best_score") == 0.3
 
 
 def test_a_run_resumed_from_before_its_best_validation_knows_it(

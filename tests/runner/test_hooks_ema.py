@@ -173,9 +173,10 @@ def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None
     stage = Stage(runner, nn.Linear(1, 1), momentum=0.5)
     list(stage.updates([4.0]))
     state = {"updates": 1, "averaged.weight": torch.full((1, 1), 2.0), "averaged.old": torch.ones(1)}
+    stage.module.bias.data.fill_(6.0)  # type: ignore[union-attr,operator]
     stage.hook.load_state_dict(state)
     loaded = stage.hook.state_dict()
-    assert (float(loaded["averaged.weight"]), float(loaded["averaged.bias"])) == (2.0, 4.0)
+    assert (float(loaded["averaged.weight"]), float(loaded["averaged.bias"])) == (2.0, 6.0)
     stage.hook.strict_load = True
     with pytest.raises(CheckpointError, match="differ from the model in bias, old"):
         stage.hook.load_state_dict(state)
@@ -297,6 +298,24 @@ def test_a_run_resumed_without_an_average_starts_one(new_run: Callable[..., Flex
     follow = Follow(momentum=0.1)
     new_run(default_hooks=checkpoint, resume=True, custom_hooks=[EMAHook(momentum=0.1), follow]).train()
     assert follow.same == [True] * 30, "with its own weights in the validation that was left to do"
+
+
+def test_loaded_averages_are_what_is_validated_and_training_averages_anew(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    class Look(Hook):
+        def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            seen.append(runner.strategy.module.linear.weight.detach().clone())
+
+    first, seen = EMAHook(momentum=0.1), []
+    new_run(custom_hooks=[first], default_hooks={"checkpoint": {"type": "CheckpointHook"}}).train()
+    path = str(tmp_path / "work" / "epoch_3")
+    new_run(load_from=path, custom_hooks=[EMAHook(momentum=0.1), Look()]).val()
+    assert all(torch.equal(weight, first.state_dict()["averaged.linear.weight"]) for weight in seen)
+    assert len(seen) == 10
+    follow = Follow(momentum=0.1)
+    new_run(load_from=path, custom_hooks=[EMAHook(momentum=0.1), follow]).train()
+    assert follow.same == [True] * 30
 
 
 def test_half_weights_with_masters_are_averaged_in_float32_and_validated(

@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
+from flextrain import FlexibleRunner
+from flextrain.runner.hooks import Hook
+
 from .training import (
     SGD,
     Changes,
     Net,
     Samples,
     SaveEvery,
+    Stop,
+    StopAt,
     Watch,
     differences,
     make_runner,
@@ -215,22 +220,148 @@ def run(folder: Path, changes: Changes, *more: Any, **options: Any) -> tuple[Wat
 
 
 def compare(tmp_path: Path, changes: Changes, at: tuple[int, ...] | None) -> None:
+    """Resume after the updates ``at`` of a run that is not interrupted, and see that nothing differs from it."""
     whole, runner = run(tmp_path / "whole", changes, SaveEvery(None if at is None else set(at)))
     expected, length = whole_state(runner), len(whole.trained)
     reached = range(1, length + 1) if at is None else [number for number in at if number <= length]
     assert len(reached) > 2
     for number in reached:
-        folder = tmp_path / f"from_{number}"
-        checkpoint = tmp_path / "whole" / f"iter_{number}"
-        rest, resumed = run(folder, changes, resume=str(checkpoint), randomness=dict(seed=2))
+        rest, resumed = run(
+            tmp_path / f"from_{number}",
+            changes,
+            resume=str(tmp_path / "whole" / f"iter_{number}"),
+            randomness=dict(seed=2),
+        )
         assert rest.trained == whole.trained[number:], f"other samples after update {number}"
         assert rest.rates == whole.rates[number:], f"other learning rates after update {number}"
         assert not differences(whole_state(resumed), expected), f"another result after update {number}"
-        dataset = getattr(resumed.train_dataloader.dataset, "samples", resumed.train_dataloader.dataset)
-        if dataset is resumed.train_dataloader.dataset:
-            assert dataset.read() == [index for batch in rest.trained for index in batch], f"read after update {number}"
+        dataset = resumed.train_dataloader.dataset
+        if isinstance(dataset, Samples):
+            trained = [index for batch in rest.trained for index in batch]
+            assert sorted(dataset.read()) == sorted(trained), f"read something else after update {number}"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_resume_is_exact(tmp_path: Path, name: str) -> None:
     compare(tmp_path, CASES[name], None if name in EVERY else SOME)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("sampler", [None, Dice])
+def test_resume_is_exact_with_workers(tmp_path: Path, by_epoch: bool, persistent: bool, sampler: Any) -> None:
+    """Workers read ahead, but never what is not trained on."""
+    options = dict(num_workers=2, persistent_workers=persistent)
+    given = data(**options) if sampler is None else loader(sampler, **options)
+    loop = dict(by_epoch=True, max_epochs=2) if by_epoch else dict(by_epoch=False, max_iters=10)
+    compare(tmp_path, with_(given, train_cfg=loop), (2, 7, 9))
+
+
+# A checkpoint that is saved at the end of an epoch comes before that epoch's validation.
+@pytest.mark.parametrize(
+    "name", ["accumulate", "schedulers", "plateau", "ema", "evaluation", "two-optimizers", "loader"]
+)
+def test_resume_from_the_checkpoint_of_an_epoch(tmp_path: Path, name: str) -> None:
+    changes = with_(CASES[name], default_hooks=dict(checkpoint=dict(interval=1)))
+    whole, runner = run(tmp_path / "whole", changes)
+    expected = whole_state(runner)
+    for epoch in (1, 2, 3):
+        resumed_from = str(tmp_path / "whole" / f"epoch_{epoch}")
+        rest, resumed = run(tmp_path / f"from_{epoch}", changes, resume=resumed_from, randomness=dict(seed=2))
+        assert rest.trained == whole.trained[len(whole.trained) * epoch // 3 :]
+        assert not differences(whole_state(resumed), expected), f"another result after epoch {epoch}"
+        assert (resumed.epoch, resumed.iter) == (3, len(whole.trained))
+
+
+class Validations(Hook):
+    """Counts them, by where training stood."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def before_val(self, runner: FlexibleRunner) -> None:
+        self.seen.append(runner.epoch)
+
+
+@pytest.mark.parametrize("saved_after, left", [(None, [2, 3]), (2, [3])])
+def test_no_validation_is_left_out_or_repeated(tmp_path: Path, saved_after: int | None, left: list[int]) -> None:
+    """Saved at the end of epoch 2, before its validation; or in epoch 3, after it."""
+
+    class SaveLater(Hook):
+        def before_train_epoch(self, runner: FlexibleRunner) -> None:
+            if runner.epoch == saved_after:
+                runner.save_checkpoint(runner.work_dir, "later")
+
+    run(tmp_path / "whole", with_(**validation()), SaveLater(), default_hooks=dict(checkpoint=dict(interval=2)))
+    name = "later" if saved_after else "epoch_2"
+    counted = Validations()
+    run(tmp_path / "rest", with_(**validation()), counted, resume=str(tmp_path / "whole" / name))
+    assert counted.seen == left
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    changes = with_(default_hooks=dict(checkpoint=dict(interval=1)))
+    _, runner = run(tmp_path, changes)
+    expected = whole_state(runner)
+    rest, resumed = run(tmp_path, changes, resume=True)
+    assert rest.trained == []
+    assert not differences(whole_state(resumed), expected)
+
+
+def test_resume_true_takes_the_newest_after_a_crash(tmp_path: Path) -> None:
+    whole, runner = run(tmp_path / "whole", CASES["accumulate"])
+    expected = whole_state(runner)
+    # The checkpoint is two updates older than the crash: those two are made again.
+    with pytest.raises(Stop):
+        run(tmp_path / "crash", CASES["accumulate"], SaveEvery({2, 5}), StopAt(7))
+    rest, resumed = run(tmp_path / "crash", CASES["accumulate"], resume=True, randomness=dict(seed=9))
+    assert rest.trained == whole.trained[5:]
+    assert not differences(whole_state(resumed), expected)
+    with pytest.raises(Stop):
+        run(tmp_path / "crash", CASES["accumulate"], SaveEvery({8}), StopAt(8), resume=str(tmp_path / "crash/iter_5"))
+    assert (tmp_path / "crash" / "latest").read_text() == "iter_8"
+
+
+def test_resume_true_with_nothing_to_resume_starts(tmp_path: Path) -> None:
+    watch, runner = run(tmp_path, with_(), resume=True)
+    assert (len(watch.trained), runner.iter) == (21, 21)
+
+
+def test_resume_true_takes_load_from(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path / "whole", with_(), SaveEvery({4}))
+    rest, _ = run(tmp_path / "rest", with_(), resume=True, load_from=str(tmp_path / "whole" / "iter_4"))
+    assert rest.trained == whole.trained[4:]
+
+
+def test_a_run_may_be_interrupted_twice(tmp_path: Path) -> None:
+    whole, runner = run(tmp_path / "whole", CASES["schedulers"])
+    for at in (3, 10):
+        with pytest.raises(Stop):
+            run(tmp_path / "parts", CASES["schedulers"], SaveEvery({at}), StopAt(at), resume=True)
+    rest, resumed = run(tmp_path / "parts", CASES["schedulers"], resume=True)
+    assert rest.trained == whole.trained[10:]
+    assert not differences(whole_state(resumed), whole_state(runner))
+
+
+def test_training_goes_on_when_more_epochs_are_asked_for(tmp_path: Path) -> None:
+    """The first three epochs of six are those of a run of three, and train() again does nothing more."""
+    six = dict(by_epoch=True, max_epochs=6)
+    whole, runner = run(tmp_path / "six", with_(train_cfg=six))
+    run(tmp_path / "three", with_(default_hooks=dict(checkpoint=dict(interval=1))))
+    rest, resumed = run(tmp_path / "more", with_(train_cfg=six), resume=str(tmp_path / "three" / "epoch_3"))
+    assert rest.trained == whole.trained[21:]
+    assert not differences(whole_state(resumed), whole_state(runner))
+    resumed.train()
+    assert len(rest.trained) == 21
+
+
+@pytest.mark.parametrize("parts", [dict(resume_optimizer=False), dict(resume_param_scheduler=False)], ids=str)
+def test_parts_can_be_left_out(tmp_path: Path, parts: dict[str, bool]) -> None:
+    changes = with_(param_scheduler=dict(type="StepLR", step_size=1, gamma=0.5))
+    run(tmp_path / "whole", changes, default_hooks=dict(checkpoint=dict(interval=1)))
+    runner = make_runner(tmp_path / "rest", **changes(tmp_path))
+    runner.resume(tmp_path / "whole" / "epoch_2", **parts)
+    assert (runner.epoch, runner.iter) == (2, 14)
+    assert (runner.param_schedulers[0].last_step == 2) is ("resume_param_scheduler" not in parts)
+    has_momentum = bool(runner.optim_wrapper.optimizer.state)
+    assert has_momentum is ("resume_optimizer" not in parts)

@@ -14,7 +14,9 @@ from flextrain.strategies import detect_launch, launch
 from flextrain.strategies.launch import Launch, first_host, free_port
 
 TORCHRUN = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
-OLD_LAUNCH = dict(RANK="3", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1")  # torch.distributed.launch without LOCAL_RANK
+OLD_LAUNCH = dict(
+    RANK="3", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"
+)  # torch.distributed.launch without LOCAL_RANK
 BATCH = dict(SLURM_JOB_ID="12", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODELIST="gpu[07-09]")
 SRUN = BATCH | dict(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[08-09],x1")
 ONE_TASK = SRUN | dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
@@ -109,7 +111,7 @@ def test_free_ports_differ() -> None:
 
 # Starting
 
-JOB = '''
+JOB = """
 import os
 import torch
 from flextrain import DDPStrategy
@@ -127,7 +129,7 @@ def fail():
     if os.environ["RANK"] == "1":
         raise KeyError("what went wrong")
     torch.distributed.init_process_group("gloo")  # waits for the other
-'''
+"""
 
 
 @pytest.fixture

@@ -1,0 +1,81 @@
+"""The strategy of a run, from what is said of it in several places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain.core.errors import ConfigError
+from flextrain.core.registry import STRATEGIES
+from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, build_strategy
+
+
+@pytest.mark.parametrize(
+    "cfg, options, kind, config",
+    [
+        (None, {}, SingleDeviceStrategy, {}),
+        (None, dict(compile=True, launcher="none"), SingleDeviceStrategy, dict(compile=True, launcher="none")),
+        ("DDPStrategy", {}, DDPStrategy, {}),
+        (DDPStrategy, dict(compile=None), DDPStrategy, dict(compile=False)),
+        (dict(type="DDPStrategy", static_graph=True), {}, DDPStrategy, dict(static_graph=True)),
+        (dict(type=DDPStrategy), dict(compile=True), DDPStrategy, dict(compile=True)),
+        (dict(type="flextrain.strategies:DDPStrategy", compile=True), dict(compile=True), DDPStrategy, dict(compile=True)),
+    ],
+)  # fmt: skip
+def test_build(cfg: Any, options: dict[str, Any], kind: type, config: dict[str, Any]) -> None:
+    strategy = build_strategy(cfg, **options)
+    assert type(strategy) is kind
+    assert {key: getattr(strategy.config, key) for key in config} == config
+
+
+def test_several_processes_train_with_ddp_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    assert type(build_strategy()) is DDPStrategy
+    assert type(build_strategy("SingleDeviceStrategy")) is SingleDeviceStrategy  # which will refuse to be set up
+
+
+def test_a_built_strategy_comes_back_as_it_is() -> None:
+    strategy = DDPStrategy(compile=True)
+    assert build_strategy(strategy) is strategy
+    assert build_strategy(strategy, compile=True, launcher=None) is strategy
+
+
+def test_strategies_of_third_parties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "third_party.py").write_text("from flextrain import Strategy\nclass TheirStrategy(Strategy): ...\n")
+    info = tmp_path / "third_party-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flextrain.strategies]\nTheirStrategy = third_party:TheirStrategy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert type(build_strategy("TheirStrategy")).__name__ == "TheirStrategy"
+        assert "TheirStrategy" in set(STRATEGIES)
+    finally:
+        STRATEGIES._modules.pop("TheirStrategy", None)
+
+
+@pytest.mark.parametrize(
+    "cfg, options, message",
+    [
+        ("DPStrategy", {}, 'strategy.type: "DPStrategy" is no known strategy, did you mean "DDPStrategy"?'),
+        (dict(static_graph=True), {}, "strategy.type: missing, say which strategy"),
+        (dict(type="DDPStrategy", static=True), {}, 'strategy.static: unknown key, did you mean "static_graph"?'),
+        (dict(type="DDPStrategy", compile=True), dict(compile=dict(backend="eager")), "strategy.compile: True disagrees with compile={'backend': 'eager'}, give one of them"),
+        (DDPStrategy(), dict(compile=True), "compile: the strategy is already built, give compile=True to it"),
+        (dict(type=dict), {}, "strategy.type: dict is no Strategy, subclass flextrain.Strategy"),
+        (5, {}, "strategy.type: 5 is not allowed, give a strategy's class, name, or package.module:Name"),
+        (None, dict(launcher="pytroch"), 'launcher: "pytroch" is not allowed'),
+    ],
+)  # fmt: skip
+def test_wrong_configurations(cfg: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_strategy(cfg, **options)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_strategy_is_a_strategy() -> None:
+    assert all(issubclass(STRATEGIES.get(name), Strategy) for name in STRATEGIES)  # type: ignore[arg-type]

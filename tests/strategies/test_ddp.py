@@ -1,0 +1,414 @@
+"""DDPStrategy: what reaches torch, how often processes talk, and state that is the user's model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from flextrain.testing import WorkerGroup, fresh_rendezvous
+
+ADAM = dict(type="Adam", lr=0.05)
+SGD = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def data(rank: int, index: int = 0) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * index + rank))
+
+
+def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[DDPStrategy, Any, Any]:
+    fresh_rendezvous()
+    strategy = DDPStrategy(device="cpu", timeout_s=30, **options)
+    optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
+    torch.manual_seed(0)
+    called, optim = strategy.setup(model or Net(), optim)
+    return strategy, called, optim
+
+
+def same_everywhere(strategy: Strategy) -> bool:
+    sums = [sum(p.double().sum().item() for p in strategy.module.parameters())]
+    found: list[Any] = [None] * strategy.world_size
+    torch.distributed.all_gather_object(found, sums)
+    return all(value == found[0] for value in found)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(static_grah=True), 'strategy.static_grah: unknown key, did you mean "static_graph"?'),
+        (dict(static_graph="yes"), 'strategy.static_graph: "yes" is not allowed, give True or False'),
+        (dict(comm_hook="fp8_compress"), 'strategy.comm_hook: "fp8_compress" is not allowed, choose "allreduce", "fp16_compress" or "bf16_compress"'),
+        (dict(sync_bn="mmcv"), 'strategy.sync_bn: "mmcv" is not allowed, choose "torch"'),
+        (dict(bucket_cap_mb=0), "strategy.bucket_cap_mb: 0 is not allowed, give a number above 0"),
+        (dict(model_wrapper=dict(bucket_cap_mb=-1)), "strategy.model_wrapper.bucket_cap_mb: -1 is not allowed"),
+        (dict(model_wrapper=dict(find_unused=True)), 'strategy.model_wrapper.find_unused: unknown key, did you mean "find_unused_parameters"?'),
+        (dict(model_wrapper=dict(type="FullyShardedDataParallel")), 'strategy.model_wrapper.type: "FullyShardedDataParallel" is not allowed'),
+        (dict(static_graph=True, model_wrapper=dict(static_graph=False)), "strategy.model_wrapper.static_graph: False disagrees with strategy.static_graph=True, give one of them"),
+    ],
+)  # fmt: skip
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DDPStrategy(**options)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+REACHES_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, dict(static_graph=False, find_unused_parameters=False, gradient_as_bucket_view=False, broadcast_buffers=True)),
+    (dict(static_graph=True), dict(static_graph=True)),
+    (dict(find_unused_parameters=True), dict(find_unused_parameters=True)),
+    (dict(gradient_as_bucket_view=True), dict(gradient_as_bucket_view=True)),
+    (dict(broadcast_buffers=False), dict(broadcast_buffers=False)),
+    (dict(bucket_cap_mb=3), dict(bucket_bytes_cap=3 * 2**20)),
+    (dict(model_wrapper=dict(type="MMDistributedDataParallel", find_unused_parameters=True)), dict(find_unused_parameters=True)),
+    (dict(model_wrapper=dict(type=DistributedDataParallel, static_graph=True)), dict(static_graph=True)),
+    (dict(static_graph=True, model_wrapper=dict(static_graph=True, bucket_cap_mb=3)), dict(static_graph=True, bucket_bytes_cap=3 * 2**20)),
+]  # fmt: skip
+
+
+def found_in_torch() -> list[dict[str, Any]]:
+    results = []
+    for options, expected in REACHES_TORCH:
+        strategy, called, _ = prepared(**options)
+        assert isinstance(called, DistributedDataParallel)
+        results.append({name: getattr(called, name) for name in expected})
+        strategy.teardown()
+    return results
+
+
+@pytest.mark.distributed
+def test_options_reach_torch(workers2: WorkerGroup) -> None:
+    for results in workers2.run(found_in_torch):
+        assert results == [expected for _, expected in REACHES_TORCH]
+
+
+def comm_hooks() -> list[tuple[str, list[float]]]:
+    """The hook that torch is given for each name, and the gradient that comes of it."""
+    results = []
+    for name in ("allreduce", "fp16_compress", "bf16_compress"):
+        with mock.patch.object(
+            DistributedDataParallel,
+            "register_comm_hook",
+            autospec=True,
+            side_effect=DistributedDataParallel.register_comm_hook,
+        ) as register:
+            strategy, model, _ = prepared(nn.Linear(1, 1, bias=False), comm_hook=name)
+        model(torch.tensor([[1.0 + (strategy.rank + 1) * 2**-9]])).sum().backward()
+        results.append((register.call_args.args[2].__name__, strategy.module.weight.grad.flatten().tolist()))
+        strategy.teardown()
+    return results
+
+
+@pytest.mark.distributed
+def test_comm_hooks_by_name(workers2: WorkerGroup) -> None:
+    exact = 1 + 1.5 * 2**-9
+    for results in workers2.run(comm_hooks):
+        assert [name for name, _ in results] == ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
+        assert results[0][1] == [exact]
+        assert results[1][1] == [pytest.approx(exact, abs=2**-10)]
+        assert results[2][1][0] != exact  # eight bits do not hold it
+
+
+# Wrapping
+
+
+def what_is_called() -> dict[str, bool]:
+    frozen = Net().requires_grad_(False)
+    cases = {"trained": (Net(), SGD), "frozen": (frozen, None), "own step": (OwnStep(), SGD)}
+    results = {}
+    for name, (model, optim) in cases.items():
+        strategy, called, _ = prepared(model, optim)
+        results[name] = isinstance(called, DistributedDataParallel)
+        assert strategy.module is model
+        assert (strategy.world_size, strategy.data_shard) == (2, (strategy.rank, 2))
+        strategy.teardown()
+        strategy.teardown()
+        assert not torch.distributed.is_initialized()
+    return results
+
+
+@pytest.mark.distributed
+def test_what_is_wrapped(workers2: WorkerGroup) -> None:
+    assert workers2.run(what_is_called) == [{"trained": True, "frozen": False, "own step": False}] * 2
+
+
+def test_one_process_is_a_world_of_one() -> None:
+    model = Net()
+    strategy = DDPStrategy(device="cpu", static_graph=True, comm_hook="fp16_compress")
+    called, _ = strategy.setup(model, OptimWrapper(SGD))
+    assert called is model
+    assert not torch.distributed.is_initialized()
+    with strategy.grad_sync(False):
+        called(data(0)).backward()
+    strategy.teardown()
+
+
+def test_a_second_setup_is_refused() -> None:
+    strategy = DDPStrategy(device="cpu")
+    strategy.setup(Net())
+    with pytest.raises(StrategyError, match="^DDPStrategy: setup was called before"):
+        strategy.setup(Net())
+
+
+def test_sync_bn_is_refused_where_torch_has_none() -> None:
+    message = '^strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"$'
+    with pytest.raises(StrategyError, match=message):
+        DDPStrategy(device="cpu", sync_bn="torch").setup(Net())
+    DDPStrategy(device="cpu", sync_bn="torch").setup(nn.Linear(1, 1))  # nothing to synchronise
+
+
+@pytest.mark.parametrize("options", [dict(static_graph=True), dict(comm_hook="allreduce")])
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+    message = f"^strategy.{next(iter(options))}: has no effect on OwnStep, which defines its own train_step"
+    with pytest.raises(StrategyError, match=message):
+        DDPStrategy(device="cpu", **options).setup(OwnStep())
+
+
+def start_differently() -> list[float]:
+    fresh_rendezvous()
+    strategy = DDPStrategy(device="cpu", timeout_s=30)
+    strategy.setup_environment()
+    strategy.setup_environment()
+    torch.manual_seed(strategy.rank)
+    model = Net()
+    nn.init.constant_(model.norm.running_mean, strategy.rank + 3)  # type: ignore[arg-type]
+    strategy.setup(model)
+    return [tensor.double().sum().item() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.distributed
+def test_all_start_from_rank_0(workers2: WorkerGroup) -> None:
+    first, second = workers2.run(start_differently)
+    assert first == second
+    assert 4 * 3.0 in first  # the running mean of rank 0
+
+
+# How often gradients travel
+
+
+def count_all_reduces(static_graph: bool, windows: list[int]) -> list[int]:
+    """Messages per window of so many micro-batches; the model's gradients fit into one."""
+    calls: list[int] = []
+
+    def counting(state, bucket):  # type: ignore[no-untyped-def] # torch reads annotations and cannot read text
+        calls.append(1)
+        return allreduce_hook(state, bucket)
+
+    strategy, model, optim = prepared(static_graph=static_graph)
+    model.register_comm_hook(None, counting)
+    counts = []
+    for length in windows:
+        calls.clear()
+        for index in range(length):
+            optim.begin(index, length)
+            with strategy.grad_sync(enabled=optim.should_sync()):
+                loss = model(data(strategy.rank, index))
+                optim.update_params(loss)
+        counts.append(len(calls))
+    assert same_everywhere(strategy)
+    strategy.teardown()
+    return counts
+
+
+@pytest.mark.distributed
+def test_gradients_travel_once_per_window(workers2: WorkerGroup) -> None:
+    windows = [3, 1, 3, 2]
+    assert workers2.run(count_all_reduces, False, windows) == [[1, 1, 1, 1]] * 2
+    # A static graph is recorded in the first backward, which must be one that reduces.
+    assert workers2.run(count_all_reduces, True, windows) == [[2, 1, 1, 1]] * 2
+
+
+# Models with a train_step of their own
+
+
+class OwnStep(nn.Module):
+    """Uses ``sometimes`` on rank 0 only, and ``never`` on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(3, 1, bias=False) for _ in range(3))
+
+    def train_step(self, batch: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        x, use = batch
+        loss = self.always(x).mean() + (self.sometimes(x).mean() if use else 0)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def own_steps(accumulate: int) -> dict[str, Any]:
+    counts: list[int] = []
+    strategy, model, optim = prepared(OwnStep(), OptimWrapper(SGD, accumulative_counts=accumulate))
+    before = model.never.weight.detach().clone()
+    grads: list[Any] = []
+    apply = optim.optimizer.step
+    optim.optimizer.step = lambda: (grads.append(model.always.weight.grad.clone()), apply())
+    sometimes: list[Any] = []
+    optim.register_step_pre_hook(lambda _: sometimes.append(model.sometimes.weight.grad.clone()))
+    for window in range(2):
+        with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as reduce:
+            for index in range(accumulate):
+                optim.begin(index, accumulate)
+                model.train_step((data(strategy.rank, 10 * window + index), strategy.rank == 0), optim)
+            counts.append(reduce.call_count)
+    result = {
+        "counts": counts,
+        "grads": grads,
+        "sometimes": sometimes,
+        "same": same_everywhere(strategy),
+        "never has moved": not torch.equal(model.never.weight, before),
+        "never has a gradient": model.never.weight.grad is not None,
+    }
+    strategy.teardown()
+    return result
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_train_step_averages_once_per_update(workers2: WorkerGroup, accumulate: int) -> None:
+    # The gradient of a mean over rows is the mean row, whatever the weights are.
+    rows = [[data(rank, 10 * w + i).mean(0) for i in range(accumulate)] for w in range(2) for rank in range(2)]
+    means = [torch.stack([*rows[2 * w], *rows[2 * w + 1]]).mean(0, keepdim=True) for w in range(2)]
+    halves = [torch.stack(rows[2 * w]).mean(0, keepdim=True) / 2 for w in range(2)]
+    for result in workers2.run(own_steps, accumulate):
+        assert result["counts"] == [2, 2]  # which parameters were used, and their gradients in one message
+        torch.testing.assert_close(result["grads"], means)
+        torch.testing.assert_close(result["sometimes"], halves)  # zero on the rank that did not use it
+        assert result["same"]
+        assert not result["never has moved"]
+        assert not result["never has a gradient"]
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def train_step(self, x: Tensor, optim: OptimWrapperDict) -> dict[str, Tensor]:
+        loss = self.critic(self.generator(x).detach()).mean()
+        optim["critic"].update_params(loss)
+        optim["generator"].update_params(-self.critic(self.generator(x)).mean())
+        return {"loss": loss.detach()}
+
+
+def train_gan() -> bool:
+    optim = OptimWrapperDict(generator=OptimWrapper(ADAM), critic=OptimWrapper(SGD))
+    strategy, model, optim = prepared(Gan(), optim)
+    for index in range(3):
+        model.train_step(data(strategy.rank, index), optim)
+    return same_everywhere(strategy)
+
+
+@pytest.mark.distributed
+def test_two_optimizers_keep_the_processes_together(workers2: WorkerGroup) -> None:
+    assert workers2.run(train_gan) == [True, True]
+
+
+# State
+
+
+def state_keys(options: dict[str, Any], half: bool) -> list[str]:
+    optim = ApexOptimWrapper(ADAM, opt_level="O2") if half else OptimWrapper(ADAM)
+    strategy, model, optim = prepared(None, optim, **options)
+    for index in range(2):
+        with optim.optim_context(model):
+            loss = model(data(strategy.rank, index))
+        optim.update_params(loss)
+    keys = list(strategy.state_dict())
+    assert same_everywhere(strategy)
+    strategy.teardown()
+    torch._dynamo.reset()
+    return keys
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(compile=dict(backend="eager")),
+        dict(activation_checkpointing=dict(classes=["Sequential"])),
+        dict(
+            compile=dict(backend="aot_eager"), activation_checkpointing=dict(classes=["Sequential"]), static_graph=True
+        ),
+    ],
+    ids=["plain", "compile", "recompute", "all"],
+)
+@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
+def test_keys_are_the_modules_own(workers2: WorkerGroup, options: dict[str, Any], half: bool) -> None:
+    first, second = workers2.run(state_keys, options, half)
+    names = {name for name, _ in Net().named_parameters()}
+    buffers = {name for name, _ in Net().named_buffers()}
+    assert {key.removeprefix("model.") for key in first if key.startswith("model.")} == names | buffers
+    assert {key.split(".", 2)[2].rpartition(".")[0] for key in first if key.startswith("optim.")} == names
+    assert set(first) - set(second) == {f"model.{name}" for name in buffers}  # rank 0's count
+
+
+def train(model: Any, optim: OptimWrapper, rank: int, steps: int) -> None:
+    for index in range(steps):
+        optim.update_params(model(data(rank, index)))
+
+
+def save_ddp(path: Path) -> dict[str, Any]:
+    strategy, model, optim = prepared(optim=ADAM)
+    train(model, optim, strategy.rank, 3)
+    save_checkpoint(path, strategy.state_dict())
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state_dict().items()}
+
+
+def load(strategy: Strategy, path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    template = strategy.load_template(checkpoint.saved)
+    checkpoint.load(template)
+    strategy.load_state_dict({**checkpoint.values, **template})
+
+
+def load_ddp(path: Path) -> dict[str, Any]:
+    strategy, model, optim = prepared(optim=ADAM)
+    train(model, optim, strategy.rank, 1)  # something to be replaced
+    load(strategy, path)
+    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state_dict().items()}
+    train(model, optim, strategy.rank, 1)
+    assert same_everywhere(strategy)
+    return state
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key] for key, value in a.items()
+    )
+
+
+@pytest.mark.distributed
+def test_state_goes_to_one_device_and_back(workers2: WorkerGroup, tmp_path: Path) -> None:
+    saved = workers2.run(save_ddp, tmp_path / "ddp")[0]
+    single = SingleDeviceStrategy(device="cpu")
+    single.setup(Net(), OptimWrapper(ADAM))
+    load(single, tmp_path / "ddp")
+    assert equal(single.state_dict(), saved)
+    save_checkpoint(tmp_path / "single", single.state_dict())
+    assert equal(workers2.run(load_ddp, tmp_path / "single")[0], saved)
