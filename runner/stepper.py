@@ -87,7 +87,11 @@ class Stepper:
             loss, logs = self.parse(result if self.kwargs else self._own_loss(result))
         weighted = loss * factor if isinstance(factor, Tensor) or factor != 1 else loss
         optim.backward(weighted)
-        logs = {name: value.detach() for name, value in logs.items()}
+        if self.strategy.config.compile:
+            # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
+            logs = {name: value.detach().clone() for name, value in logs.items()}
+        else:
+            logs = {name: value.detach() for name, value in logs.items()}
         if isinstance(factor, Tensor):
             logs["loss"] = weighted.detach()
         return logs

@@ -15,7 +15,7 @@ from . import checks_contract, checks_state, checks_training  # noqa: F401 - imp
 from .compare import FLOAT32_TOLERANCE, CheckFailedError
 from .kit import CHECKS, Kit, RefusedError
 from .report import CheckResult, ConformanceError, ConformanceReport
-from .sessions import StrategyLike, make_strategy, strategy_name
+from .sessions import StrategyLike, make_strategy, strategy_name, with_class
 from .workers import WorkerError, WorkerGroup
 
 # Those that a strategy fails by itself come first, so that the first failure listed is the nearest to its cause.
@@ -60,6 +60,7 @@ def check_strategy(
         raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
     make_strategy(strategy)  # its constructor may refuse, and starts nothing
     report = ConformanceReport(strategy_name(strategy), world_size)
+    strategy = with_class(strategy)
     group = workers or WorkerGroup(world_size, timeout_s)
     if group.world_size != world_size:
         raise ConfigError(f"check_strategy.workers: has {group.world_size} processes, world_size is {world_size}")

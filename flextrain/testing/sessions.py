@@ -52,6 +52,15 @@ def make_strategy(spec: StrategyLike) -> Strategy:
     return spec()
 
 
+def with_class(spec: StrategyLike) -> StrategyLike:
+    """``spec`` with the class in place of its name: another process need not have the name registered."""
+    if isinstance(spec, str):
+        return STRATEGIES.get(spec, "strategy")
+    if isinstance(spec, Mapping) and isinstance(spec.get("type"), str):
+        return {**spec, "type": STRATEGIES.get(spec["type"], "strategy.type")}
+    return spec
+
+
 def strategy_name(spec: StrategyLike) -> str:
     """What to call the strategy in a report."""
     if isinstance(spec, Mapping):

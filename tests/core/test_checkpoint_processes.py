@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, find_latest, layout, mark_latest, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -172,19 +172,3 @@ def test_storage_that_is_not_shared_is_told(workers2: WorkerGroup, tmp_path: Pat
     for heard in workers2.run(not_shared, tmp_path):
         assert "on rank 1: " in heard
         assert "rank 0's directory is not visible here, use storage that all processes share" in heard
-
-
-def recover_together(folder: Path) -> list[Any]:
-    with group():
-        dist.barrier()
-        found = find_latest(folder)
-        assert found is not None
-        return [Checkpoint.open(found).values["loop"], found.name]
-
-
-def test_all_processes_may_undo_a_killed_replacement_at_once(workers2: WorkerGroup, tmp_path: Path) -> None:
-    for _ in range(5):
-        path = save_checkpoint(tmp_path / "a", {"loop": 1})
-        mark_latest(path)
-        path.rename(layout.replaced(path))
-        assert workers2.run(recover_together, tmp_path) == [[1, "a"], [1, "a"]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.device import DEVICES
 from flextrain.core.errors import CheckpointError, ConfigError, LaunchError, StrategyError
 from flextrain.core.registry import OPTIMIZERS
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -110,10 +111,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SingleDeviceStrategy(device="cpu").setup_environment()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [k for k in ("cuda", "npu", "xpu", "mps") if not getattr(torch, k, None) or not torch.accelerator.is_available()],
-)
+@pytest.mark.parametrize("kind", [kind for kind, spec in DEVICES.items() if not spec.is_available()])
 def test_an_absent_device_raises(kind: str) -> None:
     with pytest.raises(StrategyError, match=f'strategy.device: "{kind}" is not usable on this machine'):
         SingleDeviceStrategy(device=kind).setup(Net())

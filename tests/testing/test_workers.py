@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -101,12 +102,6 @@ def fail_inside_a_collective_of_a_group() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def fail_while_the_other_hangs() -> None:
-    if os.environ["RANK"] == "0":
-        raise KeyError("gone")
-    sleep_in_a_function_to_find()
-
-
 def hang() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -125,7 +120,7 @@ def sleep_in_a_function_to_find() -> None:
 def die() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(300)
+    sleep_in_a_function_to_find()
 
 
 def unpicklable_result() -> threading.Lock:
@@ -212,10 +207,12 @@ def test_a_rank_left_alone_in_a_collective_does_not_hang(workers2: WorkerGroup, 
     assert workers2.run(sum_of_ranks) == [[3.0], [3.0]]
 
 
-def test_failures_hangs_and_deaths_end_in_time_and_the_next_call_works() -> None:
+def test_deaths_and_hangs_end_in_time_and_the_next_call_works() -> None:
     with WorkerGroup(2) as group:
-        with pytest.raises(WorkerError, match=r"rank 0 of 2 failed, KeyError(.|\n)*sleep_in_a_function_to_find"):
-            group.run(fail_while_the_other_hangs)
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 failed, the process ended with exit code -11") as caught:
+            group.run(die)
+        assert "Segmentation fault" in str(caught.value)
+        assert re.search(r"rank 0 was at(.|\n)*in sleep_in_a_function_to_find", str(caught.value))
         assert group.run(sum_of_ranks) == [[3.0], [3.0]]
 
         pids = group.run(pid)
@@ -225,15 +222,11 @@ def test_failures_hangs_and_deaths_end_in_time_and_the_next_call_works() -> None
             group.run(hang)
         assert time.monotonic() - started < 20
         assert caught.value.timed_out
-        assert "wait_in_a_collective_to_find" in str(caught.value)
-        assert "sleep_in_a_function_to_find" in str(caught.value)
+        assert "in wait_in_a_collective_to_find" in str(caught.value)
+        assert "in sleep_in_a_function_to_find" in str(caught.value)
         for number in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(number, 0)
-
-        group.timeout_s = 60
-        with pytest.raises(WorkerError, match=r"exit code -11(.|\n)*Segmentation fault(.|\n)*in die"):
-            group.run(die)
 
 
 def test_results_that_cannot_travel_are_an_error(workers2: WorkerGroup) -> None:
@@ -270,12 +263,13 @@ def test_a_script_may_use_its_own_functions_and_leaves_no_process(tmp_path: Path
         "from flextrain.testing import WorkerGroup, run_distributed\n"
         "def where():\n    return int(os.environ['RANK']), os.getpid()\n"
         "if __name__ == '__main__':\n"
-        "    group = WorkerGroup(2)\n"
+        "    group = WorkerGroup(1)\n"
         "    print(*(pid for _, pid in group.run(where)))\n"
-        "    assert [rank for rank, _ in run_distributed(where, 1, 60)] == [0]\n"
+        "    print(*(pid for _, pid in run_distributed(where, 1, 60)))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2
     for number in done.stdout.split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(number), 0)
