@@ -172,10 +172,7 @@ def _strict(annotation: Any) -> Any:
         return typing.cast(Any, Annotated)[parts]
     if origin in (typing.Union, types.UnionType):
         # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
-        branches = [
-            _instance_of(arg) if inspect.isclass(arg) and arg is not Any and _strict(arg) is Any else _strict(arg)
-            for arg in args
-        ]
+        branches = [_instance_of(arg) if _is_class(arg) and _strict(arg) is Any else _strict(arg) for arg in args]
         return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
     if origin is typing.Literal:
         return annotation
@@ -191,6 +188,11 @@ def _strict(annotation: Any) -> Any:
     if annotation in (list, dict, tuple):
         return annotation
     return Any
+
+
+def _is_class(annotation: Any) -> bool:
+    # Callable[[int], None] passes for a class before Python 3.11.
+    return inspect.isclass(annotation) and annotation is not Any and typing.get_origin(annotation) is None
 
 
 def _instance_of(cls: Any) -> Any:

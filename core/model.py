@@ -139,6 +139,9 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     Raises:
         ConfigError: a value of another type, or no name that contains "loss".
     """
+    only = losses.get("loss") if len(losses) == 1 else None
+    if isinstance(only, Tensor) and only.dim() == 0:  # what most models give, in every iteration
+        return only, {"loss": only}
     values: dict[str, Tensor] = {}
     for name, value in losses.items():
         if isinstance(value, Tensor):

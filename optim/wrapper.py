@@ -32,6 +32,9 @@ class StepInfo:
     skipped: bool = False
 
 
+_APPLIED = StepInfo()
+
+
 class ClipGrad(Config):
     """``clip_grad=dict(type='norm', max_norm=...)`` or ``dict(type='value', clip_value=...)``."""
 
@@ -202,7 +205,7 @@ class OptimWrapper:
         norm = self._clip()
         applied = self._apply()
         self.zero_grad()
-        self.last_step = StepInfo(norm, not applied)
+        self.last_step = _APPLIED if applied and norm is None else StepInfo(norm, not applied)
         return self.last_step
 
     def register_step_pre_hook(self, hook: Callable[[OptimWrapper], None]) -> None:

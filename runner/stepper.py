@@ -40,7 +40,9 @@ class Stepper:
         self.strategy, self.model, self.module, self.optim = strategy, model, module, optim
         self.custom_train = overrides(module, "train_step")
         self._train_step: Any = getattr(module, "train_step", None)
-        self.kwargs = {mode: {"mode": mode} for mode in ("loss", "predict")} if takes_mode(module) else {}
+        self.takes_mode = takes_mode(module)
+        self._for_loss = {"mode": "loss"} if self.takes_mode else {}
+        self._for_prediction = {"mode": "predict"} if self.takes_mode else {}
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
@@ -71,7 +73,8 @@ class Stepper:
                 if self.custom_train:
                     logs = self._custom_step(batch, optim)
                 else:
-                    logs = self._micro_batch(batch, optim, 1 / size if factors is None else factors[i])
+                    factor = factors[i] if factors is not None else 1 / size if size > 1 else None
+                    logs = self._micro_batch(batch, optim, factor)
             outputs = logs if i == 0 else _added(outputs, logs)
         if size > 1:
             outputs = {name: value if factors and name == "loss" else value / size for name, value in outputs.items()}
@@ -80,12 +83,16 @@ class Stepper:
             outputs["grad_norm"] = info.grad_norm
         return outputs
 
-    def _micro_batch(self, batch: Any, optim: Any, factor: float | Tensor) -> dict[str, Tensor]:
+    def _micro_batch(self, batch: Any, optim: Any, factor: float | Tensor | None) -> dict[str, Tensor]:
         data = self.preprocess(batch, True)
         with self.strategy.autocast():
-            result = run_forward(self.model, data, **self.kwargs.get("loss", {}))
-            loss, logs = self.parse(result if self.kwargs else self._own_loss(result))
-        weighted = loss * factor if isinstance(factor, Tensor) or factor != 1 else loss
+            result = run_forward(self.model, data, **self._for_loss)
+            loss, logs = self.parse(result if self.takes_mode else self._own_loss(result))
+        if isinstance(factor, Tensor):
+            # A mean over no items is NaN, and its share is nothing.
+            weighted = torch.where(factor > 0, loss * factor, 0.0)
+        else:
+            weighted = loss if factor is None else loss * factor
         optim.backward(weighted)
         if self.strategy.config.compile:
             # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
@@ -137,7 +144,7 @@ class Stepper:
                 )
         data = self.preprocess(batch, False)
         with self.strategy.autocast():
-            return run_forward(self.model, data, **self.kwargs.get("predict", {}))
+            return run_forward(self.model, data, **self._for_prediction)
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)

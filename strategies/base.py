@@ -71,6 +71,9 @@ def _in_form_of(current: Any, value: Any) -> Any:
     return torch.full_like(current, value) if isinstance(current, Tensor) else value
 
 
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""A context that changes nothing; one for all, since every micro-batch enters two."""
+
 # How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
@@ -231,12 +234,12 @@ class Strategy:
     def autocast(self) -> AbstractContextManager[None]:
         """Context for forward, in training and evaluation: autocast where the precision asks for it."""
         if not self.precision.autocast:
-            return nullcontext()
+            return NOTHING
         return torch.autocast(self.device.type, self.precision.compute)  # type: ignore[no-any-return,unused-ignore]
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
-        return nullcontext()
+        return NOTHING
 
     # State
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import pydantic
@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.model import overrides
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
-from .base import Optim, Strategy, StrategyConfig
+from .base import NOTHING, Optim, Strategy, StrategyConfig
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]
@@ -142,12 +142,12 @@ class DDPStrategy(Strategy):
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """See Strategy; ``DistributedDataParallel.no_sync`` while disabled."""
         if enabled or not isinstance(self._model, DistributedDataParallel):
-            return nullcontext()
+            return NOTHING
         # A static graph is recorded in the first backward, which fails inside torch (2.15) under no_sync. Reducing once more
         # does not change the window's sum.
         if self._model.static_graph and not self._recorded:
             self._recorded = True
-            return nullcontext()
+            return NOTHING
         return self._model.no_sync()
 
 

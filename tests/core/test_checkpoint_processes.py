@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -92,6 +93,15 @@ def test_sharded_tensors_come_back_in_any_layout(workers2: WorkerGroup, tmp_path
     workers2.run(load_sharded, path, dim)
     workers2.run(load_sharded, path, 1 - dim)
     check_loaded(path, None, dim)
+
+
+def test_a_part_does_not_pass_for_the_whole(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(save_sharded, tmp_path / "a", 0)
+    with safe_open(tmp_path / "a" / "rank-00001.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert {"sharded.uneven@3,0", "sharded.vector@4", "sharded.even@2,0"} <= names
+        assert not names & {"sharded.uneven", "sharded.vector", "sharded.even"}
+        assert torch.equal(file.get_tensor("sharded.uneven@3,0"), whole()["uneven"][3:])
 
 
 def test_a_checkpoint_of_one_process_is_read_by_two(workers2: WorkerGroup, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_mmengines_log_beside_the_weights_does_no_harm(tmp_path: Path, monkeypat
     module = types.ModuleType(HistoryBuffer.__module__)
     module.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
+        for name in ("mmengine", "mmengine.logging"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
         patch.setitem(sys.modules, module.__name__, module)
         log = {"loss": HistoryBuffer(), "lr": HistoryBuffer().values.mean()}
         torch.save({"state_dict": {"weight": torch.ones(2)}, "message_hub": log}, tmp_path / "epoch_1.pth")

@@ -189,21 +189,21 @@ def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
         DDPStrategy(device="cpu", **options).setup(OwnStep())
 
 
-def start_differently() -> list[float]:
-    fresh_rendezvous()
+def start_differently(trained: bool) -> list[float]:
     strategy = DDPStrategy(device="cpu", timeout_s=30)
     strategy.setup_environment()
     strategy.setup_environment()
     torch.manual_seed(strategy.rank)
-    model = Net()
+    model = Net().requires_grad_(trained)
     nn.init.constant_(model.norm.running_mean, strategy.rank + 3)  # type: ignore[arg-type]
     strategy.setup(model)
     return [tensor.double().sum().item() for tensor in model.state_dict().values()]
 
 
 @pytest.mark.distributed
-def test_all_start_from_rank_0(workers2: WorkerGroup) -> None:
-    first, second = workers2.run(start_differently)
+@pytest.mark.parametrize("trained", [True, False], ids=["wrapped", "not wrapped"])
+def test_all_start_from_rank_0(workers2: WorkerGroup, trained: bool) -> None:
+    first, second = workers2.run(start_differently, trained)
     assert first == second
     assert 4 * 3.0 in first  # the running mean of rank 0
 

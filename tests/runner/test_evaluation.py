@@ -1,0 +1,345 @@
+"""Metrics over one and two processes: every sample counts once, whatever the processes get of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from flextrain import BaseMetric, ConfigError, FlexibleRunner
+from flextrain.runner import Evaluator
+from flextrain.runner.evaluation import build_evaluator, check_evaluator
+from flextrain.runner.hooks import Hook
+from flextrain.testing import WorkerGroup
+
+from .training import SGD, Accuracy, Net, Samples, configuration, make_runner, validation
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def testing(length: int = 10, **dataloader: Any) -> dict[str, Any]:
+    return {key.replace("val_", "test_"): value for key, value in validation(length, **dataloader).items()}
+
+
+def evaluate(folder: Path | str, call: str = "val", model: Any = None, **changes: Any) -> dict[str, Any]:
+    """The metrics of a run that only evaluates."""
+    nothing = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
+    runner = make_runner(folder, **{**nothing, "model": model or fixed, **changes})
+    metrics: dict[str, Any] = getattr(runner, call)()
+    runner.strategy.teardown()
+    return metrics
+
+
+def fixed() -> nn.Module:
+    """The same weights on every process and in every run."""
+    model = Net(dropout=0.5)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    with torch.no_grad():
+        model.net[3].bias.copy_(torch.tensor([0.2, 0.1]))
+    return model
+
+
+def expected(length: int) -> float:
+    samples = Samples(length)
+    predicted = fixed().eval()(None, samples.x, samples.y).argmax(1)
+    return 100.0 * float((predicted == samples.y).float().mean())
+
+
+# One process
+
+
+@pytest.mark.parametrize("call", ["val", "test"])
+@pytest.mark.parametrize("length", [1, 4, 10])
+def test_all_samples_in_their_order(tmp_path: Path, length: int, call: str) -> None:
+    parts = validation(length) if call == "val" else testing(length)
+    metrics = evaluate(tmp_path, call, **parts)
+    assert metrics == dict(accuracy=pytest.approx(expected(length)), count=length, indices=list(range(length)))
+
+
+def test_a_shuffled_order(tmp_path: Path) -> None:
+    metrics = evaluate(tmp_path, **validation(10, sampler=dict(type="DefaultSampler", shuffle=True)))
+    assert metrics["count"] == 10
+    assert sorted(metrics["indices"]) == list(range(10)) != metrics["indices"]
+
+
+def test_each_pass_starts_afresh(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, **validation(10))
+    assert runner.val()["count"] == runner.val()["count"] == 10
+
+
+class PerBatch(BaseMetric):
+    """Two results for every batch and a third for the first: no sampler has to do with how many there are."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += [len(data_batch["y"])] * (2 if self.results else 3)
+
+    def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+        return {"results": len(results), "sizes": results}
+
+
+def test_a_metric_may_keep_more_results_than_samples(tmp_path: Path) -> None:
+    parts = validation(6) | dict(val_evaluator=dict(type=PerBatch))
+    parts["val_dataloader"]["batch_size"] = 1
+    assert evaluate(tmp_path, **parts)["results"] == 13
+
+
+def test_what_metrics_are_given(tmp_path: Path) -> None:
+    class Meta(Samples):
+        metainfo = {"classes": ("a", "b")}
+
+    class Sees(PerBatch):
+        def process(self, data_batch: Any, data_samples: Any) -> None:
+            assert not torch.is_grad_enabled()
+            assert set(data_batch) == {"index", "x", "y"}
+            assert data_samples["logits"].shape == (len(data_batch["y"]), 2)
+            assert self.dataset_meta == Meta.metainfo
+            self.results.append(1)
+
+    parts = validation(6) | dict(val_evaluator=[Sees(prefix="a"), dict(type=Sees, prefix="b")])
+    parts["val_dataloader"]["dataset"] = Meta(6)
+    assert evaluate(tmp_path, **parts) == {"a/results": 2, "a/sizes": [1, 1], "b/results": 2, "b/sizes": [1, 1]}
+
+
+def test_metrics_become_plain_numbers() -> None:
+    class Values(PerBatch):
+        default_prefix = "v"
+
+        def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+            return dict(one=torch.tensor(2.0), many=torch.arange(3), text="x", numpy=torch.tensor(3).numpy()[()])
+
+    metric = Values()
+    metric.results.append(1)
+    assert metric.evaluate() == {"v/one": 2.0, "v/many": [0, 1, 2], "v/text": "x", "v/numpy": 3}
+
+
+def test_a_metric_without_results_warns() -> None:
+    with pytest.warns(UserWarning, match="PerBatch: got no results"):
+        assert PerBatch().evaluate()["results"] == 0
+
+
+def test_two_metrics_of_one_name(tmp_path: Path) -> None:
+    parts = validation(4) | dict(val_evaluator=[dict(type=PerBatch), dict(type=PerBatch)])
+    with pytest.raises(ConfigError, match=r'^evaluator: two metrics are called "results", give one a prefix$'):
+        evaluate(tmp_path, **parts)
+
+
+def test_evaluators_in_every_spelling() -> None:
+    built = Evaluator([PerBatch()])
+    for cfg in (PerBatch, dict(type=PerBatch), PerBatch(), [PerBatch], built):
+        check_evaluator(cfg, "val_evaluator")
+        assert [type(metric) for metric in build_evaluator(cfg, "val_evaluator").metrics] == [PerBatch]
+    assert build_evaluator(built, "x") is built
+
+
+def test_a_predict_that_torchmetrics_can_use(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    for as_dict in (True, False):
+        assert torch_metrics(tmp_path, 10, as_dict) == {
+            "MulticlassAccuracy": pytest.approx(expected(10) / 100),
+            "cat": pytest.approx(float(Samples(10).x.mean())),
+        }
+    parts = validation(4) | dict(val_evaluator=torchmetrics.MeanMetric(), model=lambda: Pairs("mean"))
+    assert evaluate(tmp_path, **parts) == {"MeanMetric": pytest.approx(float(Samples(4).x.mean()))}
+
+
+class Pairs(nn.Module):
+    """Predicts what torchmetrics' ``update`` takes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = fixed(), kind
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = self.net(index, x, y)
+        return {"dict": {"preds": logits, "target": y}, "tuple": (logits, y), "mean": [x], "cat": {"value": x}}[
+            self.kind
+        ]
+
+
+def torch_metrics(folder: Path | str, length: int, as_dict: bool = True) -> dict[str, Any]:
+    """A metric with counters, and one that keeps everything, by name."""
+    import torchmetrics
+
+    parts = validation(length) | dict(
+        val_evaluator=dict(type="MulticlassAccuracy", num_classes=2, average="micro"),
+        model=lambda: Pairs("dict" if as_dict else "tuple"),
+    )
+    found = evaluate(folder, **parts)
+    parts |= dict(val_evaluator=torchmetrics.CatMetric(), model=lambda: Pairs("cat"))
+    kept = evaluate(folder, **parts)["CatMetric"]
+    assert len(kept) == 6 * length if isinstance(kept, list) else length == 0
+    return {**found, "cat": sum(kept) / len(kept)}
+
+
+def test_half_precision_for_evaluation_alone(tmp_path: Path) -> None:
+    class Dtype(PerBatch):
+        def process(self, data_batch: Any, data_samples: Any) -> None:
+            self.results.append(str(data_samples["logits"].dtype))
+
+        def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+            return {"dtypes": sorted(set(results))}
+
+    parts = validation(4) | dict(val_evaluator=Dtype)
+    assert evaluate(tmp_path, **parts)["dtypes"] == ["torch.float32"]
+    assert evaluate(tmp_path, **{**parts, "val_cfg": dict(fp16=True)})["dtypes"] == ["torch.float16"]
+    half = dict(type="AmpOptimWrapper", optimizer=SGD, dtype="bfloat16")
+    runner = make_runner(tmp_path, optim_wrapper=half, **parts)
+    assert runner.val()["dtypes"] == ["torch.bfloat16"]
+
+
+# Alone, and around training
+
+
+class Phases(Hook):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool]] = []
+
+    def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        self.seen.append((mode, runner.model.training))
+
+
+def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path) -> None:
+    plain = make_runner(tmp_path / "plain")
+    weights = [p.clone() for p in plain.train().parameters()]
+    phases = Phases()
+    runner = make_runner(tmp_path / "more", **validation(), **testing(3), custom_hooks=[phases])
+    before = runner.val()
+    assert runner.test()["count"] == 3
+    trained = runner.train()
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), weights, strict=True))
+    after = runner.val()
+    assert after["count"] == before["count"] == 10
+    assert after["accuracy"] != before["accuracy"]
+    assert runner.test()["count"] == 3
+    assert [mode for mode, _ in phases.seen] == ["val", "test", *["train", "val"] * 3, "val", "test"]
+    assert runner.iter == 21
+
+
+def test_test_after_training_uses_what_was_trained(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, train_cfg=dict(max_epochs=30), **testing(26))
+    runner.train()
+    assert runner.test()["accuracy"] > 90
+
+
+# Two processes
+
+
+def on_two(folder: str, length: int, call: str = "val", **dataloader: Any) -> dict[str, Any]:
+    return evaluate(folder, call, **(validation if call == "val" else testing)(length, **dataloader))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 13])
+def test_uneven_parts_on_two_processes(tmp_path: Path, workers2: WorkerGroup, length: int) -> None:
+    """Thirteen samples in batches of four are two batches on each process, one of them smaller; of one, a process has none."""
+    found = workers2.run(on_two, str(tmp_path), length)
+    assert found == [dict(accuracy=pytest.approx(expected(length)), count=length, indices=list(range(length)))] * 2
+
+
+@pytest.mark.distributed
+def test_more_processes_than_samples(tmp_path: Path, workers3: WorkerGroup) -> None:
+    found = workers3.run(on_two, str(tmp_path), 1, "test")
+    assert found == [dict(accuracy=pytest.approx(expected(1)), count=1, indices=[0])] * 3
+
+
+@pytest.mark.distributed
+def test_a_shuffled_order_on_two_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
+    shuffled = dict(type="DefaultSampler", shuffle=True)
+    (first, second), alone = (
+        workers2.run(on_two, str(tmp_path), 9, sampler=shuffled),
+        on_two(str(tmp_path), 9, sampler=shuffled),
+    )
+    assert first == second
+    assert first["indices"] == alone["indices"]
+
+
+def counts_forward(folder: str, length: int) -> tuple[int, dict[str, Any]]:
+    model = fixed()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return len(calls), evaluate(folder, model=lambda: model, **validation(length)) | {"calls": len(calls)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("length", [1, 9])
+def test_every_process_runs_forward_equally_often(tmp_path: Path, workers2: WorkerGroup, length: int) -> None:
+    """Forward may communicate: a process that ran out of batches would leave the other waiting."""
+    found = workers2.run(counts_forward, str(tmp_path), length)
+    assert found[0][1]["calls"] == found[1][1]["calls"] == (1 if length == 1 else 2)
+    assert found[0][1]["count"] == length
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("length", [1, 5, 13])
+def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, length: int) -> None:
+    pytest.importorskip("torchmetrics")
+    assert (
+        workers2.run(torch_metrics, str(tmp_path), length)
+        == [
+            {
+                "MulticlassAccuracy": pytest.approx(expected(length) / 100),
+                "cat": pytest.approx(float(Samples(length).x.mean()), abs=1e-6),
+            }
+        ]
+        * 2
+    )
+
+
+def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str, Any], list[str]]:
+    """A sampler of torch's own, which repeats samples at the end."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    parts: dict[str, Any] = dict(model=fixed, val_cfg=dict(), val_evaluator=Accuracy, log_level="WARNING")
+    if with_torchmetrics:
+        parts |= dict(val_evaluator=dict(type="MeanMetric"), model=lambda: Pairs("mean"))
+    config = configuration(folder, **dict.fromkeys(("train_dataloader", "optim_wrapper", "train_cfg")))
+    config |= parts
+    from flextrain import DDPStrategy
+
+    strategy = DDPStrategy()
+    strategy.setup_environment()
+    samples = Samples(length)
+    sampler = DistributedSampler(samples, shuffle=False)
+    runner = FlexibleRunner(
+        **{**config, "strategy": strategy, "val_dataloader": DataLoader(samples, batch_size=4, sampler=sampler)}
+    )
+    runner.logger.addHandler(handler)
+    metrics = runner.val()
+    runner.logger.removeHandler(handler)
+    strategy.teardown()
+    return metrics, lines
+
+
+@pytest.mark.distributed
+def test_what_a_padding_sampler_repeats_is_dropped(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for metrics, lines in workers2.run(padded, str(tmp_path), 9, False):
+        assert metrics == dict(accuracy=pytest.approx(expected(9)), count=9, indices=list(range(9)))
+        assert not any("repeats" in line for line in lines)
+    (_, first), (_, second) = workers2.run(padded, str(tmp_path), 9, True)
+    assert (
+        "val_dataloader: its DistributedSampler repeats 1 samples, which torchmetrics' metrics count again" in first[-1]
+    )
+    assert not second  # other processes only write errors
+
+
+def rank_dependent(folder: str) -> list[Any]:
+    """A metric of the user's that fails to be computed must fail everywhere, and computing happens on rank 0 alone."""
+
+    class Where(PerBatch):
+        def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+            return {"rank": torch.distributed.get_rank(), "results": len(results)}
+
+    parts = validation(6) | dict(val_evaluator=Where)
+    return [evaluate(folder, **parts)]
+
+
+@pytest.mark.distributed
+def test_metrics_are_computed_once_and_known_everywhere(tmp_path: Path, workers2: WorkerGroup) -> None:
+    assert workers2.run(rank_dependent, str(tmp_path)) == [[{"rank": 0, "results": 6}]] * 2
