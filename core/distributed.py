@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -140,6 +141,17 @@ def gather_object(value: T) -> list[T] | None:
     box: list[Any] | None = [None] * size if get_rank() == 0 else None
     dist.gather_object(value, box, dst=0)
     return box
+
+
+@contextmanager
+def group_of(ranks: Sequence[int]) -> Iterator[Any]:
+    """A process group of some of the processes for the time of a ``with``; every process must come here."""
+    group = dist.new_group(list(ranks))
+    try:
+        yield group
+    finally:
+        if get_rank() in ranks:
+            dist.destroy_process_group(group)
 
 
 def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float) -> None:

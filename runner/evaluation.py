@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core import distributed as dist
 from ..core.device import to_device
-from ..core.distributed import broadcast_object, gather_object
 from ..core.errors import ConfigError
 from ..core.registry import METRICS
 
@@ -57,14 +57,14 @@ class BaseMetric(ABC):
             warnings.warn(
                 f"{type(self).__name__}: got no results, process() appended nothing to self.results", stacklevel=2
             )
-        parts = gather_object(to_device(self.results, torch.device("cpu")))
+        parts = dist.gather_object(to_device(self.results, torch.device("cpu")))
         metrics: dict[str, Any] = {}
         if parts is not None:
             in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
             results = [result for result in in_turn if result is not _NOTHING][:size]
             metrics = self._named(self.compute_metrics(results))
         self.results.clear()
-        return broadcast_object(metrics)
+        return dist.broadcast_object(metrics)
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{self.prefix}/{name}" if self.prefix else name: _number(value) for name, value in metrics.items()}
@@ -79,6 +79,7 @@ class TorchMetric(BaseMetric):
     def __init__(self, metric: Any, prefix: str | None = None) -> None:
         super().__init__(prefix=prefix)
         self.metric = metric
+        self._updates = 0
 
     def to(self, device: torch.device) -> None:
         """See BaseMetric."""
@@ -86,6 +87,7 @@ class TorchMetric(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Update with one batch of predictions."""
+        self._updates += 1
         if isinstance(data_samples, Mapping):
             self.metric.update(**data_samples)
         else:
@@ -98,9 +100,33 @@ class TorchMetric(BaseMetric):
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """See BaseMetric."""
-        metrics = self._named(self.compute_metrics([]))
+        counts = dist.all_gather_object(self._updates)
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        if 0 < len(ranks) < len(counts):
+            metrics = self._evaluate_on(ranks)
+        else:
+            metrics = self._named(self.compute_metrics([]))
         self.metric.reset()
+        self._updates = 0
         return metrics
+
+    def _evaluate_on(self, ranks: list[int]) -> dict[str, Any]:
+        """The metrics from processes that have seen a batch.
+
+        One that keeps predictions in lists gathers none where the list is empty (torchmetrics 1.9), and the others would
+        wait for that process for ever.
+        """
+        parts = list(self.metric.values()) if isinstance(self.metric, nn.ModuleDict) else [self.metric]
+        before = [part.process_group for part in parts]
+        metrics: dict[str, Any] = {}
+        with dist.group_of(ranks) as group:
+            if dist.get_rank() in ranks:
+                for part in parts:
+                    part.process_group = group
+                metrics = self._named(self.compute_metrics([]))
+        for part, own in zip(parts, before, strict=True):
+            part.process_group = own
+        return dist.broadcast_object(metrics, ranks[0])
 
 
 class Evaluator:

@@ -17,17 +17,18 @@ from flextrain.runner.evaluation import build_evaluator, check_evaluator
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Accuracy, Net, Samples, configuration, make_runner, validation
+from .training import SGD, Accuracy, Net, Samples, configuration, fresh_group, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def testing(length: int = 10, **dataloader: Any) -> dict[str, Any]:
+def parts_of_test(length: int = 10, **dataloader: Any) -> dict[str, Any]:
     return {key.replace("val_", "test_"): value for key, value in validation(length, **dataloader).items()}
 
 
 def evaluate(folder: Path | str, call: str = "val", model: Any = None, **changes: Any) -> dict[str, Any]:
     """The metrics of a run that only evaluates."""
+    fresh_group()
     nothing = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
     runner = make_runner(folder, **{**nothing, "model": model or fixed, **changes})
     metrics: dict[str, Any] = getattr(runner, call)()
@@ -57,7 +58,7 @@ def expected(length: int) -> float:
 @pytest.mark.parametrize("call", ["val", "test"])
 @pytest.mark.parametrize("length", [1, 4, 10])
 def test_all_samples_in_their_order(tmp_path: Path, length: int, call: str) -> None:
-    parts = validation(length) if call == "val" else testing(length)
+    parts = validation(length) if call == "val" else parts_of_test(length)
     metrics = evaluate(tmp_path, call, **parts)
     assert metrics == dict(accuracy=pytest.approx(expected(length)), count=length, indices=list(range(length)))
 
@@ -163,18 +164,23 @@ class Pairs(nn.Module):
 
 
 def torch_metrics(folder: Path | str, length: int, as_dict: bool = True) -> dict[str, Any]:
-    """A metric with counters, and one that keeps everything, by name."""
+    """A metric with counters, by name; the same in a collection; and one that keeps everything."""
     import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-    parts = validation(length) | dict(
-        val_evaluator=dict(type="MulticlassAccuracy", num_classes=2, average="micro"),
-        model=lambda: Pairs("dict" if as_dict else "tuple"),
-    )
+    parts = validation(length) | dict(model=lambda: Pairs("dict" if as_dict else "tuple"))
+    accuracy = dict(num_classes=2, average="micro")
+    parts |= dict(val_evaluator=dict(type="MulticlassAccuracy", **accuracy))
+    alone = evaluate(folder, **parts)
+    collection = [MulticlassAccuracy(**accuracy), MulticlassConfusionMatrix(2)]
+    found = evaluate(folder, **{**parts, "val_evaluator": torchmetrics.MetricCollection(collection)})
+    assert sum(sum(row) for row in found.pop("MulticlassConfusionMatrix")) == length
+    assert found == alone
     found = evaluate(folder, **parts)
     parts |= dict(val_evaluator=torchmetrics.CatMetric(), model=lambda: Pairs("cat"))
-    kept = evaluate(folder, **parts)["CatMetric"]
-    assert len(kept) == 6 * length if isinstance(kept, list) else length == 0
-    return {**found, "cat": sum(kept) / len(kept)}
+    kept = torch.tensor(evaluate(folder, **parts)["CatMetric"])
+    assert kept.shape == (length, 6)
+    return {**found, "cat": float(kept.mean())}
 
 
 def test_half_precision_for_evaluation_alone(tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path)
     plain = make_runner(tmp_path / "plain")
     weights = [p.clone() for p in plain.train().parameters()]
     phases = Phases()
-    runner = make_runner(tmp_path / "more", **validation(), **testing(3), custom_hooks=[phases])
+    runner = make_runner(tmp_path / "more", **validation(), **parts_of_test(3), custom_hooks=[phases])
     before = runner.val()
     assert runner.test()["count"] == 3
     trained = runner.train()
@@ -222,7 +228,7 @@ def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path)
 
 
 def test_test_after_training_uses_what_was_trained(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, train_cfg=dict(max_epochs=30), **testing(26))
+    runner = make_runner(tmp_path, train_cfg=dict(max_epochs=30), **parts_of_test(26))
     runner.train()
     assert runner.test()["accuracy"] > 90
 
@@ -231,7 +237,7 @@ def test_test_after_training_uses_what_was_trained(tmp_path: Path) -> None:
 
 
 def on_two(folder: str, length: int, call: str = "val", **dataloader: Any) -> dict[str, Any]:
-    return evaluate(folder, call, **(validation if call == "val" else testing)(length, **dataloader))
+    return evaluate(folder, call, **(validation if call == "val" else parts_of_test)(length, **dataloader))
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner
 from flextrain.runner.hooks import Hook
+from flextrain.testing.workers import fresh_rendezvous
 
 SGD = dict(type="SGD", lr=0.1, momentum=0.9)
 
@@ -152,6 +154,12 @@ def configuration(folder: Path | str, **changes: Any) -> dict[str, Any]:
         log_level="ERROR",
     )
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
+
+
+def fresh_group() -> None:
+    """Call it before every runner after the first in a function that runs in a worker: each joins a group of its own."""
+    if "WORLD_SIZE" in os.environ:
+        fresh_rendezvous()
 
 
 def make_runner(folder: Path | str, **changes: Any) -> FlexibleRunner:

@@ -1,0 +1,376 @@
+"""Weights from checkpoints and files of others, and checkpoints that cannot be resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flextrain import CheckpointError, FlexibleRunner
+from flextrain.runner.hooks import Hook
+
+from .training import SGD, Net, Samples, SaveEvery, make_runner, validation
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+State = dict[str, Tensor]
+
+
+def some_weights(width: int = 8) -> State:
+    torch.manual_seed(11)
+    return {name: tensor + 1 for name, tensor in Net(width).state_dict().items()}
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    """A checkpoint in the middle of the first epoch."""
+    runner = make_runner(folder, **{"custom_hooks": [SaveEvery({3})], **changes})
+    runner.train()
+    return folder / "iter_3"
+
+
+def written(folder: Path, kind: str, state: State) -> Path:
+    """The state in one of the forms that load_from takes."""
+    if kind == "safetensors":
+        save_file(state, folder / "weights.safetensors")
+        return folder / "weights.safetensors"
+    if kind == "directory":
+        model = Net(len(state["net.0.bias"]))
+        model.load_state_dict(state)
+        runner = make_runner(folder / "run", model=model)
+        _ = runner.model
+        return Path(runner.save_checkpoint(folder, "saved"))
+    content: Any = {"pth": state, "mmengine": {"meta": dict(epoch=3, note="x"), "state_dict": state}}[kind]
+    torch.save(content, folder / "weights.pth")
+    return folder / "weights.pth"
+
+
+def loaded(folder: Path, path: Path, **options: Any) -> State:
+    runner = make_runner(folder / "load", model=Net)
+    runner.load_checkpoint(path, **options)
+    return {name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()}
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+KINDS = ["directory", "pth", "mmengine", "safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_from(tmp_path: Path, kind: str) -> None:
+    """The first forward of a run sees the weights, and training begins at the beginning."""
+    path = written(tmp_path, kind, some_weights())
+    seen: list[State] = []
+
+    class Look(Hook):
+        def before_train(self, runner: FlexibleRunner) -> None:
+            seen.append({name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()})
+            assert (runner.epoch, runner.iter) == (0, 0)
+
+    make_runner(tmp_path / "run2", load_from=str(path), custom_hooks=[Look()]).train()
+    assert same(seen[0], some_weights())
+    assert same(loaded(tmp_path, path, strict=True), some_weights())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_of_what_was_loaded(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, kind, some_weights())
+    model = Net()
+    model.load_state_dict(some_weights())
+    right = model.eval()(None, Samples(10).x, Samples(10).y).argmax(1) == Samples(10).y
+    parts = validation(10)
+    runner = make_runner(
+        tmp_path / "val", load_from=path, train_dataloader=None, train_cfg=None, optim_wrapper=None, **parts
+    )
+    assert runner.val()["accuracy"] == pytest.approx(100 * float(right.float().mean()))
+
+
+def test_weights_are_loaded_once(tmp_path: Path) -> None:
+    """Otherwise train() after val() would be fine, and train() after train() would start from the file again."""
+    path = written(tmp_path, "pth", some_weights())
+    runner = make_runner(tmp_path / "run", load_from=path, train_cfg=dict(max_epochs=1), **validation())
+    runner.val()
+    runner.train()
+    weights = {name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()}
+    runner.val()
+    runner.train()
+    assert same(dict(runner.strategy.module.state_dict()), weights)
+
+
+def test_a_resumed_run_may_validate_first(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    whole = make_runner(tmp_path / "whole")
+    whole.train()
+    runner = make_runner(tmp_path / "rest", resume=str(path), **validation())
+    runner.val()
+    assert runner.iter == 0
+    runner.train()
+    assert runner.iter == 21
+    assert same(dict(runner.strategy.module.state_dict()), dict(whole.strategy.module.state_dict()))
+
+
+# Names that do not quite agree
+
+
+def prefixed(state: State, prefix: str = "module.") -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_names_are_revised(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, kind, prefixed(some_weights()))
+    assert same(loaded(tmp_path, path, strict=True), some_weights())  # what DDP puts before names, by default
+    path = written(tmp_path, kind, prefixed(some_weights(), "backbone."))
+    with pytest.raises(CheckpointError, match=r"missing net.0.bias \(like backbone.net.0.bias\)"):
+        loaded(tmp_path, path, strict=True)
+    revised = loaded(tmp_path, path, strict=True, revise_keys=[(r"^backbone\.", "")])
+    assert same(revised, some_weights())
+
+
+def test_what_does_not_fit_is_left_out_unless_strict(tmp_path: Path) -> None:
+    state = some_weights()
+    state["net.0.weigth"] = state.pop("net.0.weight")
+    state["net.3.bias"] = torch.zeros(5)
+    path = written(tmp_path, "pth", state)
+    with pytest.raises(CheckpointError) as caught:
+        loaded(tmp_path, path, strict=True)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{path}: does not fit the model: missing net.0.weight (like net.0.weigth)")
+    assert "unexpected net.0.weigth (like net.0.weight)" in message
+    assert "other shape net.3.bias (file (5,), model (2,))" in message
+    found = loaded(tmp_path, path)
+    assert torch.equal(found["net.0.bias"], some_weights()["net.0.bias"])
+    assert found["net.3.bias"].shape == (2,)
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    path = written(tmp_path, "pth", {"other": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="does not fit the model: missing"):
+        loaded(tmp_path, path)
+
+
+def test_a_file_that_executes_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"state_dict": some_weights(), "evil": Evil()}, tmp_path / "evil.pth")
+    with pytest.raises(CheckpointError, match=r"evil.pth: cannot be read as weights alone"):
+        loaded(tmp_path, tmp_path / "evil.pth")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["broken.pth", "broken.safetensors"])
+def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK not a file")
+    with pytest.raises(CheckpointError, match=name) as caught:
+        loaded(tmp_path, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+# The averages of EMAHook belong to the weights
+
+
+@pytest.mark.parametrize("call", ["val", "test"])
+def test_load_from_takes_the_averages_too(tmp_path: Path, call: str) -> None:
+    """A checkpoint is judged by the weights that it was chosen for."""
+
+    class WeightSum(Net):
+        def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+            if mode == "predict":
+                total = sum(parameter.double().sum() for parameter in self.parameters())
+                seen.append(float(total))
+            return super().forward(index, x, y, mode)
+
+    seen: list[float] = []
+    changes: dict[str, Any] = dict(model=WeightSum, custom_hooks=[dict(type="EMAHook", momentum=0.05)], **validation(4))
+    trained = make_runner(tmp_path, **changes, default_hooks=dict(checkpoint=dict(interval=1)))
+    trained.train()
+    in_training, own = seen[-1], float(sum(p.double().sum() for p in trained.strategy.module.parameters()))
+    assert in_training != own
+    parts = {key.replace("val_", f"{call}_"): value for key, value in validation(4).items()}
+    alone = {**changes, **dict.fromkeys(("train_dataloader", "optim_wrapper", "train_cfg")), **parts}
+    getattr(make_runner(tmp_path / "judge", **alone, load_from=tmp_path / "epoch_3"), call)()
+    assert seen[-1] == in_training
+    without = {**alone, "custom_hooks": []}
+    getattr(make_runner(tmp_path / "judge", **without, load_from=tmp_path / "epoch_3"), call)()
+    assert seen[-1] == own
+
+
+# Checkpoints that cannot be resumed
+
+
+def edit(path: Path, change: Any) -> None:
+    """Change the plain values of a checkpoint, keeping it complete."""
+    values = json.loads((path / "values.json").read_text())
+    change(values)
+    text = json.dumps(values)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["values.json"] = len(text.encode())
+    (path / "values.json").write_text(text)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def without(key: str) -> Any:
+    return lambda values: values.pop(key)
+
+
+def with_value(value: Any, *keys: Any) -> Any:
+    def change(values: Any) -> None:
+        for key in keys[:-1]:
+            values = values[key]
+        values[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (without("loop"), "cannot be resumed, it has no loop; use load_from for its weights"),
+        (without("rng"), "cannot be resumed, it has no rng"),
+        (without("data"), "cannot be resumed, it has no data"),
+        (without("message_hub"), "cannot be resumed, it has no message_hub"),
+        (without("optim.wrapper"), "cannot be resumed, it has no optim.wrapper"),
+        (without("scheduler"), "has 0 parameter schedulers, the configuration has 1"),
+        (with_value([], "rng"), "was written by 1 processes and has random states of 0"),
+        (with_value("x", "rng"), "rng is damaged"),
+        (with_value("AAAA", "rng", 0, "torch"), "rng is damaged"),
+        (lambda values: values["rng"][0].pop("numpy"), "rng is damaged, KeyError"),
+        (lambda values: values["loop"].pop("inner"), "data is damaged, KeyError"),
+        (lambda values: values["loop"].pop("iter"), "loop is damaged, KeyError"),
+        (with_value({}, "message_hub"), "message_hub is damaged"),
+        (with_value(None, "data"), "data is damaged"),
+        (lambda values: values["scheduler"][""][0].pop("last_step"), "saved by another kind of scheduler"),
+        (with_value({"scaler": {"scale": 2.0}}, "optim.wrapper"), "optim is damaged"),
+        (with_value("Adam", "optim.group.net.0.weight.optimizer"), "the checkpoint's is Adam"),
+    ],
+    ids=str,
+)
+def test_a_missing_or_broken_piece_raises(tmp_path: Path, change: Any, says: str) -> None:
+    changes = dict(
+        optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16"),
+        param_scheduler=dict(type="LinearLR", by_epoch=False),
+    )
+    path = checkpoint(tmp_path, **changes)
+    edit(path, change)
+    runner = make_runner(tmp_path / "rest", resume=str(path), **changes)
+    with pytest.raises(CheckpointError) as caught:
+        runner.train()
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Remembers(Hook):
+    """A hook with a state of plain values and tensors, and something of its own in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.count, self.table, self.seen = 0, torch.zeros(3), None
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        self.count += 1
+        self.table[self.count % 3] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "nested": {"table": self.table, "note": "x"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        self.table = state["nested"]["table"].clone()
+
+    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"iter": self.count, "values": torch.arange(self.count)}
+
+    def after_load_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["mine"]
+
+
+def test_states_of_hooks(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, custom_hooks=[Remembers(), Remembers(), SaveEvery({3})])
+    first, second = Remembers(), Remembers()
+    make_runner(tmp_path / "rest", resume=str(path), custom_hooks=[first, second]).train()
+    assert (first.count, second.count) == (21, 21)
+    assert first.table.tolist() == second.table.tolist() == [7.0, 7.0, 7.0]
+    assert first.seen["iter"] == 3
+    assert torch.equal(first.seen["values"], torch.arange(3))
+
+
+def test_a_broken_state_of_a_hook(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, custom_hooks=[Remembers(), SaveEvery({3})])
+    edit(path, without("hook.Remembers/count"))
+    runner = make_runner(tmp_path / "rest", resume=str(path), custom_hooks=[Remembers()])
+    with pytest.raises(CheckpointError, match=r"hook.Remembers is damaged, KeyError: 'count'$"):
+        runner.train()
+
+
+def test_a_hook_that_is_new_starts_afresh(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    new = Remembers()
+    new.after_load_checkpoint = lambda runner, checkpoint: None  # type: ignore[method-assign]
+    make_runner(tmp_path / "rest", resume=str(path), custom_hooks=[new]).train()
+    assert new.count == 18
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(model=lambda: Net(9)), "does not fit the model: other shape net.0.weight (file (8, 6), model (9, 6))"),
+        (dict(model=lambda: nn.Sequential(nn.Linear(6, 2))), "does not fit the model: missing"),
+        (dict(optim_wrapper=dict(optimizer=dict(type="Adam"))), "the checkpoint's is SGD, the configuration's is Adam"),
+        (dict(param_scheduler=dict(type="LinearLR")), "has 0 parameter schedulers, the configuration has 1"),
+        (
+            dict(train_dataloader=dict(batch_size=2, dataset=Samples(26), collate_fn="default_collate")),
+            "was saved in the middle of an epoch with batch_size=4, it is 2 now; resume from the end of an epoch",
+        ),
+        (
+            dict(optim_wrapper=dict(optimizer=SGD, accumulative_counts=2)),
+            "was saved in the middle of an epoch with accumulate=1, it is 2 now",
+        ),
+        (
+            dict(train_dataloader=dict(batch_size=4, dataset=Samples(40), collate_fn="default_collate")),
+            "was saved in the middle of an epoch with epoch_length=7, it is 10 now",
+        ),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_run(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    path = checkpoint(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        make_runner(tmp_path / "rest", resume=str(path), **changes).train()
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_at_the_end_of_an_epoch_the_data_may_change(tmp_path: Path) -> None:
+    make_runner(tmp_path, default_hooks=dict(checkpoint=dict(interval=1))).train()
+    loader = DataLoader(Samples(40), batch_size=5, shuffle=True)
+    runner = make_runner(tmp_path / "rest", resume=str(tmp_path / "epoch_1"), train_dataloader=loader)
+    runner.train()
+    assert (runner.epoch, runner.iter) == (3, 7 + 2 * 8)
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+    hooks = dict(checkpoint=dict(interval=1, save_optimizer=False))
+    make_runner(tmp_path, default_hooks=hooks, train_cfg=dict(max_epochs=1)).train()
+    assert not (tmp_path / "latest").exists()
+    with pytest.raises(
+        CheckpointError, match="cannot be resumed, it has no optim.wrapper; use load_from for its weights"
+    ):
+        make_runner(tmp_path / "rest", resume=str(tmp_path / "epoch_1")).train()
+    make_runner(tmp_path / "rest", load_from=str(tmp_path / "epoch_1")).train()
+
+
+def test_latest_that_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("epoch_7")
+    with pytest.raises(CheckpointError, match=r'latest: names "epoch_7", which is no complete checkpoint'):
+        make_runner(tmp_path, resume=True).train()
