@@ -1,0 +1,368 @@
+"""The runner on two processes: what they share out, what they agree on, and what a resumed run needs of each."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from flextrain import CheckpointError
+from flextrain.runner.hooks import Hook
+from flextrain.testing import WorkerGroup
+
+from .training import (
+    SGD,
+    Net,
+    Samples,
+    SaveEvery,
+    Watch,
+    differences,
+    fresh_group,
+    make_runner,
+    validation,
+    whole_state,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
+
+
+def loader(length: int = 26, batch_size: int = 2, **options: Any) -> dict[str, Any]:
+    return dict(batch_size=batch_size, dataset=Samples(length), collate_fn="default_collate", **options)
+
+
+def run(folder: str | Path, *more: Hook, **changes: Any) -> tuple[Watch, Any, dict[str, Any]]:
+    """What was trained on, the runner, and everything that training has changed."""
+    fresh_group()
+    watch = Watch()
+    hooks = [*changes.pop("custom_hooks", ()), watch, *more]
+    runner = make_runner(folder, **{"train_dataloader": loader(), **changes, "custom_hooks": hooks})
+    runner.train()
+    state = whole_state(runner)
+    runner.strategy.teardown()
+    return watch, runner, state
+
+
+def in_turn(parts: list[list[list[int]]]) -> list[list[int]]:
+    """The samples of every update, of both processes together."""
+    return [sorted(chain(*updates)) for updates in zip(*parts, strict=True)]
+
+
+# Sharing out
+
+
+def trained_on(folder: str, **changes: Any) -> tuple[list[list[int]], list[float]]:
+    watch, _, _ = run(folder, **changes)
+    return watch.trained, watch.rates
+
+
+@pytest.mark.parametrize("length", [24, 25])
+def test_every_update_has_both_halves(tmp_path: Path, workers2: WorkerGroup, length: int) -> None:
+    changes = dict(train_dataloader=loader(length), train_cfg=dict(max_epochs=2))
+    (first, _), (second, _) = workers2.run(trained_on, str(tmp_path), **changes)
+    alone, _, _ = run(tmp_path, **changes | dict(train_dataloader=loader(length, 4)))
+    both = in_turn([first, second])
+    assert len(both) == len(alone.trained) == 2 * -(-length // 4)
+    if length == 24:
+        assert both == [sorted(update) for update in alone.trained]
+    for epoch in range(2):
+        samples = list(chain(*both[epoch * len(both) // 2 : (epoch + 1) * len(both) // 2]))
+        assert set(samples) == set(range(length))
+        assert len(samples) == length + length % 2  # the first sample again, so that both make as many updates
+
+
+@contextmanager
+def lines(level: int) -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from Samples(4)  # type: ignore[misc]
+
+
+def with_loader(folder: str, kind: str) -> tuple[list[list[int]], list[str]]:
+    samples = Samples(24)
+    given = {
+        "plain": lambda: DataLoader(samples, batch_size=2, shuffle=True),
+        "in-order": lambda: DataLoader(samples, batch_size=2),
+        "own": lambda: DataLoader(samples, batch_size=2, sampler=RandomSampler(samples, replacement=True)),
+        "stream": lambda: DataLoader(Endless(), batch_size=2),
+    }[kind]()
+    cfg = dict(by_epoch=False, max_iters=4) if kind == "stream" else dict(max_epochs=1)
+    with lines(logging.INFO) as found:
+        watch, _, _ = run(folder, train_dataloader=given, train_cfg=cfg, log_level="INFO")
+    return watch.trained, [line for line in found if "train_dataloader" in line]
+
+
+@pytest.mark.parametrize("kind", ["plain", "in-order"])
+def test_a_plain_dataloader_is_split_and_the_log_says_so(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    (first, said), (second, _) = workers2.run(with_loader, str(tmp_path), kind)
+    assert sorted(chain(*first, *second)) == list(range(24))
+    assert said == [
+        f"INFO train_dataloader: the DataLoader got a DefaultSampler(shuffle={kind == 'plain'}) that splits it over "
+        "2 processes"
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        ("own", "keeps its RandomSampler, which must split the data over processes itself"),
+        ("stream", "an IterableDataset is not split over processes here, it must do so itself"),
+    ],
+)
+def test_what_cannot_be_split_is_warned_about(tmp_path: Path, workers2: WorkerGroup, kind: str, says: str) -> None:
+    (first, said), (second, _) = workers2.run(with_loader, str(tmp_path), kind)
+    assert said == [f"WARNING train_dataloader: {says}"]
+    assert first == second
+
+
+# Clocks
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_rate_of_an_update_does_not_depend_on_the_processes(
+    tmp_path: Path, workers2: WorkerGroup, accumulate: int
+) -> None:
+    """Pains 14: one scheduler step per update, however many processes and micro-batches make one."""
+    schedules = [dict(type="LinearLR", by_epoch=False, end=6), dict(type="StepLR", step_size=1, gamma=0.5)]
+    common = dict(param_scheduler=schedules, auto_scale_lr=dict(base_batch_size=8))
+    alone, _, _ = run(tmp_path, train_dataloader=loader(24, 4), **common)
+    assert len(set(alone.rates)) > 4
+    found = workers2.run(
+        trained_on,
+        str(tmp_path),
+        train_dataloader=loader(24, 2 // accumulate),
+        optim_wrapper=dict(optimizer=SGD, accumulative_counts=accumulate),
+        **common,
+    )
+    assert [rates for _, rates in found] == [pytest.approx(alone.rates)] * 2
+
+
+class Overflows(nn.Module):
+    """On the second process, the gradient of one update is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = nn.Linear(6, 2), 0
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+        self.calls += 1
+        strain = float("inf") if self.calls == 3 and torch.distributed.get_rank() == 1 else 0.0
+        return {"loss": nn.functional.cross_entropy(self.net(x).float(), y) + self.net.weight.sum() * strain}
+
+
+class Skips(Hook):
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, float]] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seen.append((runner.optim_wrapper.last_step.skipped, float(runner.strategy.module.net.weight.sum())))
+
+
+def overflow(folder: str) -> tuple[list[tuple[bool, float]], int]:
+    skips = Skips()
+    wrapper = dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16", loss_scale=64.0)
+    schedule = dict(type="LinearLR", by_epoch=False, end=9)
+    cfg = dict(max_epochs=1)
+    _, runner, _ = run(folder, skips, model=Overflows, optim_wrapper=wrapper, param_scheduler=schedule, train_cfg=cfg)
+    return skips.seen, runner.param_schedulers[0].last_step
+
+
+def test_an_overflow_on_one_process_skips_the_update_on_all(tmp_path: Path, workers2: WorkerGroup) -> None:
+    first, second = workers2.run(overflow, str(tmp_path))
+    assert first == second
+    assert [skipped for skipped, _ in first[0]] == [False, False, True, *[False] * 4]
+    assert first[1] == 6
+
+
+# The loss of ragged batches
+
+
+class Weighted(nn.Module):
+    """The mean over items that are not left out, of which the processes have different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 1, bias=False).double()
+        nn.init.constant_(self.net.weight, 0.1)
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+        kept = y == 1
+        return {"loss": ((self.net(x[kept].double()) - 1) ** 2).sum() / kept.sum()}
+
+    def loss_weight(self, data_batch: Any) -> Tensor:
+        return (data_batch["y"] == 1).sum()
+
+
+def weighted(folder: str, batch_size: int, accumulate: int) -> tuple[Tensor, Tensor]:
+    data = loader(24, batch_size, sampler=dict(type="DefaultSampler", shuffle=False))
+    wrapper = dict(optimizer=SGD, accumulative_counts=accumulate, clip_grad=dict(max_norm=0.1))
+    watch, _, state = run(folder, model=Weighted, train_dataloader=data, optim_wrapper=wrapper)
+    return state["model.net.weight"], torch.stack(watch.losses)
+
+
+def test_loss_weight_makes_the_split_over_processes_irrelevant(tmp_path: Path, workers2: WorkerGroup) -> None:
+    weight, losses = weighted(str(tmp_path), 12, 1)
+    for batch_size, accumulate in ((6, 1), (2, 3)):
+        found = workers2.run(weighted, str(tmp_path), batch_size, accumulate)
+        for each, _ in found:
+            assert torch.allclose(each, weight, rtol=1e-6)
+        assert torch.allclose((found[0][1] + found[1][1]) / 2, losses, rtol=1e-6)
+
+
+# Resuming
+
+
+class Noisy(Net):
+    """Draws on the processes' own generators in training and in evaluation."""
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return super().forward(index, x + torch.rand_like(x), y, mode)
+
+
+def resumed(folder: str, at: tuple[int, ...], **changes: Any) -> None:
+    """In a worker: a run, and the rest of it after some of its updates."""
+    common = dict(model=Noisy, **validation(5), **changes)
+    different = dict(randomness=dict(seed=1, diff_rank_seed=True))
+    whole, _, expected = run(f"{folder}/whole", SaveEvery(set(at)), **common, **different)
+    for number in at:
+        different["randomness"]["seed"] = 2
+        rest, _, state = run(f"{folder}/rest", resume=f"{folder}/whole/iter_{number}", **common, **different)
+        assert rest.trained == whole.trained[number:], f"other samples after update {number}"
+        assert not differences(state, expected), f"another result after update {number}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(
+            train_cfg=dict(by_epoch=False, max_iters=12, val_interval=5),
+            train_dataloader=loader(sampler=dict(type="InfiniteSampler")),
+            optim_wrapper=dict(optimizer=SGD, accumulative_counts=2),
+        ),
+        dict(
+            optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16", loss_scale=dict(init_scale=8.0))
+        ),
+    ],
+    ids=["epochs", "infinite-accumulate", "float16"],
+)
+def test_resume_is_exact_on_two_processes(tmp_path: Path, workers2: WorkerGroup, changes: dict[str, Any]) -> None:
+    workers2.run(resumed, str(tmp_path), (2, 7, 11), **changes)
+
+
+def random_numbers(folder: str) -> list[float]:
+    """What each process would draw next after resuming."""
+    drawn: list[float] = []
+
+    class Draws(Hook):
+        def before_train(self, runner: Any) -> None:
+            drawn.append(float(torch.rand(())))
+
+    run(folder, Draws(), resume=f"{folder}/epoch_1", train_cfg=dict(max_epochs=1))
+    return drawn
+
+
+def save_epochs(folder: str, **changes: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    watch, _, state = run(folder, **{"default_hooks": dict(checkpoint=dict(interval=1)), **changes})
+    return watch.trained, state
+
+
+def test_each_process_gets_its_own_random_state_back(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """Pains 18: rank 0's state on all processes would make their dropout masks equal."""
+    different = dict(seed=1, diff_rank_seed=True)
+    workers2.run(save_epochs, str(tmp_path), randomness=different, train_cfg=dict(max_epochs=1))
+    first, second = workers2.run(random_numbers, str(tmp_path))
+    assert first != second
+
+
+def refused(folder: str, **changes: Any) -> str:
+    fresh_group()
+    runner = make_runner(f"{folder}/rest", **{"train_dataloader": loader(), **changes})
+    try:
+        runner.train()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        runner.strategy.teardown()
+    return "was not refused"
+
+
+def test_the_random_state_of_a_process_is_missing(tmp_path: Path, workers2: WorkerGroup) -> None:
+    workers2.run(save_epochs, str(tmp_path), train_cfg=dict(max_epochs=1))
+    path = tmp_path / "epoch_1"
+    values = json.loads((path / "values.json").read_text())
+    del values["rng"][1]
+    text, manifest = json.dumps(values), json.loads((path / "manifest.json").read_text())
+    manifest["files"]["values.json"] = len(text)
+    (path / "values.json").write_text(text)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    for message in workers2.run(refused, str(tmp_path), resume=str(path)):
+        assert message == f"{path}: was written by 2 processes and has random states of 1"
+
+
+def rest_of(folder: str, checkpoint: str, **changes: Any) -> tuple[list[list[int]], dict[str, Any], list[str]]:
+    with lines(logging.WARNING) as found:
+        watch, _, state = run(f"{folder}/rest", resume=checkpoint, log_level="WARNING", **changes)
+    return watch.trained, state, [line for line in found if "random states" in line]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, workers2: WorkerGroup, first: int) -> None:
+    """The same global batches in the same order: without dropout the weights are those of a run that had never changed."""
+    changes = dict(
+        model=lambda_free_net, optim_wrapper=dict(optimizer=SGD), param_scheduler=dict(type="StepLR", step_size=1)
+    )
+    one, two = loader(24, 4), loader(24, 2)
+    whole, expected = save_epochs(str(tmp_path / "whole"), train_dataloader=one, **changes)
+    if first == 1:
+        trained, state, said = workers2.run(
+            rest_of, str(tmp_path), str(tmp_path / "whole" / "epoch_1"), train_dataloader=two, **changes
+        )[0]
+        rest = workers2.run(
+            rest_of, str(tmp_path), str(tmp_path / "whole" / "epoch_1"), train_dataloader=two, **changes
+        )
+        found = in_turn([rest[0][0], rest[1][0]])
+        warned = "The checkpoint was written by 1 processes and there are 2"
+    else:
+        workers2.run(save_epochs, str(tmp_path / "two"), train_dataloader=two, **changes)
+        trained, state, said = rest_of(
+            str(tmp_path), str(tmp_path / "two" / "epoch_1"), train_dataloader=one, **changes
+        )
+        found = [sorted(update) for update in trained]
+        warned = "The checkpoint was written by 2 processes and there are 1"
+    assert found == [sorted(update) for update in whole[6:]]
+    assert said[0].startswith(f"WARNING {warned}: random states are not restored")
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key
+    assert state["schedulers"] == expected["schedulers"]
+
+
+def lambda_free_net() -> nn.Module:
+    return Net(dropout=0.0)
+
+
+def test_another_number_of_processes_in_the_middle_of_an_epoch(tmp_path: Path, workers2: WorkerGroup) -> None:
+    run(tmp_path, SaveEvery({2}))
+    found = workers2.run(refused, str(tmp_path), resume=str(tmp_path / "iter_2"))
+    assert found[0] == found[1]
+    assert "was saved in the middle of an epoch with shards=1, it is 2 now; resume from the end of an epoch" in found[0]
+    assert "\n" not in found[0]
