@@ -227,6 +227,38 @@ def test_loss_weight_makes_the_split_over_processes_irrelevant(tmp_path: Path, w
         assert torch.allclose((found[0][1] + found[1][1]) / 2, losses, rtol=1e-6)
 
 
+# Several optimizers
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(6, 6).double(), nn.Linear(6, 1).double()
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        x = data["x"].double()
+        loss = nn.functional.softplus(-self.critic(x)).mean()
+        optim_wrapper["critic"].update_params(loss)
+        self.critic.requires_grad_(False)
+        generator_loss = nn.functional.softplus(self.critic(self.generator(x))).mean()
+        optim_wrapper["generator"].update_params(generator_loss)
+        self.critic.requires_grad_(True)
+        return {"critic_loss": loss.detach(), "generator_loss": generator_loss.detach()}
+
+
+def gan(folder: str, batch_size: int, accumulate: int) -> dict[str, Any]:
+    wrappers = {name: dict(optimizer=SGD, accumulative_counts=accumulate) for name in ("generator", "critic")}
+    return run(folder, model=Gan, optim_wrapper=wrappers, train_dataloader=loader(24, batch_size))[2]
+
+
+def test_several_optimizers(tmp_path: Path, workers2: WorkerGroup) -> None:
+    expected = gan(str(tmp_path), 4, 2)
+    for state in workers2.run(gan, str(tmp_path), 2, 2):
+        for key in expected:
+            if key.startswith("model."):
+                assert torch.allclose(state[key], expected[key], rtol=1e-9), key
+
+
 # Resuming
 
 
@@ -324,22 +356,22 @@ def rest_of(folder: str, checkpoint: str, **changes: Any) -> tuple[list[list[int
     return watch.trained, state, [line for line in found if "random states" in line]
 
 
+def steady_net() -> nn.Module:
+    return Net(dropout=0.0)
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, workers2: WorkerGroup, first: int) -> None:
     """The same global batches in the same order: without dropout the weights are those of a run that had never changed."""
     changes = dict(
-        model=lambda_free_net, optim_wrapper=dict(optimizer=SGD), param_scheduler=dict(type="StepLR", step_size=1)
+        model=steady_net, optim_wrapper=dict(optimizer=SGD), param_scheduler=dict(type="StepLR", step_size=1)
     )
     one, two = loader(24, 4), loader(24, 2)
     whole, expected = save_epochs(str(tmp_path / "whole"), train_dataloader=one, **changes)
     if first == 1:
-        trained, state, said = workers2.run(
-            rest_of, str(tmp_path), str(tmp_path / "whole" / "epoch_1"), train_dataloader=two, **changes
-        )[0]
-        rest = workers2.run(
-            rest_of, str(tmp_path), str(tmp_path / "whole" / "epoch_1"), train_dataloader=two, **changes
-        )
-        found = in_turn([rest[0][0], rest[1][0]])
+        checkpoint = str(tmp_path / "whole" / "epoch_1")
+        rest = workers2.run(rest_of, str(tmp_path), checkpoint, train_dataloader=two, **changes)
+        (_, state, said), found = rest[0], in_turn([trained for trained, _, _ in rest])
         warned = "The checkpoint was written by 1 processes and there are 2"
     else:
         workers2.run(save_epochs, str(tmp_path / "two"), train_dataloader=two, **changes)
@@ -354,10 +386,6 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         if isinstance(value, Tensor):
             assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key
     assert state["schedulers"] == expected["schedulers"]
-
-
-def lambda_free_net() -> nn.Module:
-    return Net(dropout=0.0)
 
 
 def test_another_number_of_processes_in_the_middle_of_an_epoch(tmp_path: Path, workers2: WorkerGroup) -> None:
