@@ -5,8 +5,8 @@
 All contestants (contestants.py) train the same tiny model on the same batches, in one process on one thread, one after the
 other within a round so that a busy moment of the machine meets all of them. The clock is in the dataset: it notes when
 the first sample of each batch is fetched, so that set-up and the checkpoint at the end do not count, and no library is
-patched. It counts CPU time of the process, which is the wall time of a quiet machine and far steadier on a busy one; --wall
-takes wall time. Overhead is a contestant's mean time per iteration less that of the hand-written loop in the same round.
+patched. Iterations repeat with the log interval: of all iterations at the same place of it the median is taken, and the
+mean of these medians is a contestant's time per iteration, log lines included and interruptions by other programs left out.
 Writes loop_overhead.{md,png,json} to benchmarks/results/.
 """
 
@@ -30,6 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from contestants import BASELINE, CONTESTANTS, LOG_INTERVAL, PACKAGES
 from torch import Tensor
@@ -96,16 +97,22 @@ class ListReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def per_iteration(name: str, iterations: int, clock: Callable[[], float]) -> float:
-    """What `clock` advanced per iteration, on average after the warm-up, in a run of one contestant."""
-    dataset = StampedDataset(WARM_UP + iterations, clock)
+def train(name: str, iterations: int, clock: Callable[[], float]) -> np.ndarray[Any, Any]:
+    """What `clock` advanced in each iteration after the warm-up, in one run of a contestant."""
+    dataset = StampedDataset(WARM_UP + iterations + 1, clock)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE)
     gc.collect()
     with tempfile.TemporaryDirectory() as work_dir, quiet():
         CONTESTANTS[name](loader, Path(work_dir))
     # An untouched loader is read in order; a library that adds its own sampler still fetches every batch once.
-    assert len(dataset.stamps) == WARM_UP + iterations, f"{name} fetched {len(dataset.stamps)} batches"
-    return (dataset.stamps[-1] - dataset.stamps[WARM_UP]) / (iterations - 1)
+    assert len(dataset.stamps) == WARM_UP + iterations + 1, f"{name} fetched {len(dataset.stamps)} batches"
+    return np.diff(dataset.stamps[WARM_UP:])
+
+
+def microseconds(rounds: list[np.ndarray[Any, Any]], quantile: float) -> float:
+    """Time per iteration: the quantile at each place of the log interval, averaged over the places."""
+    by_place = np.concatenate(rounds).reshape(-1, LOG_INTERVAL)
+    return float(np.quantile(by_place, quantile, axis=0).mean() * 1e6)
 
 
 @contextlib.contextmanager
@@ -129,7 +136,7 @@ def quiet() -> Iterator[None]:
 
 def count_reads(name: str, iterations: int) -> float:
     with ScalarReads() as reads, ListReads(reads):
-        return per_iteration(name, iterations, lambda: reads.count)
+        return float(train(name, iterations, lambda: reads.count).mean())
 
 
 def import_seconds(statement: str, repeats: int = 5) -> float | None:
@@ -149,38 +156,36 @@ def installed(names: list[str]) -> list[str]:
     found = []
     for name in names:
         try:
-            per_iteration(name, 20, time.process_time)
+            train(name, LOG_INTERVAL, time.perf_counter)
             found.append(name)
         except ImportError as error:
             print(f"left out: {name} ({error})", file=sys.stderr)
     return found
 
 
-def measure(names: list[str], rounds: int, iterations: int, clock: Callable[[], float]) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
+    seconds: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds[name].append(per_iteration(name, iterations, clock))
+            seconds[name].append(train(name, iterations, time.perf_counter))
         print(f"round {number + 1}/{rounds}", file=sys.stderr)
     rows = []
     for name in names:
-        added = [(own - base) * 1e6 for own, base in zip(seconds[name], seconds[BASELINE], strict=True)]
+        added = [microseconds(seconds[name], q) - microseconds(seconds[BASELINE], q) for q in (0.5, 0.25, 0.75)]
         rows.append(
             {
                 "name": name,
                 "version": metadata.version(PACKAGES[name]) if name in PACKAGES else "",
-                "iteration_us": statistics.median(seconds[name]) * 1e6,
-                "added_us": statistics.median(added),
-                "added_us_min": min(added),
-                "added_us_max": max(added),
-                "reads_per_iteration": count_reads(name, 200),
+                "iteration_us": microseconds(seconds[name], 0.5),
+                "added_us": added[0],
+                "added_us_quartiles": sorted(added[1:]),
+                "reads_per_iteration": count_reads(name, 20 * LOG_INTERVAL),
             }
         )
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "clock": "wall time" if clock is time.perf_counter else "CPU time",
         "rounds": rounds,
         "iterations": iterations,
         "loops": rows,
@@ -191,11 +196,12 @@ def markdown(report: dict[str, Any]) -> str:
     by_name = {row["name"]: row for row in report["loops"]}
     reference = by_name.get("MMEngine FlexibleRunner")
     lines = [
-        "| loop | version | us per iteration | added to the hand-written loop (min to max) | of MMEngine's | reads off the device per iteration |",
+        "| loop | version | us per iteration | added to the hand-written loop (quartiles) | of MMEngine's | reads off the device per iteration |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in report["loops"]:
-        added = f"{row['added_us']:.0f} us ({row['added_us_min']:.0f} to {row['added_us_max']:.0f})"
+        low, high = row["added_us_quartiles"]
+        added = f"{row['added_us']:.0f} us ({low:.0f} to {high:.0f})"
         share = f"{row['added_us'] / reference['added_us']:.1%}" if reference else ""
         if row["name"] == BASELINE:
             added = share = ""
@@ -203,7 +209,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([*cells, f"{row['reads_per_iteration']:.2f}"]) + " |")
     lines += [
         "",
-        f"{report['clock']}, median of {report['rounds']} interleaved rounds of {report['iterations']} iterations, loss logged every "
+        f"Medians over {report['rounds']} interleaved rounds of {report['iterations']} iterations, loss logged every "
         f"{LOG_INTERVAL} iterations, the libraries' defaults otherwise (the hand-written loop logs nothing). "
         f"Python {report['python']}, torch {report['torch']}, {report['machine']}.",
     ]
@@ -224,16 +230,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     rows = sorted((row for row in report["loops"] if row["name"] != BASELINE), key=lambda row: -row["added_us"])
     names = [row["name"] for row in rows]
     added = [row["added_us"] for row in rows]
-    spread = [
-        [row["added_us"] - row["added_us_min"] for row in rows],
-        [row["added_us_max"] - row["added_us"] for row in rows],
-    ]
+    spread = [[abs(row["added_us"] - row["added_us_quartiles"][side]) for row in rows] for side in (0, 1)]
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.4))
     colors = ["#d1495b" if name == "flextrain" else "#8d99ae" for name in names]
     bars = axes.barh(names, added, xerr=spread, color=colors, error_kw={"ecolor": "#2b2d42", "capsize": 3})
     axes.bar_label(bars, labels=[f"{value:.0f}" for value in added], padding=14)
-    axes.set_xlim(0, max(row["added_us_max"] for row in rows) * 1.15)
-    axes.set_xlabel("microseconds per iteration over a hand-written loop (bars: median, lines: all rounds)")
+    axes.set_xlim(0, max(row["added_us_quartiles"][1] for row in rows) * 1.15)
+    axes.set_xlabel("microseconds per iteration over a hand-written loop (bars: medians, lines: quartiles)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -255,9 +258,8 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--iterations", type=int, default=600, help="per contestant and round")
+    parser.add_argument("--iterations", type=int, default=600, help="per contestant and round, a multiple of ten")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
-    parser.add_argument("--wall", action="store_true", help="wall time in place of CPU time")
     parser.add_argument("--skip-imports", action="store_true", help="do not measure import times")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--readme", action="store_true", help="put the table into the README too")
@@ -268,8 +270,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = [name for name in CONTESTANTS if not arguments.only or name in (BASELINE, *arguments.only)]
     imports = {} if arguments.skip_imports else {text: import_seconds(code) for text, code in IMPORTS.items()}
-    clock = time.perf_counter if arguments.wall else time.process_time
-    report = measure(installed(chosen), arguments.rounds, arguments.iterations, clock)
+    report = measure(installed(chosen), arguments.rounds, arguments.iterations)
     report["imports"] = imports
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "loop_overhead.json").write_text(json.dumps(report, indent=1) + "\n")

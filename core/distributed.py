@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import datetime
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
+
+# Until 2.8 (pytorch/pytorch#154976) torch holds the GIL while it waits for gloo's threads, and the last of them may need the
+# GIL to let go of the tensor that it has just sent.
+_WAITS_WITH_THE_GIL = Version(torch.__version__) < Version("2.8")
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -168,4 +174,6 @@ def init_process_group(backend: str, *, rank: int, world_size: int, init_method:
 def destroy_process_group() -> None:
     """Leave the process group; nothing happens when there is none."""
     if is_initialized():
+        if _WAITS_WITH_THE_GIL:
+            time.sleep(0.05)  # for the thread to come to its end before
         dist.destroy_process_group()

@@ -133,6 +133,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where it is safe")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work-dir")
+    # What python -m torch.distributed.launch adds; torchrun does not, and nobody needs it.
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for flag, name in STRATEGY_FLAGS.items():
         if getattr(arguments, flag) and name not in STRATEGIES:
@@ -148,6 +150,12 @@ def main() -> None:
         (train_set, val_set), net = cifar10(arguments.data_root), cifar10_net
     optimizer = dict(type="AdamW", lr=arguments.lr, weight_decay=0.01)
     precision = dict(type="AmpOptimWrapper", dtype="bfloat16") if arguments.amp else dict(type="OptimWrapper")
+    schedule = [dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=1, convert_to_iter_based=True)]
+    if arguments.epochs > 1:
+        cosine = dict(
+            type="CosineAnnealingLR", by_epoch=True, begin=1, end=arguments.epochs, convert_to_iter_based=True
+        )
+        schedule.append(cosine)
     strategy = next((dict(type=name) for flag, name in STRATEGY_FLAGS.items() if getattr(arguments, flag)), None)
 
     runner = FlexibleRunner(
@@ -162,10 +170,7 @@ def main() -> None:
             accumulative_counts=arguments.accumulate,
             clip_grad=dict(max_norm=5.0),
         ),
-        param_scheduler=[
-            dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=1, convert_to_iter_based=True),
-            dict(type="CosineAnnealingLR", by_epoch=True, begin=1, end=arguments.epochs, convert_to_iter_based=True),
-        ],
+        param_scheduler=schedule,
         train_cfg=dict(by_epoch=True, max_epochs=arguments.epochs, val_interval=1),
         val_dataloader=dataloader(val_set, arguments.batch_size, arguments.num_workers, shuffle=False),
         val_cfg=dict(),

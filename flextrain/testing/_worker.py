@@ -191,10 +191,9 @@ def _reset_torch() -> None:
 
 
 def _leave_process_group() -> None:
-    import torch.distributed as dist
+    from ..core.distributed import destroy_process_group
 
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    destroy_process_group()
 
 
 def _make_importable(name: str, file: str) -> None:

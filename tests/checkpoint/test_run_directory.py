@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import flextrain.runner.runner as runner_module
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
+from flextrain.core.errors import ConfigError
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
 from ..runner.training import SGD, Net, Samples, SaveEvery, Stop, StopAt, Watch, make_runner, validation
 
 ADAMW = dict(type="AdamW", lr=0.01)
-SAVES = dict(checkpoint=dict(interval=1))
+EPOCHS = dict(checkpoint=dict(interval=1))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,106 +39,266 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
         self.second = nn.Linear(6, 6)
         self.second.weight = self.first.weight
         self.frozen = nn.Linear(6, 2).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(6))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
-        logits = self.frozen(self.second(self.norm(self.first(x))))
+        logits = self.frozen(self.second(self.norm(self.first(x) * self.scale)))
         if mode == "loss":
-            return {"loss": nn.functional.cross_entropy(logits, y)}
+            return {"loss": nn.functional.cross_entropy(logits.float(), y)}
         return {"index": index, "logits": logits, "y": y}
 
 
-TENSORS = {"first.weight": (6, 6), "first.bias": (6,), "second.bias": (6,), "norm.weight": (6,), "norm.bias": (6,)}
-REST = {
-    "frozen.weight": (2, 6),
-    "frozen.bias": (2,),
-    "norm.running_mean": (6,),
-    "norm.running_var": (6,),
-    "norm.num_batches_tracked": (),
-}
+TRAINED = {"first.weight": (6, 6), "first.bias": (6,), "second.bias": (6,), "norm.weight": (6,), "norm.bias": (6,)}
+FROZEN = {"frozen.weight": (2, 6), "frozen.bias": (2,)}
 
 
 def train(folder: Path | str, *hooks: Hook, **changes: Any) -> FlexibleRunner:
-    runner = make_runner(
-        folder,
-        **{
-            "model": Parts,
-            "optim_wrapper": dict(optimizer=ADAMW),
-            "default_hooks": SAVES,
-            **changes,
-            "custom_hooks": [*changes.get("custom_hooks", ()), *hooks],
-        },
-    )
+    """Three epochs with a checkpoint after each."""
+    common = dict(model=Parts, optim_wrapper=dict(optimizer=ADAMW), default_hooks=EPOCHS)
+    own = changes.pop("custom_hooks", ())
+    runner = make_runner(folder, **{**common, **changes, "custom_hooks": [*own, *hooks]})
     runner.train()
-    runner.strategy.teardown()
     return runner
 
 
-def expected_tensors() -> dict[str, tuple[int, ...]]:
-    found = {f"model.{name}": shape for name, shape in {**TENSORS, **REST}.items()}
-    for name, shape in TENSORS.items():
+# What is in it
+
+
+def tensors_of_adamw() -> dict[str, tuple[int, ...]]:
+    found = {f"model.{name}": shape for name, shape in {**TRAINED, **FROZEN, "scale": (6,)}.items()}
+    for name, shape in TRAINED.items():
         found |= {f"optim.state.{name}.{key}": shape for key in ("exp_avg", "exp_avg_sq")}
         found[f"optim.state.{name}.step"] = ()
     return found
 
 
-def check_contents(path: Path, world_size: int) -> None:
+def check_contents(path: Path, processes: int) -> None:
     checkpoint = Checkpoint.open(path)
-    assert {key: info.shape for key, info in checkpoint.tensors.items()} == expected_tensors()
+    assert {key: info.shape for key, info in checkpoint.tensors.items()} == tensors_of_adamw()
+    assert {info.dtype for info in checkpoint.tensors.values()} == {torch.float32}
     values = checkpoint.values
-    groups = {f"optim.group.{name}.{key}" for name in (*TENSORS, "frozen.weight", "frozen.bias") for key in ("lr", "optimizer")}
-    assert groups <= values.keys()
-    assert values["optim.group.first.weight.lr"] == 0.01
-    assert values["optim.group.first.weight.optimizer"] == "AdamW"
-    plain = {key for key in values if not key.startswith(("optim.", "hook."))}
-    assert plain == {"scheduler", "loop", "data", "message_hub", "meta", "rng"}
-    assert len(values["rng"]) == world_size
-    assert values["loop"] == {"epoch": 2, "iter": values["loop"]["iter"], "inner": 0, "validated": 0}
-    assert values["data"]["processes"] == world_size
+    for name in (*TRAINED, *FROZEN):
+        assert values[f"optim.group.{name}.lr"] == 0.01
+        assert values[f"optim.group.{name}.optimizer"] == "AdamW"
+    plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
+    assert plain == {"scheduler", "loop", "data", "message_hub", "meta", "rng", "optim.wrapper"}
+    assert len(values["rng"]) == values["data"]["processes"] == processes
+    assert values["loop"] == {"epoch": 2, "iter": 14, "inner": 0, "validated": 0}
     assert values["meta"]["seed"] == 1
+    assert (values["meta"]["epoch"], values["meta"]["iter"]) == (2, 14)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["written_by"]["world_size"] == world_size
+    assert manifest["written_by"]["world_size"] == processes
     assert {file.name for file in path.iterdir()} == {"manifest.json", *manifest["files"]}
     assert manifest["files"] == {name: (path / name).stat().st_size for name in manifest["files"]}
 
 
 def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
-    """Names are those of the user's model; a tied weight is there once; nothing needs pickle to be read."""
+    """Names are those of the user's model, a tied weight is there once, and every reader of safetensors can read it."""
     runner = train(tmp_path)
     check_contents(tmp_path / "epoch_2", 1)
     with safe_open(tmp_path / "epoch_3" / "rank-00000.safetensors", framework="pt") as file:
-        assert torch.equal(file.get_tensor("model.first.weight"), runner.strategy._module_weight if False else _first(runner))
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("2")) == [
-        "epoch_1", "epoch_2", "epoch_3", "latest",
-    ]  # fmt: skip
+        assert set(file.keys()) == set(tensors_of_adamw())
+        for name, tensor in runner.strategy.module.named_parameters():
+            assert torch.equal(file.get_tensor(f"model.{name}"), tensor)
+    others = [path.name for path in tmp_path.iterdir() if path.name != runner.timestamp]
+    assert sorted(others) == ["epoch_1", "epoch_2", "epoch_3", "latest"]
 
 
-def _first(runner: FlexibleRunner) -> Tensor:
-    return WEIGHTS[-1]
-
-
-WEIGHTS: list[Tensor] = []
-
-
-class KeepWeights(Hook):
-    def after_train_iter(
-        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        WEIGHTS.append(runner.strategy.module.first.weight.detach().clone())
-
-
-def on_two(folder: str, **changes: Any) -> None:
+def on_two(folder: str) -> None:
     data = dict(batch_size=2, dataset=Samples(26), collate_fn="default_collate")
-    train(folder, train_dataloader=data, **changes)
+    train(folder, train_dataloader=data).strategy.teardown()
 
 
 @pytest.mark.distributed
 def test_what_two_processes_write(tmp_path: Path, workers2: WorkerGroup) -> None:
-    """The same keys, each tensor once, whoever writes it; no wrapper's prefix."""
+    """The same keys, each tensor once whoever writes it, and no wrapper's prefix."""
     workers2.run(on_two, str(tmp_path))
     check_contents(tmp_path / "epoch_2", 2)
     assert (tmp_path / "latest").read_text() == "epoch_3"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(compile=dict(backend="eager")),
+        dict(strategy=dict(type="SingleDeviceStrategy", activation_checkpointing=dict(classes=["Linear"]))),
+        dict(optim_wrapper=dict(type="AmpOptimWrapper", optimizer=ADAMW, dtype="float16", accumulative_counts=2)),
+        dict(optim_wrapper=dict(type="ApexOptimWrapper", optimizer=ADAMW, opt_level="O2")),
+        dict(optim_wrapper=dict(optimizer=ADAMW, paramwise_cfg=dict(custom_keys=dict(norm=dict(lr_mult=0.5))))),
+    ],
+    ids=["compile", "activation-checkpointing", "autocast", "half-weights", "groups"],
+)
+def test_names_and_types_do_not_depend_on_how_it_was_trained(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Where weights are kept in half precision, their float32 masters are what is saved."""
+    train(tmp_path, train_cfg=dict(max_epochs=1), **changes)
+    tensors = Checkpoint.open(tmp_path / "epoch_1").tensors
+    assert {key: info.shape for key, info in tensors.items()} == tensors_of_adamw()
+    masters = [info.dtype for key, info in tensors.items() if "frozen" not in key and "scale" not in key]
+    assert set(masters) == {torch.float32}
+
+
+def test_only_what_the_optimizer_has_created(tmp_path: Path) -> None:
+    for optimizer, names in ((dict(type="SGD", lr=0.1), set()), (SGD, {"momentum_buffer"})):
+        train(tmp_path, optim_wrapper=dict(optimizer=optimizer), train_cfg=dict(max_epochs=1))
+        tensors = Checkpoint.open(tmp_path / "epoch_1").tensors
+        assert {key.rpartition(".")[2] for key in tensors if key.startswith("optim.")} == names
+
+
+def test_states_of_hooks(tmp_path: Path) -> None:
+    hooks = [dict(type="EMAHook"), dict(type="EarlyStoppingHook", monitor="accuracy", rule="greater")]
+    runner = train(tmp_path, custom_hooks=hooks, **validation())
+    checkpoint = Checkpoint.open(tmp_path / "epoch_2")
+    averages = {key for key in checkpoint.tensors if key.startswith("hook.")}
+    assert averages == {f"hook.EMAHook/averaged.{name}" for name in (*TRAINED, *FROZEN)}
+    assert checkpoint.values["hook.EMAHook/updates"] == 14
+    assert checkpoint.values["hook.CheckpointHook/kept"] == [1, 2]
+    assert checkpoint.values["hook.EarlyStoppingHook/wait_count"] >= 0  # that of the first validation
+    assert runner.iter == 21
+
+
+def test_save_optimizer_and_save_param_scheduler(tmp_path: Path) -> None:
+    hooks = dict(checkpoint=dict(interval=1, save_optimizer=False, save_param_scheduler=False))
+    train(tmp_path, default_hooks=hooks, train_cfg=dict(max_epochs=1))
+    checkpoint = Checkpoint.open(tmp_path / "epoch_1")
+    keys = {*checkpoint.tensors, *checkpoint.values}
+    assert not [key for key in keys if key.startswith(("optim.", "scheduler"))]
+    assert not (tmp_path / "latest").exists()
+
+
+# Which one is resumed
+
+
+class Latest(Hook):
+    """What ``latest`` names at the end of every epoch, and whether that is complete."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool]] = []
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        latest = find_latest(runner.work_dir)
+        assert latest is not None
+        self.seen.append((latest.name, is_checkpoint(latest)))
+
+
+def test_latest_follows(tmp_path: Path) -> None:
+    latest = Latest()
+    train(tmp_path, latest)
+    assert latest.seen == [("epoch_1", True), ("epoch_2", True), ("epoch_3", True)]
+
+
+def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens before it moves, the one before is what it names, and that is complete."""
+    mark = runner_module.mark_latest
+
+    def fails(path: Path) -> None:
+        assert is_checkpoint(path), "named before it was complete"
+        if path.name == "epoch_2":
+            raise Stop
+        mark(path)
+
+    monkeypatch.setattr(runner_module, "mark_latest", fails)
+    with pytest.raises(Stop):
+        train(tmp_path)
+    assert is_checkpoint(tmp_path / "epoch_2")
+    latest = find_latest(tmp_path)
+    assert latest is not None
+    assert latest.name == "epoch_1"
+
+
+@pytest.mark.parametrize("where", ["write_shard", "layout.commit"])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    runner = make_runner(tmp_path, custom_hooks=[SaveEvery({2, 4})])
+    calls = []
+    storage = __import__("flextrain.core.checkpoint.storage", fromlist=["storage"])
+    holder = storage.layout if where.startswith("layout") else storage
+    name = where.rpartition(".")[2]
+    real = getattr(holder, name)
+
+    def full(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(holder, name, full)
+    with pytest.raises(CheckpointError, match=r"iter_4: could not be saved on rank 0: .*No space left on device"):
+        runner.train()
+    assert find_latest(tmp_path) == tmp_path / "iter_2"
+    assert not is_checkpoint(tmp_path / "iter_4")
+    resumed = make_runner(tmp_path, resume=True)
+    resumed.train()
+    assert resumed.iter == 21
+
+
+def test_the_best_is_not_the_latest(tmp_path: Path) -> None:
+    hooks = dict(checkpoint=dict(interval=1, save_best="accuracy", rule="greater"))
+    train(tmp_path, default_hooks=hooks, **validation())
+    (best,) = tmp_path.glob("best_accuracy_epoch_*")
+    assert is_checkpoint(best)
+    assert (tmp_path / "latest").read_text() == "epoch_3"
+    assert not [key for key in Checkpoint.open(best).saved if key.startswith("optim.")]
+    with pytest.raises(CheckpointError, match="cannot be resumed, it has no optim.wrapper; use load_from"):
+        train(tmp_path / "resumed", resume=str(best))
+    train(tmp_path / "loaded", load_from=str(best))
+
+
+def test_a_leftover_of_a_killed_save_is_not_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        train(tmp_path, StopAt(10))
+    for name in (".epoch_2.tmp", ".epoch_1.old"):
+        shutil.copytree(tmp_path / "epoch_1", tmp_path / name)
+    (tmp_path / ".epoch_2.tmp" / "manifest.json").unlink()
+    shutil.copytree(tmp_path / ".epoch_2.tmp", tmp_path / "epoch_3")  # as if it had been copied by hand
+    watch = Watch()
+    train(tmp_path, watch, resume=True)
+    assert len(watch.trained) == 14
+    assert sorted(path.name for path in tmp_path.glob("*epoch*")) == [".epoch_1.old", "epoch_1", "epoch_2", "epoch_3"]
+    check_contents(tmp_path / "epoch_2", 1)
+
+
+def test_a_directory_without_its_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, train_cfg=dict(max_epochs=1))
+    (tmp_path / "epoch_1" / "manifest.json").unlink()
+    for options in (dict(resume=str(tmp_path / "epoch_1")), dict(load_from=str(tmp_path / "epoch_1"))):
+        with pytest.raises(CheckpointError, match=r"epoch_1: is no complete checkpoint, it has no manifest.json"):
+            train(tmp_path / "other", **options)
+    with pytest.raises(CheckpointError, match=r'latest: names "epoch_1", which is no complete checkpoint'):
+        train(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["values.json", "rank-00000.safetensors"])
+def test_a_file_that_is_cut_short(tmp_path: Path, name: str) -> None:
+    train(tmp_path, train_cfg=dict(max_epochs=1))
+    file = tmp_path / "epoch_1" / name
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=rf"epoch_1/{name}: has \d+ bytes instead of \d+$"):
+        train(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_replacement_that_was_killed_between_its_renames(tmp_path: Path, named: bool) -> None:
+    with pytest.raises(Stop):
+        train(tmp_path, StopAt(10))
+    (tmp_path / "epoch_1").rename(tmp_path / ".epoch_1.old")
+    watch = Watch()
+    train(tmp_path, watch, resume=str(tmp_path / "epoch_1") if named else True)
+    assert len(watch.trained) == 14
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'^resume: ".*/epoch_9" does not exist$'):
+        train(tmp_path, resume=str(tmp_path / "epoch_9"))
+
+
+def test_out_dir(tmp_path: Path) -> None:
+    hooks = dict(checkpoint=dict(interval=1, out_dir=str(tmp_path / "elsewhere")))
+    runner = make_runner(tmp_path / "run", model=Net, default_hooks=hooks, train_cfg=dict(max_epochs=1))
+    runner.train()
+    assert find_latest(tmp_path / "elsewhere" / "run") == tmp_path / "elsewhere" / "run" / "epoch_1"

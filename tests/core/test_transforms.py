@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any
 
 import pytest
@@ -137,12 +136,12 @@ class Plain(nn.Module):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_modules_keep_names_and_numbers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "inductor":  # in this process: its own would outlive the test
-        monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "compile_threads", 1)
+def test_compiled_modules_keep_names_and_numbers(backend: str) -> None:
     plain = Plain()
     compiled = copy.deepcopy(plain)
-    compile_in_place([compiled], {"backend": backend})
+    # Processes to compile in would outlive the test.
+    options = {"options": {"compile_threads": 1}} if backend == "inductor" else {}
+    compile_in_place([compiled], {"backend": backend, **options})
     torch.testing.assert_close(run(compiled), run(plain), rtol=1e-5, atol=1e-6)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]

@@ -20,10 +20,12 @@ RunExample = Callable[..., "subprocess.CompletedProcess[str]"]
 def run_example(tmp_path: Path) -> RunExample:
     """``run_example(script, *flags, processes=1, check=True)`` in an empty folder; with several processes by torchrun."""
 
-    def run(script: str, *flags: str, processes: int = 1, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        script: str, *flags: str, processes: int = 1, check: bool = True, launcher: str = "torch.distributed.run"
+    ) -> subprocess.CompletedProcess[str]:
         start = [sys.executable]
         if processes > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            start += ["-m", launcher, "--standalone", "--nproc-per-node", str(processes)]
         done = subprocess.run(
             [*start, str(EXAMPLES / script), *flags],
             cwd=tmp_path,

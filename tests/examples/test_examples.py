@@ -34,6 +34,13 @@ def test_train_classifier_with_ddp(run_example: RunExample) -> None:
     assert accuracies(done.stdout)[-1] > 70
 
 
+@pytest.mark.distributed
+def test_train_classifier_with_the_old_launcher(run_example: RunExample) -> None:
+    flags = ("--launcher", "pytorch", "--epochs", "1")
+    done = run_example("train_classifier.py", *flags, processes=2, launcher="torch.distributed.launch")
+    assert "DDPStrategy on 2 processes" in done.stdout
+
+
 def test_missing_cifar10_is_one_message(run_example: RunExample) -> None:
     pytest.importorskip("torchvision")
     done = run_example("train_classifier.py", "--dataset", "cifar10", "--data-root", "nowhere", check=False)
