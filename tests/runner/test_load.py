@@ -92,11 +92,13 @@ def test_evaluation_of_what_was_loaded(tmp_path: Path, kind: str) -> None:
     assert runner.val()["accuracy"] == pytest.approx(100 * float(right.float().mean()))
 
 
-def test_weights_are_loaded_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("val_first", [True, False])
+def test_weights_are_loaded_once(tmp_path: Path, val_first: bool) -> None:
     """Otherwise train() after val() would be fine, and train() after train() would start from the file again."""
     path = written(tmp_path, "pth", some_weights())
     runner = make_runner(tmp_path / "run", load_from=path, train_cfg=dict(max_epochs=1), **validation())
-    runner.val()
+    if val_first:
+        runner.val()
     runner.train()
     weights = {name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()}
     runner.val()

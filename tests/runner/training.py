@@ -177,11 +177,11 @@ def validation(length: int = 10, **dataloader: Any) -> dict[str, Any]:
 
 
 def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
-    """Everything that training has changed: weights, optimizer, schedules, loss scale."""
-    state = {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in runner.strategy.state_dict().items()
-    }
+    """Everything that training has changed: weights and their averages, optimizer, schedules, loss scale."""
+    state = dict(runner.strategy.state_dict())
+    for hook in runner.hooks:
+        state |= {f"hook.{key}": value for key, value in hook.state_dict().items()} if hook.holds_weights else {}
+    state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     assert runner.optim_wrapper is not None
     state["wrapper"] = runner.optim_wrapper.state_dict()
     state["schedulers"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}

@@ -352,10 +352,21 @@ def test_options_change_no_key_and_no_number(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
 
 
+class Part(nn.Module):
+    """Not one of torch's own classes, which torch 2.6 does not compile by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class OwnStep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
+        self.net = Part()
 
     def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         loss = self.net(data).sum()
@@ -374,5 +385,5 @@ def test_the_parts_of_a_model_with_its_own_step_are_compiled() -> None:
     strategy, model, optim = prepared(OwnStep(), compile=dict(backend=backend))
     model.train_step(torch.ones(1, 2), optim)
     assert len(compiled) == 1
-    assert list(strategy.module.state_dict()) == ["net.weight", "net.bias"]
+    assert list(strategy.module.state_dict()) == ["net.weight"]
     torch._dynamo.reset()
