@@ -137,6 +137,7 @@ class FlexibleRunner:
         self._test_loop: EvalLoop | None = None
         self.schedulers: dict[str, list[Any]] = {}
         self._started = False
+        self._has_begun = False
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -325,6 +326,7 @@ class FlexibleRunner:
     ) -> None:
         """Fill the model with weights; see ``load_from``. Without ``strict`` what does not fit is logged."""
         self._setup_model()
+        self._begin()
         state.load_weights(self, Path(filename), strict=strict, revise_keys=revise_keys)
         self.logger.info(f"Loaded the weights of {filename}")
 
@@ -332,6 +334,7 @@ class FlexibleRunner:
         """Bring everything to where the checkpoint was written."""
         self._setup_model()
         self._setup_schedulers()
+        self._begin()
         state.resume(self, Path(filename), optimizer=resume_optimizer, param_scheduler=resume_param_scheduler)
         self._started = True
         self.logger.info(f"Resumed from {filename}: epoch {self.epoch}, iteration {self.iter}")
@@ -416,12 +419,20 @@ class FlexibleRunner:
     @contextmanager
     def _running(self) -> Iterator[None]:
         try:
-            self.call_hook("before_run")
+            self._begin()
             yield
             self.call_hook("after_run")
         except BaseException as error:
             self.call_hook("on_exception", exception=error)
             raise
+        finally:
+            self._has_begun = False
+
+    def _begin(self) -> None:
+        """Let hooks make what a checkpoint is loaded into, once per run."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.call_hook("before_run")
 
     @property
     def cfg(self) -> dict[str, Any]:

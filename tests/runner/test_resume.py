@@ -281,6 +281,10 @@ class Validations(Hook):
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self.runs = 0
+
+    def before_run(self, runner: FlexibleRunner) -> None:
+        self.runs += 1
 
     def before_val(self, runner: FlexibleRunner) -> None:
         self.seen.append(runner.epoch)
@@ -356,6 +360,27 @@ def test_training_goes_on_when_more_epochs_are_asked_for(tmp_path: Path) -> None
     assert not differences(whole_state(resumed), whole_state(runner))
     resumed.train()
     assert len(rest.trained) == 21
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_resume_by_hand(tmp_path: Path, by_hand: bool) -> None:
+    """Before train() nothing of a run exists yet, such as the averages that are to be filled."""
+    changes = with_(CASES["ema"], default_hooks=dict(checkpoint=dict(interval=1)))
+    _, whole = run(tmp_path / "whole", changes)
+    runs = Validations()
+    runner = make_runner(tmp_path / "rest", **changes(tmp_path))
+    runner.register_hook(runs)
+    if by_hand:
+        runner.resume(tmp_path / "whole" / "epoch_2")
+    else:
+        runner.load_checkpoint(tmp_path / "whole" / "epoch_3")
+    runner.train()
+    assert runs.runs == 1
+    if by_hand:
+        assert runs.seen == [2, 3]
+        assert not differences(whole_state(runner), whole_state(whole))
+    else:
+        assert runner.iter == 21
 
 
 @pytest.mark.parametrize("parts", [dict(resume_optimizer=False), dict(resume_param_scheduler=False)], ids=str)
