@@ -119,11 +119,11 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
     Anything with a ``to`` method of its own (a batch encoding, a packed sequence) is asked to move itself.
     ``non_blocking`` is for the way to an accelerator; on the way to the CPU the values are waited for.
     """
-    if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device, non_blocking=non_blocking and device.type != "cpu")
     kind = type(data)
     if kind is list or kind is tuple:  # first, and without the abstract types below: this runs for every batch
         return kind([to_device(value, device, non_blocking) for value in data])
+    if isinstance(data, Tensor):
+        return data if data.device == device else data.to(device, non_blocking=non_blocking and device.type != "cpu")
     if callable(getattr(data, "to", None)) and not isinstance(data, type):
         return data.to(device)
     if isinstance(data, Mapping):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +13,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor
 
-# Until 2.8 (pytorch/pytorch#154976) torch holds the GIL while it waits for gloo's threads, and the last of them may need the
-# GIL to let go of the tensor that it has just sent.
-_WAITS_WITH_THE_GIL = Version(torch.__version__) < Version("2.8")
+# A thread of gloo needs the GIL to let go of the tensor that it has just sent, a moment after the collective has returned.
+# An interpreter that ends meanwhile aborts ("terminate called without an active exception"), and torch before 2.8
+# (pytorch/pytorch#154976) waits for that thread with the GIL in hand, for ever.
+_GLOO_LETS_GO_S = 0.05
+# For a group that some process has left in the middle of a collective.
+_LEAVE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -174,6 +178,17 @@ def init_process_group(backend: str, *, rank: int, world_size: int, init_method:
 def destroy_process_group() -> None:
     """Leave the process group; nothing happens when there is none."""
     if is_initialized():
-        if _WAITS_WITH_THE_GIL:
-            time.sleep(0.05)  # for the thread to come to its end before
+        time.sleep(_GLOO_LETS_GO_S)
         dist.destroy_process_group()
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """Have the process group left when the interpreter ends; a group that cannot be left is waited for a few seconds only."""
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    thread = threading.Thread(target=destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(_LEAVE_TIMEOUT_S)

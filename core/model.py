@@ -113,10 +113,10 @@ def reset_parameters(module: nn.Module) -> None:
 
 def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
     """``model`` called with a dict's items as keywords, a list's or tuple's as positions, anything else as it is."""
-    if isinstance(data, Mapping):
-        return model(**data, **kwargs)
     if isinstance(data, (list, tuple)):
         return model(*data, **kwargs)
+    if isinstance(data, Mapping):
+        return model(**data, **kwargs)
     return model(data, **kwargs)
 
 

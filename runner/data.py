@@ -207,10 +207,11 @@ class TrainData:
 
     def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
         """The windows of an epoch from number ``start`` up to ``stop``; the last of the epoch may be shorter."""
+        size = self.accumulate
         window: list[Any] = []
-        for batch in self._batches(epoch, start * self.accumulate, None if stop is None else stop * self.accumulate):
+        for batch in self._batches(epoch, start * size, None if stop is None else stop * size):
             window.append(batch)
-            if len(window) == self.accumulate:
+            if len(window) == size:
                 yield window
                 window = []
         if window:

@@ -113,14 +113,14 @@ class TrainLoop(BaseLoop):
 
     def run_iter(self, batch_idx: int, window: list[Any]) -> None:
         """One update, with its hooks; ``batch_idx`` is its place in the epoch."""
-        runner = self.runner
-        batch = window[0] if runner.accumulate == 1 else window
-        for hook in runner.hook_calls["before_train_iter"]:
+        runner, hooks = self.runner, self.runner.hook_calls
+        batch = window[0] if self.data.accumulate == 1 else window
+        for hook in hooks.before_train_iter:
             hook(runner, batch_idx, batch)
         outputs = runner.stepper.train(window)
         self._inner = batch_idx + 1
         self._done += 1
-        for hook in runner.hook_calls["after_train_iter"]:
+        for hook in hooks.after_train_iter:
             hook(runner, batch_idx, batch, outputs)
         self._iter = self._done
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from ..core.errors import ConfigError
 from ..core.model import overrides, parse_losses, run_forward, takes_mode
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
-from ..strategies.base import Strategy
+from ..strategies.base import NOTHING, Strategy
+
+_WHOLE = (None,)
 
 
 class Stepper:
@@ -46,7 +48,13 @@ class Stepper:
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
-        self.parse = getattr(module, "parse_losses", parse_losses)
+        self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
+        self._run = self._custom_step if self.custom_train else self._micro_batch
+        # A context that does nothing is left out: entering one takes as long as the rest of this class.
+        self._grad_sync = None if type(strategy).grad_sync is Strategy.grad_sync else strategy.grad_sync
+        self._autocast = None if strategy.autocast() is NOTHING else strategy.autocast
+        # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
+        self._reuses_outputs = bool(strategy.config.compile)
         self.weigh: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
             raise ConfigError(
@@ -63,21 +71,23 @@ class Stepper:
             0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
             ``grad_norm`` when it was computed.
         """
-        optim, size = self.optim, len(window)
+        optim, last = self.optim, len(window) - 1
         assert optim is not None
-        factors = self._factors(window) if self.weigh is not None else None
+        shares = self._shares(window)
         outputs: dict[str, Tensor] = {}
         for i, batch in enumerate(window):
-            optim.begin(i, size)
-            with self.strategy.grad_sync(i == size - 1):
-                if self.custom_train:
-                    logs = self._custom_step(batch, optim)
-                else:
-                    factor = factors[i] if factors is not None else 1 / size if size > 1 else None
-                    logs = self._micro_batch(batch, optim, factor)
-            outputs = logs if i == 0 else _added(outputs, logs)
-        if size > 1:
-            outputs = {name: value if factors and name == "loss" else value / size for name, value in outputs.items()}
+            optim.begin(i, last + 1)
+            if self._grad_sync is None:
+                logs = self._run(batch, optim, shares[i])
+            else:
+                with self._grad_sync(i == last):
+                    logs = self._run(batch, optim, shares[i])
+            outputs = _added(outputs, logs) if i else logs
+        if last:
+            outputs = {
+                name: value if self.weigh is not None and name == "loss" else value / (last + 1)
+                for name, value in outputs.items()
+            }
         info = optim.last_step if self.custom_train else optim.step()
         if info.grad_norm is not None:
             outputs["grad_norm"] = info.grad_norm
@@ -85,25 +95,28 @@ class Stepper:
 
     def _micro_batch(self, batch: Any, optim: Any, factor: float | Tensor | None) -> dict[str, Tensor]:
         data = self.preprocess(batch, True)
-        with self.strategy.autocast():
-            result = run_forward(self.model, data, **self._for_loss)
-            loss, logs = self.parse(result if self.takes_mode else self._own_loss(result))
-        if isinstance(factor, Tensor):
+        if self._autocast is None:
+            loss, logs = self._losses(data)
+        else:
+            with self._autocast():
+                loss, logs = self._losses(data)
+        if factor is None:
+            optim.backward(loss)
+        else:
             # A mean over no items is NaN, and its share is nothing.
-            weighted = torch.where(factor > 0, loss * factor, 0.0)
-        else:
-            weighted = loss if factor is None else loss * factor
-        optim.backward(weighted)
-        if self.strategy.config.compile:
-            # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
-            logs = {name: value.detach().clone() for name, value in logs.items()}
-        else:
-            logs = {name: value.detach() for name, value in logs.items()}
-        if isinstance(factor, Tensor):
-            logs["loss"] = weighted.detach()
-        return logs
+            loss = torch.where(factor > 0, loss * factor, 0.0) if isinstance(factor, Tensor) else loss * factor
+            optim.backward(loss)
+            if isinstance(factor, Tensor):
+                logs = {**logs, "loss": loss}
+        if self._reuses_outputs:
+            return {name: value.detach().clone() for name, value in logs.items()}
+        return {name: value.detach() for name, value in logs.items()}
 
-    def _custom_step(self, batch: Any, optim: Any) -> dict[str, Tensor]:
+    def _losses(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = run_forward(self.model, data, **self._for_loss)
+        return self.parse(result if self.takes_mode else self._own_loss(result))  # type: ignore[no-any-return]
+
+    def _custom_step(self, batch: Any, optim: Any, share: object = None) -> dict[str, Tensor]:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
@@ -112,15 +125,17 @@ class Stepper:
             values["loss"] = torch.stack([part.float() for part in parts]).sum()
         return values
 
-    def _factors(self, window: list[Any]) -> list[Tensor]:
-        """What to multiply each micro-batch's loss with: its share of the items of all micro-batches and processes.
+    def _shares(self, window: list[Any]) -> Sequence[float | Tensor | None]:
+        """What to multiply each micro-batch's loss with, None for 1: its share of the window.
 
-        Gradients are averaged over processes, so the share is times their number.
+        With ``loss_weight`` it is the share of the items of all micro-batches and processes, times the number of processes
+        because gradients are averaged over them.
         """
-        assert self.weigh is not None
+        if self.weigh is None:
+            return _WHOLE if len(window) == 1 else (1 / len(window),) * len(window)
         weights = torch.stack([torch.as_tensor(self.weigh(batch), dtype=torch.float32) for batch in window])
         total = dist.all_reduce(weights.sum())
-        return list((weights * dist.get_world_size() / total).to(self.strategy.device).unbind())
+        return (weights * dist.get_world_size() / total).to(self.strategy.device).unbind()
 
     def _own_loss(self, result: Any) -> dict[str, Any]:
         """The loss of a model that is not called with a mode."""

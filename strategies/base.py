@@ -156,6 +156,7 @@ class Strategy:
                 timeout_s=float(self.config.timeout_s),
             )
             self._owns_group = True
+            dist.leave_at_exit()
         self._spec = spec
 
     def _check_world(self, world_size: int) -> None:

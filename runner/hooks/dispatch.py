@@ -83,6 +83,9 @@ class HookDispatcher:
             point: tuple(getattr(hook, point) for _, hook in self._entries if _overrides(hook, (point, *groups)))
             for point, groups in _POINTS.items()
         }
+        # Two that are needed in every iteration of the training.
+        self.before_train_iter = self._table["before_train_iter"]
+        self.after_train_iter = self._table["after_train_iter"]
 
 
 def _overrides(hook: Hook, names: tuple[str, ...]) -> bool:

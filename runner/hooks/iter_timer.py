@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...core.registry import HOOKS
@@ -26,24 +27,33 @@ class IterTimerHook(Hook):
 
     def __init__(self) -> None:
         self._last = 0.0
-        self._total = 0.0
-        self._evaluation_total = 0.0
-        self._start_iter = 0
+        self._mode = "train"
+        # Of the training, and of the validation or test at hand: seconds and iterations.
+        self._seconds = self._eval_seconds = 0.0
+        self._done = self._eval_done = 0
+        self._start = 0
 
     def before_train(self, runner: FlexibleRunner) -> None:
         """Start anew, from a resumed iteration too."""
-        self._start_iter, self._total = runner.iter, 0.0
+        self._start, self._done, self._seconds = runner.iter, 0, 0.0
+        self._data_times = runner.message_hub.history("train/data_time")
+        self._times = runner.message_hub.history("train/time")
         self._last = time.perf_counter()
 
     def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
-        """Start the clock."""
-        if mode != "train":
-            self._evaluation_total = 0.0
+        """Start the clock, and offer the estimate."""
+        runner.message_hub.compute_info("eta", partial(self._eta, runner))
+        self._mode = mode
+        self._eval_done, self._eval_seconds = 0, 0.0
         self._last = time.perf_counter()
+
+    def after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+        """After a validation the time left is that of the training again."""
+        self._mode = "train"
 
     def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
         """The data are here."""
-        runner.message_hub.update_scalar("train/data_time", time.perf_counter() - self._last)
+        self._data_times.append(time.perf_counter() - self._last)
 
     def after_train_iter(
         self,
@@ -54,11 +64,11 @@ class IterTimerHook(Hook):
     ) -> None:
         """The iteration is done."""
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        self._total += seconds
-        hub, done = runner.message_hub, runner.iter + 1
-        hub.update_scalar("train/time", seconds)
-        hub.update_info("eta", self._total / (done - self._start_iter) * (runner.max_iters - done))
+        seconds = now - self._last
+        self._last = now
+        self._seconds += seconds
+        self._done += 1
+        self._times.append(seconds)
 
     def before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         """The data of a validation or test batch are here."""
@@ -75,8 +85,14 @@ class IterTimerHook(Hook):
         """A validation or test batch is done."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        self._evaluation_total += seconds
-        hub = runner.message_hub
-        hub.update_scalar(f"{mode}/time", seconds)
-        left = num_batches(runner, mode) - batch_idx - 1
-        hub.update_info("eta", self._evaluation_total / (batch_idx + 1) * left)
+        self._eval_seconds += seconds
+        self._eval_done += 1
+        runner.message_hub.update_scalar(f"{mode}/time", seconds)
+
+    def _eta(self, runner: FlexibleRunner) -> float | None:
+        """Seconds left; None before anything was done."""
+        if self._mode != "train":
+            done, seconds, length = self._eval_done, self._eval_seconds, num_batches(runner, self._mode)
+        else:
+            done, seconds, length = self._done, self._seconds, runner.max_iters - self._start if self._done else 0
+        return seconds / done * (length - done) if done else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from ...core.registry import HOOKS
+from ..reporting.line_queue import LineQueue
 from ..reporting.log_processor import num_batches
 from ..reporting.progress import ProgressBar, is_interactive
 from ..reporting.reporter import describe, plain
@@ -69,11 +71,13 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
         self._wants_bar = progress_bar
         self._bar: ProgressBar | None = None
+        self._lines = LineQueue()
         self._length = 0
         self._by_epoch = True
 
     def before_run(self, runner: FlexibleRunner) -> None:
         """Open the reporters."""
+        self._lines.open(runner.logger)
         if runner.rank == 0:
             config = describe(runner.cfg)
             for reporter in runner.reporters:
@@ -104,14 +108,23 @@ class LoggerHook(Hook):
         if is_last or done % self.interval_exp_name == 0:
             runner.logger.info("Exp name: %s", runner.experiment_name)
         if inner % self.interval == 0 or (is_last and (not self.ignore_last or self._length <= self.interval)):
-            record, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
-            runner.logger.info(line)
-            self._report(runner, record, done, "train")
-            if self._bar is not None:
-                self._bar.update(record)
+            log = runner.log_processor.later_log_after_iter(runner, batch_idx, "train")
+            self._lines.put(partial(self._write, runner, log, done))
+
+    def _write(self, runner: FlexibleRunner, log: Callable[[], tuple[dict[str, Any], str]], step: int) -> None:
+        record, line = log()
+        runner.logger.info(line)
+        self._report(runner, record, step, "train")
+        if self._bar is not None:
+            self._bar.update(record)
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Nothing waits while something else than training goes on."""
+        self._lines.flush()
 
     def before_val_epoch(self, runner: FlexibleRunner) -> None:
         """Have enough history kept."""
+        self._lines.flush()
         runner.log_processor.prepare(runner, "val")
 
     def before_test_epoch(self, runner: FlexibleRunner) -> None:
@@ -167,6 +180,7 @@ class LoggerHook(Hook):
                 reporter.on_scalars(record, step, mode)
 
     def _close(self, runner: FlexibleRunner) -> None:
+        self._lines.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...core.registry import HOOKS
+from ..reporting.history import HistoryBuffer
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class RuntimeInfoHook(Hook):
     priority = "VERY_HIGH"
 
     def __init__(self) -> None:
-        self._rates: list[tuple[str, Any]] = []
+        self._rates: list[tuple[HistoryBuffer, Any]] = []
+        self._outputs: dict[str, HistoryBuffer] = {}
         self._stages: list[str] = []
 
     def before_run(self, runner: FlexibleRunner) -> None:
@@ -36,8 +39,13 @@ class RuntimeInfoHook(Hook):
         self._enter(runner, "train")
         hub, optim = runner.message_hub, runner.optim_wrapper
         wrappers = {} if optim is None else optim.wrappers
-        self._rates = [(f"train/{name}.lr" if name else "train/lr", wrapper) for name, wrapper in wrappers.items()]
-        for key in ("epoch", "iter", "max_epochs", "max_iters"):
+        self._rates = [
+            (hub.history(f"train/{name}.lr" if name else "train/lr"), wrapper) for name, wrapper in wrappers.items()
+        ]
+        self._outputs = {}
+        for key in ("epoch", "iter"):
+            hub.compute_info(key, partial(getattr, runner, key))
+        for key in ("max_epochs", "max_iters"):
             hub.update_info(key, getattr(runner, key))
         meta = getattr(getattr(runner.train_dataloader, "dataset", None), "metainfo", None)
         if meta is not None:
@@ -47,16 +55,10 @@ class RuntimeInfoHook(Hook):
         """Note that training is over."""
         self._leave(runner)
 
-    def before_train_epoch(self, runner: FlexibleRunner) -> None:
-        """Note the epoch."""
-        runner.message_hub.update_info("epoch", runner.epoch)
-
     def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
-        """Note the iteration and the learning rate of each optimizer's first group."""
-        hub = runner.message_hub
-        hub.update_info("iter", runner.iter)
-        for key, wrapper in self._rates:
-            hub.update_scalar(key, wrapper.param_groups[0]["lr"])
+        """Note the learning rate of each optimizer's first group."""
+        for history, wrapper in self._rates:
+            history.append(wrapper.param_groups[0]["lr"])
 
     def after_train_iter(
         self,
@@ -67,9 +69,11 @@ class RuntimeInfoHook(Hook):
     ) -> None:
         """Keep the outputs, on the device if they are there."""
         if outputs:
-            update = runner.message_hub.update_scalar
+            histories = self._outputs
             for key, value in outputs.items():
-                update(f"train/{key}", value)
+                if key not in histories:
+                    histories[key] = runner.message_hub.history(f"train/{key}")
+                histories[key].append(value)
 
     def before_val(self, runner: FlexibleRunner) -> None:
         """Note that validation runs."""

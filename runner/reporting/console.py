@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     _StreamHandler = logging.StreamHandler  # takes no type argument before Python 3.11
+
+
+class LineFormatter(logging.Formatter):
+    """One line per record, worked out once for all handlers, and the time once per second.
+
+    Args:
+        place: stands before the message.
+    """
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__()
+        self._place = place
+        self._second, self._stamp = -1, ""
+        self._record: logging.LogRecord | None = None
+        self._text = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """``11/21 10:33:15 - flextrain - INFO - message``, and the traceback of an exception below it."""
+        if record is not self._record:
+            second = int(record.created)
+            if second != self._second:
+                self._second, self._stamp = second, time.strftime("%m/%d %H:%M:%S", time.localtime(second))
+            self._text = f"{self._stamp} - {NAME} - {record.levelname} - {self._place}{super().format(record)}"
+            self._record = record
+        return self._text
 
 
 class ConsoleHandler(_StreamHandler):
@@ -57,8 +83,7 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path, encoding="utf-8"))
-    place = "" if rank == 0 else f"rank {rank} - "
-    formatter = logging.Formatter(f"%(asctime)s - {NAME} - %(levelname)s - {place}%(message)s", "%m/%d %H:%M:%S")
+    formatter = LineFormatter("" if rank == 0 else f"rank {rank} - ")
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.set_name(NAME)

@@ -1,9 +1,10 @@
-"""HistoryBuffer: the last values of one scalar, some of which may still be on a device."""
+"""HistoryBuffer: the last values of one scalar, the newest of which may still be on a device."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -16,33 +17,38 @@ from ...core.errors import ConfigError, one_of, suggest
 class HistoryBuffer:
     """The last ``maxlen`` values of one scalar (None: all), each with the number of items it sums up.
 
-    Every statistic first brings pending tensors to the host, which waits for the device.
+    ``append`` does next to nothing, because it runs in every iteration: what is new waits, unread. Every statistic first
+    reads what is new, which waits for the device.
+
+    Args:
+        maxlen: values kept.
+        name: for messages.
     """
 
-    __slots__ = ("_appended", "_counts", "_fetched", "_reduced", "_values")
+    __slots__ = ("_counts", "_local", "_new", "_values", "name")
 
-    def __init__(self, maxlen: int | None = None) -> None:
-        self._values: deque[float | Tensor] = deque(maxlen=maxlen)
-        self._counts: deque[int] = deque(maxlen=maxlen)
-        # All three count values since the start, dropped ones too: how many came, and up to which one they are on the
-        # host, and means over the ranks.
-        self._appended = self._fetched = self._reduced = 0
+    def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
+        self.name = name
+        self._new: deque[Any] = deque(maxlen=maxlen)  # numbers, tensors, and (number or tensor, count)
+        self._values: deque[float] = deque(maxlen=maxlen)
+        self._counts: deque[int] | None = None  # of the values; None while all of them are 1
+        self._local = 0  # how many of the values at the end are this rank's own, no means over the ranks yet
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
-        """Add one value; a tensor is kept as it is."""
-        self._values.append(value)
-        self._counts.append(count)
-        self._appended += 1
+        """Add one value; a tensor has one element, no graph behind it, and is not changed by anybody afterwards."""
+        self._new.append(value if count == 1 else (value, count))
 
     def __len__(self) -> int:
-        return len(self._values)
+        length = len(self._values) + len(self._new)
+        maxlen = self._values.maxlen
+        return length if maxlen is None else min(length, maxlen)
 
     def grow(self, maxlen: int | None) -> None:
         """Keep at least ``maxlen`` values from now on; None: all."""
         now = self._values.maxlen
         if now is not None and (maxlen is None or maxlen > now):
-            self._values = deque(self._values, maxlen)
-            self._counts = deque(self._counts, maxlen)
+            self._new, self._values = deque(self._new, maxlen), deque(self._values, maxlen)
+            self._counts = None if self._counts is None else deque(self._counts, maxlen)
 
     # Statistics
 
@@ -50,17 +56,21 @@ class HistoryBuffer:
     def data(self) -> list[float]:
         """The values that are kept, oldest first."""
         fetch([self])
-        return cast("list[float]", list(self._values))
+        return list(self._values)
 
     def current(self) -> float:
         """The newest value."""
-        return self._last(1)[0]
+        if self._new:
+            fetch([self])
+        return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:
         """The mean of the last ``window_size`` values, of all that are kept by default."""
-        values = self._last(window_size)
-        counts = _tail(self._counts, len(values))
-        return sum(values) / float(sum(counts))
+        total = sum(self._last(window_size))
+        if self._counts is not None:
+            return total / sum(islice(reversed(self._counts), window_size))
+        length = len(self._values)
+        return total / (length if window_size is None or window_size > length else window_size)
 
     def max(self, window_size: int | None = None) -> float:
         """The largest of the last values."""
@@ -77,47 +87,61 @@ class HistoryBuffer:
             return self.current()
         return cast(float, getattr(self, method_name)(window_size))
 
-    def _last(self, window_size: int | None) -> list[float]:
-        if self._fetched != self._appended:
+    def _last(self, window_size: int | None) -> Iterable[float]:
+        if self._new:
             fetch([self])
-        length = len(self._values)
-        values = _tail(self._values, length if window_size is None else min(window_size, length))
-        return cast("list[float]", values)
+        return islice(reversed(self._values), window_size)
 
     # Between devices and ranks
 
     def reduce(self) -> None:
-        """Replace the values since the last call by their means over the ranks; all ranks must call it."""
-        new = min(self._appended - self._reduced, len(self._values))
-        self._reduced = self._appended
-        if get_world_size() == 1 or new == 0:
+        """Replace the values since the last call by their means over the ranks, unread; all ranks must call it."""
+        if get_world_size() == 1:
             return
-        values = _tail(self._values, new)
-        device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-        means = all_reduce(torch.stack([_as_float(value, device) for value in values]), "mean")
-        for _ in range(new):
-            self._values.pop()
-        self._values.extend(means.unbind())
-        self._fetched = min(self._fetched, self._appended - new)
+        counts = self._counts
+        own: list[tuple[Any, int]] = []
+        for _ in range(self._local):
+            own.insert(0, (self._values.pop(), 1 if counts is None else counts.pop()))
+        own += [entry if type(entry) is tuple else (entry, 1) for entry in self._new]
+        if own:
+            device = next((value.device for value, _ in own if isinstance(value, Tensor)), torch.device("cpu"))
+            means = all_reduce(torch.stack([_as_float(value, device) for value, _ in own]), "mean")
+            self._new.clear()
+            for mean, (_, count) in zip(means.unbind(), own, strict=True):
+                self.append(mean, count)
+        self._local = -len(self._new)  # they will be read, and then none is this rank's own
 
-    def _pending(self) -> list[tuple[int, Tensor]]:
-        new = min(self._appended - self._fetched, len(self._values))
-        self._fetched = self._appended
-        return [(i, value) for i in range(-new, 0) if isinstance(value := self._values[i], Tensor)]
+    def _take(self) -> list[Any]:
+        """What is new, to be read and given to ``_settle``; its counts are settled here."""
+        new = list(self._new)
+        self._new.clear()
+        if self._counts is not None or tuple in map(type, new):
+            pairs = [entry if type(entry) is tuple else (entry, 1) for entry in new]
+            if self._counts is None:
+                self._counts = deque([1] * len(self._values), self._values.maxlen)
+            self._counts.extend(count for _, count in pairs)
+            return [value for value, _ in pairs]
+        return new
+
+    def _settle(self, numbers: list[float]) -> None:
+        self._values.extend(numbers)
+        self._local = min(self._local + len(numbers), len(self._values))
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """The values that are kept, for JSON."""
-        return {"values": self.data, "counts": list(self._counts)}
+        values = self.data
+        return {"values": values, "counts": [1] * len(values) if self._counts is None else list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` gave; other values are dropped."""
+        self._new.clear()
         self._values.clear()
-        self._counts.clear()
-        for value, count in zip(state["values"], state["counts"], strict=True):
-            self.append(value, count)
-        self._fetched = self._reduced = self._appended
+        self._values.extend(state["values"])
+        only_ones = all(count == 1 for count in state["counts"])
+        self._counts = None if only_ones else deque(state["counts"], self._values.maxlen)
+        self._local = 0
 
 
 STATISTICS = ("mean", "min", "max", "current")
@@ -130,36 +154,45 @@ def check_statistic(name: str, where: str) -> None:
 
 
 def fetch(buffers: Iterable[HistoryBuffer]) -> None:
-    """Bring the pending tensors of all ``buffers`` to the host, in one copy per device and dtype.
-
-    Half-precision values travel as float32, so that a loss and a gradient norm share one copy.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[HistoryBuffer, int, Tensor]]] = {}
+    """Read what is new in all ``buffers``: tensors come to the host in one copy per device and dtype."""
+    waiting: list[tuple[HistoryBuffer, list[Any]]] = []
+    tensors: list[Tensor] = []
     for buffer in buffers:
-        if buffer._fetched == buffer._appended:
-            continue
-        for i, value in buffer._pending():
-            wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
-            groups.setdefault((value.device, wide), []).append((buffer, i, value))
-    for (_, dtype), entries in groups.items():
-        stacked = torch.stack([_as_scalar(value, dtype) for _, _, value in entries])
-        for (buffer, i, _), number in zip(entries, stacked.tolist(), strict=True):
-            buffer._values[i] = float(number)
+        if buffer._new:
+            new = buffer._take()
+            if set(map(type, new)) == {float}:
+                buffer._settle(new)
+            else:
+                tensors += [value for value in new if isinstance(value, Tensor)]
+                waiting.append((buffer, new))
+    numbers = iter(_numbers(tensors))
+    for buffer, new in waiting:
+        buffer._settle([next(numbers) if isinstance(value, Tensor) else float(value) for value in new])
 
 
-def _tail(values: deque[Any], length: int) -> list[Any]:
-    if length == len(values):
-        return list(values)
-    return [values[i] for i in range(-length, 0)]
+def _numbers(tensors: list[Tensor]) -> list[float]:
+    """The values of one-element tensors; half-precision travels as float32, so that loss and gradient norm share a copy."""
+    if not tensors:
+        return []
+    kinds = {(tensor.device, tensor.dtype, tensor.ndim) for tensor in tensors}
+    if len(kinds) == 1 and tensors[0].ndim == 0 and tensors[0].dtype.is_floating_point:  # almost always
+        return cast("list[float]", torch.stack(tensors).tolist())
+    numbers: list[float] = [0.0] * len(tensors)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, _wide(tensor.dtype)), []).append(i)
+    for (_, dtype), places in groups.items():
+        read = torch.stack([tensors[i].reshape(()).to(dtype) for i in places]).tolist()
+        for i, number in zip(places, read, strict=True):
+            numbers[i] = float(number)
+    return numbers
 
 
-def _as_scalar(value: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.dim():
-        value = value.reshape(())
-    return value if value.dtype is dtype else value.to(dtype)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _as_float(value: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        return _as_scalar(value, torch.float32).to(device)
+        return value.reshape(()).to(device, torch.float32)
     return torch.tensor(value, dtype=torch.float32, device=device)

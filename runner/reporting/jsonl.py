@@ -31,6 +31,7 @@ class JsonLinesReporter(Reporter):
         self._config_path = self.save_dir / config_save_file
         self._scalar_path = self.save_dir / scalar_save_file
         self._file: TextIO | None = None
+        self._encode = json.JSONEncoder(default=plain).encode
 
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Open the files."""
@@ -43,7 +44,7 @@ class JsonLinesReporter(Reporter):
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
         """Write one line."""
         if self._file is not None:
-            self._file.write(json.dumps({**scalars, "step": step}, default=plain) + "\n")
+            self._file.write(self._encode({**scalars, "step": step}) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -53,9 +56,8 @@ class _Plan:
 
     hub: MessageHub
     size: int
-    means: list[tuple[str, HistoryBuffer]]
-    currents: list[tuple[str, HistoryBuffer]]
-    order: list[str]
+    scalars: list[tuple[str, HistoryBuffer, bool]]
+    """Name, values, and whether a mean is shown."""
 
 
 class LogProcessor:
@@ -99,6 +101,7 @@ class LogProcessor:
             if name in names[:i]:
                 raise ConfigError(f'log_processor.custom_cfg[{i}]: "{name[0]}" is logged twice, give another log_name')
         self._plans: dict[str, _Plan] = {}
+        self._memory, self._memory_read = 0, -math.inf
 
     def prepare(self, runner: FlexibleRunner, mode: Mode) -> None:
         """Have the message hub keep as much history as the statistics of ``mode`` need."""
@@ -117,27 +120,55 @@ class LogProcessor:
 
         The training loss is the mean over the ranks; everything else is this rank's.
         """
+        return self._take_figures(runner, batch_idx, mode)()
+
+    def later_log_after_iter(
+        self, runner: FlexibleRunner, batch_idx: int, mode: Mode
+    ) -> Callable[[], tuple[dict[str, Any], str]]:
+        """The figures are taken now; what is returned makes ``get_log_after_iter``'s record and line of them."""
+        if type(self).get_log_after_iter is not LogProcessor.get_log_after_iter:
+            log = self.get_log_after_iter(runner, batch_idx, mode)
+            return lambda: log
+        return self._take_figures(runner, batch_idx, mode)
+
+    def _take_figures(
+        self, runner: FlexibleRunner, batch_idx: int, mode: Mode
+    ) -> Callable[[], tuple[dict[str, Any], str]]:
         hub = runner.message_hub
         hub.fetch(f"{mode}/", reduce="train/loss" if mode == "train" else None)
         tag = self._scalars(hub, mode, batch_idx, self.window_size)
+        return partial(
+            self._log_of_iter, runner, mode, batch_idx, tag, runner.iter, self._epoch(runner, mode), hub.get_info("eta")
+        )
+
+    def _log_of_iter(
+        self,
+        runner: FlexibleRunner,
+        mode: Mode,
+        batch_idx: int,
+        tag: dict[str, float],
+        iteration: int,
+        epoch: int,
+        eta: float | None,
+    ) -> tuple[dict[str, Any], str]:
         record = self._record(tag, mode)
         if self.by_epoch and mode != "test":
-            record["epoch"] = self._epoch(runner, mode)
-        record["iter"] = runner.iter + 1
-        record["memory"] = int(memory_mb(runner.strategy.device))
+            record["epoch"] = epoch
+        record["iter"] = iteration + 1
+        record["memory"] = self._peak_memory(runner)
 
         digits = self.num_digits
         rates = [f"{name}: {tag.pop(name):.{digits}e}" for name in list(tag) if name.endswith("lr")]
         fields = ["  ".join(rates)]
         if "time" in tag and "data_time" in tag:
-            eta = hub.get_info("eta")
             if eta is not None:
                 fields.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
             fields += [f"{name}: {tag.pop(name):.{digits}f}" for name in ("time", "data_time")]
         fields.append(f"memory: {record['memory']}")
         if mode == "train":
             fields += self._fields(tag)
-        return record, f"{self._header(runner, mode, batch_idx + 1)}  {'  '.join(fields)}"
+        done = iteration + 1 if mode == "train" and not self.by_epoch else batch_idx + 1
+        return record, f"{self._header(runner, mode, done, epoch)}  {'  '.join(fields)}"
 
     def get_log_after_epoch(
         self, runner: FlexibleRunner, batch_idx: int, mode: Mode, with_non_scalar: bool = False
@@ -154,21 +185,26 @@ class LogProcessor:
         others = {k.removeprefix(f"{mode}/"): v for k, v in hub.runtime_info.items() if k.startswith(f"{mode}/")}
         fields = [*self._fields(tag), *self._fields(others), *self._fields(times)]
         record = self._record({**tag, **(others if with_non_scalar else {}), **times}, mode)
-        return record, f"{self._header(runner, mode, self._length(runner, mode))}    {'  '.join(fields)}"
+        head = self._header(runner, mode, self._length(runner, mode), self._epoch(runner, mode))
+        return record, f"{head}    {'  '.join(fields)}"
 
     # The parts of a line
 
-    def _header(self, runner: FlexibleRunner, mode: Mode, done: int) -> str:
-        if mode == "train" and not self.by_epoch:
-            done, length = runner.iter + 1, runner.max_iters
-        else:
-            length = self._length(runner, mode)
+    def _peak_memory(self, runner: FlexibleRunner) -> int:
+        """In MiB, asked for once per second: it takes longer than the rest of a line."""
+        now = time.monotonic()
+        if now - self._memory_read > 1:
+            self._memory, self._memory_read = int(memory_mb(runner.strategy.device)), now
+        return self._memory
+
+    def _header(self, runner: FlexibleRunner, mode: Mode, done: int, epoch: int) -> str:
+        length = runner.max_iters if mode == "train" and not self.by_epoch else self._length(runner, mode)
         place = f"[{done:>{len(str(length))}}/{length}]"
         if not self.by_epoch:
             return f"Iter({mode}) {place}"
         if mode == "test":
             return f"Epoch(test) {place}"
-        return f"Epoch({mode}) [{self._epoch(runner, mode)}]{place}"
+        return f"Epoch({mode}) [{epoch}]{place}"
 
     def _epoch(self, runner: FlexibleRunner, mode: Mode) -> int:
         # Validation comes after its epoch was counted.
@@ -187,10 +223,11 @@ class LogProcessor:
     # The figures
 
     def _scalars(self, hub: MessageHub, mode: Mode, batch_idx: int, window: int) -> dict[str, float]:
-        plan = self._plan(hub, mode)
-        values = {name: buffer.mean(window) for name, buffer in plan.means}
-        values.update((name, buffer.current()) for name, buffer in plan.currents)
-        tag = {name: values[name] for name in plan.order}
+        scalars = self._plan(hub, mode).scalars
+        tag = {name: buffer.mean(window) if is_mean else buffer.current() for name, buffer, is_mean in scalars}
+        if not self.custom:
+            return tag
+        values = dict(tag)
         for cfg in self.custom:
             if cfg.name in values and cfg.mode in ("", mode):
                 size = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
@@ -204,9 +241,10 @@ class LogProcessor:
         plan, scalars = self._plans.get(mode), hub.log_scalars
         if plan is None or plan.hub is not hub or plan.size != len(scalars):
             own = [(key[len(mode) + 1 :], buffer) for key, buffer in scalars.items() if key.startswith(f"{mode}/")]
-            means = [(name, buffer) for name, buffer in own if self.mean_pattern.search(name)]
-            currents = [(name, buffer) for name, buffer in own if not self.mean_pattern.search(name)]
-            plan = self._plans[mode] = _Plan(hub, len(scalars), means, currents, [name for name, _ in own])
+            shown = [(name, buffer, self.mean_pattern.search(name) is not None) for name, buffer in own if len(buffer)]
+            # One that was begun and has no value yet is looked for again.
+            plan = _Plan(hub, len(scalars) if len(shown) == len(own) else -1, shown)
+            self._plans[mode] = plan
         return plan
 
     def _length(self, runner: FlexibleRunner, mode: Mode) -> int:

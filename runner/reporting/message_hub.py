@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,8 @@ class MessageHub:
     """Scalars with their recent history, and named facts; one hub per runner.
 
     A scalar may be a tensor on any device. It stays there, unread, until ``fetch`` or one of the statistics of its
-    buffer is called; ``fetch`` brings everything that is pending to the host in one copy per device and dtype.
+    buffer is called; ``fetch`` brings everything that is pending to the host in one copy per device and dtype. A fact may
+    be a function that is asked whenever somebody reads it.
 
     Args:
         history: values kept per key unless ``retain`` asks for more.
@@ -26,6 +27,7 @@ class MessageHub:
         self._retained: dict[str, int | None] = {}
         self._scalars: dict[str, HistoryBuffer] = {}
         self._info: dict[str, Any] = {}
+        self._computed: dict[str, Callable[[], Any]] = {}
         self._not_resumed: set[str] = set()
 
     @property
@@ -36,7 +38,7 @@ class MessageHub:
     @property
     def runtime_info(self) -> Mapping[str, Any]:
         """All facts by key."""
-        return self._info
+        return {**self._info, **{key: function() for key, function in self._computed.items()}}
 
     def update_scalar(self, key: str, value: float | Tensor, count: int = 1) -> None:
         """Append one value.
@@ -46,12 +48,7 @@ class MessageHub:
             value: a number, or a tensor with one element that nobody changes in place afterwards.
             count: over how many items ``value`` is a sum; a mean divides by it.
         """
-        buffer = self._scalars.get(key)
-        if buffer is None:
-            buffer = self._add(key)
-        if type(value) is not float:
-            value = _checked(key, value)
-        buffer.append(value, count)
+        self.history(key).append(value if type(value) is float else _checked(key, value), count)
 
     def update_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Append one value per key; a value may be ``dict(value=..., count=...)``."""
@@ -64,12 +61,22 @@ class MessageHub:
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
         """Set a fact; it goes into checkpoints if JSON can hold it and ``resumed`` is True."""
         self._info[key] = value
+        self._computed.pop(key, None)
         (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
+
+    def compute_info(self, key: str, function: Callable[[], Any]) -> None:
+        """Have ``function`` called whenever the fact is read; it does not go into checkpoints."""
+        self._computed[key] = function
 
     def update_info_dict(self, info: Mapping[str, Any], resumed: bool = True) -> None:
         """Set several facts."""
         for key, value in info.items():
             self.update_info(key, value, resumed)
+
+    def history(self, key: str) -> HistoryBuffer:
+        """The history of a scalar, begun if it never came; for those who append in every iteration."""
+        buffer = self._scalars.get(key)
+        return self._add(key) if buffer is None else buffer
 
     def get_scalar(self, key: str) -> HistoryBuffer:
         """The history of a scalar.
@@ -83,11 +90,14 @@ class MessageHub:
 
     def get_info(self, key: str, default: Any = None) -> Any:
         """A fact, ``default`` when it is not set."""
-        return self._info.get(key, default)
+        function = self._computed.get(key)
+        return self._info.get(key, default) if function is None else function()
 
     def pop_info(self, key: str, default: Any = None) -> Any:
         """A fact, which is forgotten."""
-        return self._info.pop(key, default)
+        function = self._computed.pop(key, None)
+        value = self._info.pop(key, default)
+        return value if function is None else function()
 
     def retain(self, key: str, history: int | None) -> None:
         """Keep at least ``history`` values of ``key`` from now on; None: all.
@@ -127,11 +137,11 @@ class MessageHub:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` gave."""
         for key, saved in state["scalars"].items():
-            (self._scalars.get(key) or self._add(key)).load_state_dict(saved)
+            self.history(key).load_state_dict(saved)
         self._info.update(state["info"])
 
     def _add(self, key: str) -> HistoryBuffer:
-        buffer = self._scalars[key] = HistoryBuffer(_larger(self._retained.get(key, 0), self._history))
+        buffer = self._scalars[key] = HistoryBuffer(_larger(self._retained.get(key, 0), self._history), key)
         return buffer
 
 

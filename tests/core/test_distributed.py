@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +120,33 @@ def rejoin() -> tuple[int, int]:
 @pytest.mark.distributed
 def test_a_group_can_be_left_and_joined_again(workers2: WorkerGroup) -> None:
     assert workers2.run(rejoin) == [(2, 2), (2, 2)]
+
+
+LEAVES = """
+import torch, torch.distributed as dist
+from flextrain.core.distributed import init_process_group, leave_at_exit
+import sys
+init_process_group("gloo", rank=int(sys.argv[2]), world_size=4, init_method=sys.argv[1], timeout_s=60)
+leave_at_exit()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(500, 500))  # holds the group beyond its end
+large, box = torch.zeros(1_000_000), [None] * 4
+model(torch.zeros(1, 500)).sum().backward()
+for _ in range(3):
+    dist.all_reduce(large)
+    dist.all_gather_object(box, {"a": 1})
+"""
+
+
+@pytest.mark.distributed
+def test_the_interpreter_ends_in_peace_right_after_a_collective(tmp_path: Path) -> None:
+    """Without ``leave_at_exit`` about every third process aborts while gloo lets go of its last message."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, f"file://{tmp_path}/meet", str(rank)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(4)
+    ]
+    ends = [(process.communicate(timeout=120)[1], process.returncode) for process in started]
+    assert [code for _, code in ends] == [0] * 4, b"".join(errors for errors, _ in ends).decode()

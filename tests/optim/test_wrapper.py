@@ -295,3 +295,21 @@ def test_full_precision_has_no_state_of_its_own() -> None:
     wrapper.load_state_dict({})
     assert wrapper.precision.compute is torch.float32
     assert wrapper.wrappers == {"": wrapper}
+
+
+def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to() -> None:
+    class Keeps(torch.optim.SGD):
+        asked = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.asked += 1
+            super().zero_grad(set_to_none=False)
+
+    model = nn.Linear(2, 2)
+    plain, own = OptimWrapper(dict(type="SGD", lr=0.1)), OptimWrapper(lambda groups: Keeps(groups, lr=0.1))
+    for optim in (plain, own):
+        optim.build(model)
+        model(torch.ones(1, 2)).sum().backward()
+        optim.step()
+        assert all((p.grad is None) if optim is plain else not p.grad.any() for p in model.parameters())
+    assert own.optimizer.asked == 1

@@ -42,7 +42,7 @@ def test_runtime_info_goes_into_the_hub_by_mode(runner: Any) -> None:
     loss = torch.tensor(1.5)
     hook.after_train_iter(runner, 3, None, {"loss": loss, "aux": 2.0})
     assert hub.get_info("iter") == 3
-    assert hub.get_scalar("train/loss")._values[0] is loss, "not copied, not read"
+    assert hub.get_scalar("train/loss")._new[0] is loss, "not copied, not read"
     assert {key: buffer.current() for key, buffer in hub.log_scalars.items()} == {
         "train/lr": 0.25,
         "train/loss": 1.5,

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.core import distributed
 from flextrain.runner.hooks import LoggerHook
+from flextrain.runner.reporting import LogProcessor, line_queue
 from flextrain.testing import WorkerGroup
 
 
@@ -151,7 +153,7 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     assert any(re.fullmatch(val, line) for line in log)
     records = [json.loads(line) for line in (Path(run.log_dir) / "vis_data/scalars.json").read_text().splitlines()]
     assert [record["step"] for record in records] == [10, 1, 20, 2]
-    assert list(records[0]) == ["lr", "data_time", "loss", "time", "epoch", "iter", "memory", "step"]
+    assert list(records[0]) == ["lr", "data_time", "time", "loss", "epoch", "iter", "memory", "step"]
     assert list(records[1]) == ["accuracy", "data_time", "time", "step"]
     config = json.loads((Path(run.log_dir) / "vis_data/config.json").read_text())
     assert config["train_cfg"] == {"by_epoch": True, "max_epochs": 2}
@@ -251,3 +253,57 @@ def test_the_loss_in_a_line_is_the_mean_over_ranks(workers2: WorkerGroup, tmp_pa
     assert seen == pytest.approx([sum(both[max(0, end - 3) : end]) / min(3, end) for end in ends], rel=1e-6)
     assert seen == seen_too
     assert first != second
+
+
+def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(line_queue, "time", clock)
+    hook = LoggerHook(interval=1)
+    hook.before_run(runner)
+    hook.before_train(runner)
+    steps = lambda: [event[1] for event in runner.reporters[0].events if event[0] == "train"]  # noqa: E731
+
+    def iteration(seconds: float) -> None:
+        runner.message_hub.update_scalar("train/loss", float(runner.iter))
+        hook.after_train_iter(runner, runner.iter)
+        runner.iter += 1
+        clock.now += seconds
+
+    iteration(0.01)
+    assert steps() == [1], "the first line has nothing to wait for"
+    iteration(0.01)
+    iteration(0.01)
+    assert steps() == [1]
+    runner.logger.info("from a hook")
+    assert steps() == [1, 2, 3]
+    assert [re.sub(r".*loss: ", "", line) for line in runner.lines()][-3:] == ["0.5000", "1.0000", "from a hook"]
+    for _ in range(3):
+        iteration(0.02)
+    assert steps() == [1, 2, 3]
+    iteration(0.2)
+    assert steps() == [1, 2, 3, 4, 5, 6, 7], "held back for 0.05 s and not longer"
+    iteration(0.2)
+    assert steps() == [1, 2, 3, 4, 5, 6, 7, 8]
+    iteration(0.0)
+    iteration(0.0)
+    assert len(steps()) < runner.iter
+    hook.after_train_epoch(runner)
+    assert len(steps()) == runner.iter
+    iteration(0.0)
+    hook.on_exception(runner, RuntimeError())
+    assert len(steps()) == runner.iter, "a run that fails has written all its lines"
+    assert not any(isinstance(item, line_queue.LineQueue) for item in runner.logger.filters)
+
+
+def test_a_log_processor_of_ones_own_makes_the_lines(new_run: Callable[..., FlexibleRunner]) -> None:
+    class Terse(LogProcessor):
+        def get_log_after_iter(self, runner: Any, batch_idx: int, mode: Any) -> tuple[dict[str, Any], str]:
+            record, _ = super().get_log_after_iter(runner, batch_idx, mode)
+            return {**record, "own": 1}, f"terse {mode} {batch_idx + 1} seen at {runner.iter + 1}"
+
+    run = new_run(log_processor=Terse(), train_cfg={"by_epoch": True, "max_epochs": 1})
+    run.train()
+    text = Path(run.log_dir, f"{run.timestamp}.log").read_text()
+    assert re.findall("terse train.*", text) == ["terse train 10 seen at 10"]

@@ -94,7 +94,7 @@ def test_a_scalar_that_needs_a_gradient_does_not_keep_its_graph() -> None:
     hub = MessageHub()
     loss = (weight * 2).sum()
     hub.update_scalar("train/loss", loss)
-    held = hub.get_scalar("train/loss")._values[0]
+    held = hub.get_scalar("train/loss")._new[0]
     assert isinstance(held, Tensor)
     assert held.grad_fn is None
 
