@@ -185,10 +185,17 @@ def destroy_process_group() -> None:
 @functools.cache
 def leave_at_exit() -> None:
     """Have the process group left when the interpreter ends; a group that cannot be left is waited for a few seconds only."""
-    atexit.register(_leave)
+    ends, left = threading.Event(), threading.Event()
 
+    def leave() -> None:
+        ends.wait()
+        destroy_process_group()
+        left.set()
 
-def _leave() -> None:
-    thread = threading.Thread(target=destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(_LEAVE_TIMEOUT_S)
+    def wait() -> None:
+        ends.set()
+        left.wait(_LEAVE_TIMEOUT_S)
+
+    # Started now: Python 3.12 starts no thread while the interpreter ends.
+    threading.Thread(target=leave, name="flextrain-leave", daemon=True).start()
+    atexit.register(wait)

@@ -136,8 +136,10 @@ class FlexibleRunner:
         self._val_loop: EvalLoop | None = None
         self._test_loop: EvalLoop | None = None
         self.schedulers: dict[str, list[Any]] = {}
-        self._started = False
+        self._started = False  # whether training has what it begins with
+        self._has_weights = False  # whether the model has, which is enough for evaluation
         self._has_begun = False
+        self._depth = 0
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -328,6 +330,7 @@ class FlexibleRunner:
         self._setup_model()
         self._begin()
         state.load_weights(self, Path(filename), strict=strict, revise_keys=revise_keys)
+        self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
     def resume(self, filename: str | Path, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
@@ -397,7 +400,8 @@ class FlexibleRunner:
         if source is not None and resumes:
             self.resume(source)
         elif source is not None:
-            self.load_checkpoint(source)
+            if not self._has_weights:
+                self.load_checkpoint(source)
         elif resumes:
             self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
         self._started = True
@@ -409,24 +413,35 @@ class FlexibleRunner:
             raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
         self._setup_model()
         with self._running():
-            source, resumes = self._source()
-            if not self._started and source is not None:
-                self.load_checkpoint(source)
-                self._started = not resumes  # train() has more to take from it
+            source, _ = self._source()
+            if source is not None and not self._started and not self._has_weights:
+                self.load_checkpoint(source)  # train() may have more to take from it
             metrics: dict[str, Any] = loop.run()
         return metrics
 
     @contextmanager
     def _running(self) -> Iterator[None]:
+        if self._depth:  # a hook evaluates in the middle of a run
+            yield
+            return
+        self._depth = 1
         try:
             self._begin()
             yield
             self.call_hook("after_run")
         except BaseException as error:
-            self.call_hook("on_exception", exception=error)
+            self._on_exception(error)
             raise
         finally:
-            self._has_begun = False
+            self._has_begun, self._depth = False, 0
+
+    def _on_exception(self, error: BaseException) -> None:
+        """Tell every hook, also when another one fails at it; the first error is the one that is raised."""
+        for method in self.hook_calls["on_exception"]:
+            try:
+                method(self, exception=error)
+            except Exception as second:  # reported, and must not hide the error that it follows
+                self.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)  # type: ignore[attr-defined]
 
     def _begin(self) -> None:
         """Let hooks make what a checkpoint is loaded into, once per run."""

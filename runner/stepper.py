@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,10 @@ class Stepper:
         self._autocast = None if strategy.autocast() is NOTHING else strategy.autocast
         # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile)
-        self.weigh: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
+        weigh = getattr(module, "loss_weight", None)  # also a usual name for a number
+        self.weigh: Callable[[Any], Any] | None = (
+            weigh if inspect.ismethod(weigh) or inspect.isfunction(weigh) else None
+        )
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
             raise ConfigError(
                 f"optim_wrapper: has {len(optim)} optimizers, {type(module).__name__} must define "
@@ -121,6 +125,8 @@ class Stepper:
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
         values = {name: torch.as_tensor(value).detach() for name, value in logs.items()}
+        if self._reuses_outputs:
+            values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
             values["loss"] = torch.stack([part.float() for part in parts]).sum()
         return values

@@ -51,6 +51,10 @@ class IterTimerHook(Hook):
         """After a validation the time left is that of the training again."""
         self._mode = "train"
 
+    def after_val(self, runner: FlexibleRunner) -> None:
+        """What the end of a validation took is no part of the next iteration."""
+        self._last = time.perf_counter()
+
     def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
         """The data are here."""
         self._data_times.append(time.perf_counter() - self._last)

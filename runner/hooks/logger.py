@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -72,11 +73,15 @@ class LoggerHook(Hook):
         self._wants_bar = progress_bar
         self._bar: ProgressBar | None = None
         self._lines = LineQueue()
+        self._is_open = False
         self._length = 0
         self._by_epoch = True
 
-    def before_run(self, runner: FlexibleRunner) -> None:
-        """Open the reporters."""
+    def _open(self, runner: FlexibleRunner) -> None:
+        """Open the reporters, once per run; not before there is something to report."""
+        if self._is_open:
+            return
+        self._is_open = True
         self._lines.open(runner.logger)
         if runner.rank == 0:
             config = describe(runner.cfg)
@@ -84,7 +89,8 @@ class LoggerHook(Hook):
                 reporter.on_start(config)
 
     def before_train(self, runner: FlexibleRunner) -> None:
-        """Have enough history kept, and show the bar."""
+        """Open the reporters, have enough history kept, and show the bar."""
+        self._open(runner)
         runner.log_processor.prepare(runner, "train")
         loop = runner.train_loop
         self._by_epoch = loop.by_epoch
@@ -124,11 +130,13 @@ class LoggerHook(Hook):
 
     def before_val_epoch(self, runner: FlexibleRunner) -> None:
         """Have enough history kept."""
+        self._open(runner)
         self._lines.flush()
         runner.log_processor.prepare(runner, "val")
 
     def before_test_epoch(self, runner: FlexibleRunner) -> None:
         """Have enough history kept."""
+        self._open(runner)
         runner.log_processor.prepare(runner, "test")
 
     def after_val_iter(
@@ -180,13 +188,15 @@ class LoggerHook(Hook):
                 reporter.on_scalars(record, step, mode)
 
     def _close(self, runner: FlexibleRunner) -> None:
-        self._lines.close()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        if runner.rank == 0:
-            for reporter in runner.reporters:
-                reporter.close()
+        self._is_open = False
+        with contextlib.ExitStack() as parts:  # the last first, and all of them whatever one raises
+            if runner.rank == 0:
+                for reporter in reversed(runner.reporters):
+                    parts.callback(reporter.close)
+            if self._bar is not None:
+                parts.callback(self._bar.stop)
+                self._bar = None
+            parts.callback(self._lines.close)
 
     def _copy(self, runner: FlexibleRunner, target: Path) -> None:
         source = Path(runner.log_dir)

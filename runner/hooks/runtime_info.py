@@ -71,9 +71,11 @@ class RuntimeInfoHook(Hook):
         if outputs:
             histories = self._outputs
             for key, value in outputs.items():
-                if key not in histories:
+                if key in histories:
+                    histories[key].append(value)
+                else:  # once with all checks
+                    runner.message_hub.update_scalar(f"train/{key}", value)
                     histories[key] = runner.message_hub.history(f"train/{key}")
-                histories[key].append(value)
 
     def before_val(self, runner: FlexibleRunner) -> None:
         """Note that validation runs."""

@@ -25,13 +25,14 @@ class HistoryBuffer:
         name: for messages.
     """
 
-    __slots__ = ("_counts", "_local", "_new", "_values", "name")
+    __slots__ = ("_counts", "_device", "_local", "_new", "_values", "name")
 
     def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
         self.name = name
         self._new: deque[Any] = deque(maxlen=maxlen)  # numbers, tensors, and (number or tensor, count)
         self._values: deque[float] = deque(maxlen=maxlen)
         self._counts: deque[int] | None = None  # of the values; None while all of them are 1
+        self._device = torch.device("cpu")  # of the last tensor
         self._local = 0  # how many of the values at the end are this rank's own, no means over the ranks yet
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
@@ -103,8 +104,11 @@ class HistoryBuffer:
         for _ in range(self._local):
             own.insert(0, (self._values.pop(), 1 if counts is None else counts.pop()))
         own += [entry if type(entry) is tuple else (entry, 1) for entry in self._new]
+        if self._values.maxlen is not None:
+            own = own[-self._values.maxlen :]  # whatever part of them this rank has read meanwhile, all send as many
         if own:
-            device = next((value.device for value, _ in own if isinstance(value, Tensor)), torch.device("cpu"))
+            # Where the tensors are, also on a rank that has read them: each kind of device has a back end of its own.
+            device = next((value.device for value, _ in own if isinstance(value, Tensor)), self._device)
             means = all_reduce(torch.stack([_as_float(value, device) for value, _ in own]), "mean")
             self._new.clear()
             for mean, (_, count) in zip(means.unbind(), own, strict=True):
@@ -163,7 +167,14 @@ def fetch(buffers: Iterable[HistoryBuffer]) -> None:
             if set(map(type, new)) == {float}:
                 buffer._settle(new)
             else:
-                tensors += [value for value in new if isinstance(value, Tensor)]
+                found = [value for value in new if isinstance(value, Tensor)]
+                for value in found:
+                    if value.numel() != 1:
+                        shape = tuple(value.shape)
+                        raise ConfigError(f"{buffer.name}: a tensor of shape {shape} is no scalar, give one element")
+                if found:
+                    buffer._device = found[-1].device
+                tensors += found
                 waiting.append((buffer, new))
     numbers = iter(_numbers(tensors))
     for buffer, new in waiting:

@@ -6,15 +6,16 @@ import logging
 import time
 from collections.abc import Callable
 
-HOLD_S = 0.05
+GAP_S, HOLD_S = 0.01, 0.05
 
 
 class LineQueue(logging.Filter):
-    """Holds writes back for up to HOLD_S seconds after the last one, and carries them out in order.
+    """Holds back writes that come less than GAP_S seconds after the one before, and carries them out in order.
 
     A loop of 0.1 ms per iteration has hundreds of lines per second. Written one by one they cost more than the iterations
-    between them, mostly because each finds the processor's caches filled with the model's work. Where lines are further
-    apart than HOLD_S nothing is held back.
+    between them, mostly because each finds the processor's caches filled with the model's work. They are written with the
+    first line that comes HOLD_S after the last write, or after a gap, and at the latest when an epoch or the run ends.
+    Where lines are further apart than GAP_S nothing is held back, so a loop that comes to a halt has shown all of them.
 
     As a filter of a logger it writes what waits before any other record of that logger, so the order stays.
     """
@@ -23,7 +24,7 @@ class LineQueue(logging.Filter):
         super().__init__()
         self._logger: logging.Logger | None = None
         self._waiting: list[Callable[[], None]] = []
-        self._written = 0.0
+        self._written = self._put = 0.0
 
     def open(self, logger: logging.Logger) -> None:
         """Watch ``logger``; before this nothing is held back."""
@@ -33,15 +34,18 @@ class LineQueue(logging.Filter):
 
     def close(self) -> None:
         """Write what waits, and watch no more; may be called again."""
-        self.flush()
-        if self._logger is not None:
-            self._logger.removeFilter(self)
-            self._logger = None
+        try:
+            self.flush()
+        finally:
+            if self._logger is not None:
+                self._logger.removeFilter(self)
+                self._logger = None
 
     def put(self, write: Callable[[], None]) -> None:
         """Call ``write``, now or with later ones."""
         self._waiting.append(write)
-        if self._logger is None or time.monotonic() - self._written > HOLD_S:
+        before, self._put = self._put, time.monotonic()
+        if self._logger is None or self._put - before > GAP_S or self._put - self._written > HOLD_S:
             self.flush()
 
     def flush(self) -> None:

@@ -137,7 +137,9 @@ class MessageHub:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` gave."""
         for key, saved in state["scalars"].items():
-            self.history(key).load_state_dict(saved)
+            history = self.history(key)
+            history.grow(len(saved["values"]))  # nobody has said yet how much is needed
+            history.load_state_dict(saved)
         self._info.update(state["info"])
 
     def _add(self, key: str) -> HistoryBuffer:

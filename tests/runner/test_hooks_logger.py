@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.core import distributed
-from flextrain.runner.hooks import LoggerHook
-from flextrain.runner.reporting import LogProcessor, line_queue
+from flextrain.runner.hooks import Hook, LoggerHook
+from flextrain.runner.reporting import LogProcessor, Reporter, line_queue
 from flextrain.testing import WorkerGroup
 
 
@@ -28,6 +28,7 @@ def logged_at(hook: LoggerHook, runner: Any, epochs: int = 1) -> list[int]:
         runner.epoch = runner.iter // length
         runner.message_hub.update_scalar("train/loss", float(runner.iter))
         hook.after_train_iter(runner, runner.iter % length)
+    hook.after_train_epoch(runner)
     return [event[1] for event in runner.reporters[0].events if event[0] == "train"]
 
 
@@ -56,7 +57,8 @@ def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
     hook.before_train(runner)
     for runner.iter in range(25):
         hook.after_train_iter(runner, runner.iter % 7)
-    assert [step for _, step, _ in runner.reporters[0].events] == [10, 20, 25]
+    hook.after_train_epoch(runner)
+    assert [event[1] for event in runner.reporters[0].events if event[0] == "train"] == [10, 20, 25]
 
 
 def test_the_experiment_is_named_at_its_interval_and_at_each_end(runner: Any) -> None:
@@ -260,6 +262,7 @@ def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(line_queue, "time", clock)
+    runner.train_loop.epoch_length = 1000
     hook = LoggerHook(interval=1)
     hook.before_run(runner)
     hook.before_train(runner)
@@ -271,21 +274,23 @@ def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
         runner.iter += 1
         clock.now += seconds
 
-    iteration(0.01)
+    iteration(0.005)
     assert steps() == [1], "the first line has nothing to wait for"
-    iteration(0.01)
-    iteration(0.01)
+    iteration(0.005)
+    iteration(0.005)
     assert steps() == [1]
     runner.logger.info("from a hook")
     assert steps() == [1, 2, 3]
     assert [re.sub(r".*loss: ", "", line) for line in runner.lines()][-3:] == ["0.5000", "1.0000", "from a hook"]
+    for _ in range(8):
+        iteration(0.005)
+    assert steps() == [1, 2, 3]
+    for _ in range(6):
+        iteration(0.005)
+    assert 3 < len(steps()) < runner.iter, "held back for 0.05 s and not longer"
     for _ in range(3):
         iteration(0.02)
-    assert steps() == [1, 2, 3]
-    iteration(0.2)
-    assert steps() == [1, 2, 3, 4, 5, 6, 7], "held back for 0.05 s and not longer"
-    iteration(0.2)
-    assert steps() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps() == list(range(1, runner.iter + 1)), "a slower loop shows every line at once"
     iteration(0.0)
     iteration(0.0)
     assert len(steps()) < runner.iter
@@ -294,7 +299,7 @@ def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
     iteration(0.0)
     hook.on_exception(runner, RuntimeError())
     assert len(steps()) == runner.iter, "a run that fails has written all its lines"
-    assert not any(isinstance(item, line_queue.LineQueue) for item in runner.logger.filters)
+    assert hook._lines not in runner.logger.filters
 
 
 def test_a_log_processor_of_ones_own_makes_the_lines(new_run: Callable[..., FlexibleRunner]) -> None:
@@ -307,3 +312,46 @@ def test_a_log_processor_of_ones_own_makes_the_lines(new_run: Callable[..., Flex
     run.train()
     text = Path(run.log_dir, f"{run.timestamp}.log").read_text()
     assert re.findall("terse train.*", text) == ["terse train 10 seen at 10"]
+
+
+def test_validation_by_a_hook_leaves_the_record_open(new_run: Callable[..., FlexibleRunner]) -> None:
+    class Validates(Hook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            if runner.iter == 4:
+                runner.val()
+
+    run = new_run(custom_hooks=[Validates()], default_hooks={"logger": {"interval": 5}, "checkpoint": None})
+    run.train()
+    records = [json.loads(line) for line in Path(run.log_dir, "vis_data", "scalars.json").read_text().splitlines()]
+    assert [record["iter"] for record in records if "loss" in record] == [5, 10, 15, 20, 25, 30]
+
+
+def test_a_failing_reporter_hides_nothing(new_run: Callable[..., FlexibleRunner]) -> None:
+    class Fails(Reporter):
+        closed = False
+
+        def on_scalars(self, scalars: Any, step: int, mode: str) -> None:
+            raise OSError("disk full")
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Stops(Hook):
+        priority = "LOWEST"
+        told: BaseException | None = None
+
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            if runner.iter == 3:
+                raise RuntimeError("the cause")
+
+        def on_exception(self, runner: Any, exception: BaseException) -> None:
+            self.told = exception
+
+    reporter, stops = Fails(), Stops()
+    run = new_run(custom_hooks=[stops], visualizer=[reporter], default_hooks={"logger": {"interval": 3}})
+    filters = list(run.logger.filters)
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        run.train()
+    assert stops.told is caught.value
+    assert reporter.closed
+    assert run.logger.filters == filters

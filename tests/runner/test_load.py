@@ -106,6 +106,25 @@ def test_weights_are_loaded_once(tmp_path: Path, val_first: bool) -> None:
     assert same(dict(runner.strategy.module.state_dict()), weights)
 
 
+@pytest.mark.parametrize("then", ["val", "train"])
+def test_weights_loaded_by_hand_stay(tmp_path: Path, then: str) -> None:
+    other, mine = some_weights(), {name: tensor + 1 for name, tensor in some_weights().items()}
+    save_file(mine, tmp_path / "mine.safetensors")
+    seen: list[State] = []
+
+    class Look(Hook):
+        def before_train(self, runner: FlexibleRunner) -> None:
+            seen.append({name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()})
+
+        before_val = before_train
+
+    load_from = written(tmp_path, "pth", other)
+    runner = make_runner(tmp_path / "run", load_from=load_from, custom_hooks=[Look()], **validation())
+    runner.load_checkpoint(tmp_path / "mine.safetensors")
+    getattr(runner, then)()
+    assert same(seen[0], mine)
+
+
 def test_a_resumed_run_may_validate_first(tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     whole = make_runner(tmp_path / "whole")

@@ -434,6 +434,12 @@ def test_loss_weight_makes_the_split_into_micro_batches_irrelevant(tmp_path: Pat
         assert torch.allclose(loss, losses[0], rtol=1e-6)
 
 
+def test_a_number_of_that_name_is_the_models_own(tmp_path: Path) -> None:
+    model = Net()
+    model.loss_weight = 0.5
+    make_runner(tmp_path, model=model, train_cfg=dict(max_epochs=1)).train()
+
+
 def test_loss_weight_beside_train_step(tmp_path: Path) -> None:
     class Both(WithStep):
         def loss_weight(self, data_batch: Any) -> Tensor:

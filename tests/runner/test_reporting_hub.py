@@ -169,6 +169,22 @@ def test_infos() -> None:
     assert hub.pop_info("a") is None
 
 
+def test_all_that_was_saved_is_kept() -> None:
+    hub, other = MessageHub(history=4), MessageHub(history=4)
+    hub.retain("train/loss", None)
+    for i in range(9):
+        hub.update_scalar("train/loss", float(i))
+    other.load_state_dict(hub.state_dict())
+    assert other.get_scalar("train/loss").data == [float(i) for i in range(9)]
+
+
+def test_a_history_names_what_is_no_scalar() -> None:
+    hub = MessageHub()
+    hub.history("train/table").append(torch.ones(3))
+    with pytest.raises(ConfigError, match=r"^train/table: a tensor of shape \(3,\) is no scalar"):
+        hub.fetch()
+
+
 def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[list[float]]:
     """The history after each log line, where this rank saw ``values`` of each interval."""
     strategy = DDPStrategy()
@@ -177,7 +193,9 @@ def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[
     hub = MessageHub(history=4)
     seen = []
     for interval in values:
-        for value in interval:
+        for i, value in enumerate(interval):
+            if reads_early[rank] and i == 4:
+                hub.get_scalar("train/loss").current()
             hub.update_scalar("train/loss", torch.tensor(value + 10.0 * rank))
             hub.update_scalar("train/other", torch.tensor(value + 10.0 * rank))
         if reads_early[rank]:
