@@ -175,6 +175,11 @@ def init_process_group(backend: str, *, rank: int, world_size: int, init_method:
     )
 
 
+def init_alone(backend: str) -> None:
+    """Form a group of this process alone."""
+    dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
 def destroy_process_group() -> None:
     """Leave the process group; nothing happens when there is none."""
     if is_initialized():

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
+    from .strategies.fsdp import FSDPStrategy as FSDPStrategy
     from .strategies.launch import launch as launch
     from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
 
@@ -54,6 +55,7 @@ _HOMES = {
     "strategies.base": ["Strategy"],
     "strategies.single_device": ["SingleDeviceStrategy"],
     "strategies.ddp": ["DDPStrategy"],
+    "strategies.fsdp": ["FSDPStrategy"],
     "strategies.launch": ["launch"],
     "optim.wrapper": ["OptimWrapper"],
     "optim.amp": ["AmpOptimWrapper"],

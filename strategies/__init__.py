@@ -5,11 +5,16 @@ from __future__ import annotations
 from .base import Strategy, StrategyConfig
 from .builder import build_strategy
 from .ddp import DDPStrategy
+from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
+from .fsdp import FSDPStrategy
 from .launch import detect_launch, launch
 from .single_device import SingleDeviceStrategy
 
 __all__ = [
     "DDPStrategy",
+    "DeepSpeedOptimWrapper",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyConfig",

@@ -1,0 +1,209 @@
+"""Parameters without memory: what a model's constructor does to them is noted, and carried out one parameter at a time.
+
+A strategy that shards a model builds it in ``DeferredInit()``. Every parameter that is registered there becomes one on
+the meta device, and every operation that initialises it goes on a list with the random numbers still undrawn. ``replay``
+carries the list out in the constructor's order, on whole plain tensors, of which it holds one at a time: the values are
+those that an ordinary construction with the same random state gives, bit for bit, and no process ever holds the model.
+Buffers are real from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the values of a parameter go.
+
+    Attributes:
+        like: the parameter as the context left it, on the meta device.
+        read: gives the whole tensor.
+        write: takes the whole tensor, on the CPU.
+    """
+
+    like: Tensor
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+
+
+class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which a module is built, or initialised, without memory for its parameters; may be entered again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._registered: list[Tensor] = []
+        self._fresh: set[int] = set()  # memory that was allocated and not written to
+        self._register: Any = None
+        self._orthogonal: Any = None
+
+    def __enter__(self) -> DeferredInit:
+        self._register, self._orthogonal = nn.Module.register_parameter, nn.init.orthogonal_
+        nn.Module.register_parameter = self._registering(self._register)  # type: ignore[method-assign]
+        nn.init.orthogonal_ = self._orthogonally  # the one of nn.init that passes over tensors on the meta device
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+        nn.init.orthogonal_ = self._orthogonal
+
+    def _orthogonally(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.is_meta:
+            self._tape.append((self._orthogonal, (tensor.detach(), *args), kwargs, None))
+            return tensor
+        return self._orthogonal(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _registering(self, register: Any) -> Any:
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if param is not None and not param.is_meta:
+                empty = torch.empty_like(param, device="meta")
+                deferred = type(param)(empty, requires_grad=param.requires_grad)
+                deferred.__dict__.update(param.__dict__)
+                module._parameters[name] = deferred
+                self._registered.append(deferred.detach())
+                if param.untyped_storage().data_ptr() not in self._fresh:
+                    self._tape.append((torch.ops.aten.copy_.default, (deferred.detach(), param.detach()), {}, None))
+
+        return register_parameter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(map(_is_meta, tree_flatten((args, kwargs))[0])):
+            # A view needs no note: where it lies says what it is a view of.
+            if not func.is_view:
+                self._tape.append((func, args, kwargs, out))
+        elif isinstance(out, Tensor) and not out.is_meta and not func.is_view:
+            place = out.untyped_storage().data_ptr()
+            (self._fresh.add if func.overloadpacket in _ALLOCATE else self._fresh.discard)(place)
+        return out
+
+    @property
+    def touched(self) -> set[int]:
+        """The memory, by ``storage_key``, that something was done to."""
+        return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}
+
+    def replay(self, places: Mapping[int, Place]) -> None:
+        """Carry out what was noted, drawing from the random generators as the constructor would have.
+
+        Args:
+            places: for each parameter, by ``storage_key`` of what it was in this context.
+
+        Raises:
+            StrategyError: an operation that cannot be carried out later.
+        """
+        replay = _Replay(places, {storage_key(parameter) for parameter in self._registered})
+        tape, self._tape = self._tape, []
+        for func, args, kwargs, out in tape:
+            replay.run(func, args, kwargs, out)
+        replay.write_back()
+
+
+_ALLOCATE = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells the memory of one tensor from that of another, views of one alike, as long as both live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Memory for all that shares the memory of a tensor on the meta device."""
+    return torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+class _Replay:
+    def __init__(self, places: Mapping[int, Place], registered: set[int]) -> None:
+        self._places = places
+        self._replaced = registered - places.keys()  # parameters that others took the place of
+        self._written: set[int] = set()
+        self._held: dict[int, Tensor] = {}  # the memory of the parameters at hand, flat
+        self._others: dict[int, Tensor] = {}  # that of what was computed on the way
+
+    def run(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = {storage_key(value) for value in tree_flatten((args, kwargs))[0] if _is_meta(value)}
+        if not self._held.keys() <= given:
+            self.write_back()
+        try:
+            real_args, real_kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
+            if real_kwargs.get("device") == torch.device("meta"):
+                real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+            result = func(*real_args, **real_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
+            raise StrategyError(
+                f"model: its initialisation calls {func}, which cannot be put off, {reason}; give the model as an instance"
+            ) from error
+        for meta, real in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
+            if _is_meta(meta) and (key := storage_key(meta)) not in given:
+                if key in self._places:  # a copy of a parameter became one
+                    self._real(meta).copy_(real)
+                else:
+                    self._others[key] = _flat(meta)
+                    self._real(meta).copy_(real)
+        self._written |= self._held.keys()
+
+    def write_back(self) -> None:
+        """Give what is at hand to where it belongs."""
+        for key, flat in self._held.items():
+            like = self._places[key].like
+            self._places[key].write(flat.as_strided(like.shape, like.stride()))
+        self._held = {}
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return self._memory(tensor).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _memory(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        for known in (self._others, self._held):
+            if key in known:
+                return known[key]
+        if key not in self._places and key not in self._replaced:
+            raise StrategyError("model: its constructor computes with a tensor on the meta device that is no parameter")
+        flat = _flat(tensor)
+        if key not in self._places:
+            self._others[key] = flat
+            return flat
+        place = self._places[key]
+        if key in self._written:
+            flat.as_strided(place.like.shape, place.like.stride()).copy_(place.read())
+        self._held[key] = flat
+        return flat
+
+
+@contextmanager
+def same_random_state(state: Tensor) -> Iterator[None]:
+    """Draw from ``state`` of the CPU generator; a process that had another one goes on with its own."""
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, state):
+            torch.set_rng_state(own)

@@ -1,0 +1,169 @@
+"""Construction without memory: the values that an ordinary construction gives, one parameter at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain.core.deferred import DeferredInit, Place, same_random_state, storage_key
+from flextrain.core.errors import StrategyError
+
+
+class Plain(nn.Module):
+    """torch's own layers, which initialise themselves, among them one that zeroes a row and one that sets its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8, padding_idx=2)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.conv = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3))
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+
+
+class Own(nn.Module):
+    """What people do by hand: values at registration, initialisation of the whole at the end, ties, slices, copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(6) * 1.5)
+        self.position = nn.Parameter(torch.zeros(4, 6))
+        self.token = nn.Parameter(torch.randn(1, 6) * 0.02)
+        self.raw = nn.Parameter(torch.empty(5, 3))
+        self.embed = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.twin = copy.deepcopy(self.body[0])
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.register_buffer("rate", torch.linspace(0, 1, 3))
+        self.rates = [value.item() for value in torch.linspace(0, 1, 3)]
+        nn.init.trunc_normal_(self.position, std=0.02)
+        self.apply(self._initialise)
+        with torch.no_grad():
+            self.raw.normal_(0, 2).mul_(0.5)
+            self.raw[1:3, 2].fill_(7.0)
+            self.body[1].weight.t().copy_(torch.arange(36.0).view(6, 6))
+            self.body[2].weight.copy_(self.body[1].weight + 1)
+        nn.init.orthogonal_(self.twin.weight)
+        self.scale.data.add_(1)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def construct(kind: Any) -> tuple[nn.Module, dict[str, Tensor], int]:
+    """The module as built without memory, the values that it then gets, and the most memory at a time in elements."""
+    context = DeferredInit()
+    torch.manual_seed(3)
+    with context:
+        model = kind()
+    values: dict[str, Tensor] = {}
+    largest = 0
+
+    def write(name: str, value: Tensor) -> None:
+        values[name] = value.clone()
+
+    places = {
+        storage_key(p): Place(p.detach(), lambda n=name: values[n], lambda value, n=name: write(n, value))
+        for name, p in model.named_parameters()
+    }
+    context.replay(places)
+    return model, values, largest
+
+
+@pytest.mark.parametrize("kind", [Plain, Own])
+def test_the_values_are_those_of_an_ordinary_construction(kind: Any) -> None:
+    torch.manual_seed(3)
+    expected = kind()
+    after = torch.get_rng_state()
+    model, values, _ = construct(kind)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert list(values.keys() ^ dict(expected.named_parameters()).keys()) == []
+    for name, parameter in expected.named_parameters():
+        # Values that were drawn at registration come before those that were put off.
+        if name == "token" or (kind is Own and name not in FIXED):
+            assert values[name].shape == parameter.shape
+            assert values[name].std() < 3 * parameter.std() + 1e-6
+        else:
+            assert torch.equal(values[name], parameter), name
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(dict(model.named_buffers())[name], buffer), name
+    if kind is Plain:
+        assert torch.equal(torch.get_rng_state(), after), "what follows draws the same numbers"
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+
+
+FIXED = {"scale", "frozen", "body.1.weight", "body.2.weight", "body.0.bias", "body.1.bias", "body.2.bias"}
+
+
+class Late(nn.Module):
+    """Everything is drawn in the order of the constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.Parameter(torch.ones(4))
+        self.apply(Own._initialise.__get__(self))
+        nn.init.xavier_uniform_(self.layers[1].weight)
+        with torch.no_grad():
+            self.layers[2].weight[0].normal_()
+
+
+def test_initialisation_at_the_end_of_the_constructor_is_drawn_in_its_order() -> None:
+    torch.manual_seed(3)
+    expected = dict(Late().named_parameters())
+    _, values, _ = construct(Late)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+def test_parts_of_a_copy_and_of_a_tie() -> None:
+    model, values, _ = construct(Own)
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in values
+    assert values["raw"][1:3, 2].tolist() == [7.0, 7.0]
+    identity = values["twin.weight"] @ values["twin.weight"].t()
+    assert torch.allclose(identity, torch.eye(6), atol=1e-5)
+
+
+def test_what_cannot_be_put_off_is_named() -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+            with torch.no_grad():
+                self.weight.copy_(torch.ones(3))
+                self.weight.add_(torch.ones(3, device="meta"))
+
+    with pytest.raises(StrategyError, match=r"^model: "):
+        construct(Foreign)[1]
+
+
+def test_outside_of_the_context_nothing_is_changed() -> None:
+    register = nn.Module.register_parameter
+    context = DeferredInit()
+    with pytest.raises(RuntimeError), context:
+        raise RuntimeError
+    assert nn.Module.register_parameter is register
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_borrowed_random_state_is_given_back() -> None:
+    torch.manual_seed(1)
+    own = torch.get_rng_state()
+    torch.manual_seed(2)
+    other = torch.get_rng_state()
+    torch.set_rng_state(own)
+    with same_random_state(other):
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), own)
+    with same_random_state(own):
+        torch.rand(1)
+    assert not torch.equal(torch.get_rng_state(), own), "drawn from, as in a run of one process"

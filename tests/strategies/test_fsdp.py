@@ -1,0 +1,581 @@
+"""FSDPStrategy: what is sharded and how, models without memory, and that it trains what a single device trains."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flextrain import (
+    AmpOptimWrapper,
+    BaseModel,
+    ConfigError,
+    FSDPStrategy,
+    OptimWrapper,
+    OptimWrapperDict,
+    StrategyError,
+)
+from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.optim import ApexOptimWrapper
+from flextrain.strategies import SingleDeviceStrategy
+from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
+
+pytestmark = pytest.mark.distributed
+SGD = dict(type="SGD", lr=0.1, momentum=0.9)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Three blocks between an embedding and a tied head, a buffer, and a position table that it fills by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.position = nn.Parameter(torch.zeros(5, 6))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+        nn.init.normal_(self.position, std=0.1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(x) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden) * self.scale
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), x.roll(1, 1).flatten())}
+
+
+def data(rank: int, index: int = 0) -> Tensor:
+    return torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(10 * index + rank))
+
+
+def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[FSDPStrategy, Any, Any]:
+    fresh_rendezvous()
+    strategy = FSDPStrategy(device="cpu", timeout_s=60, **options)
+    optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
+    torch.manual_seed(0)
+    called, optim = strategy.setup(model or Net(), optim)
+    return strategy, called, optim
+
+
+def whole(strategy: Any) -> dict[str, Tensor]:
+    values = strategy.state_dict().items()
+    return {
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for key, value in values
+        if isinstance(value, Tensor)
+    }
+
+
+# The contract
+
+
+@pytest.mark.slow
+def test_conformance(workers2: WorkerGroup) -> None:
+    assert check_strategy("FSDPStrategy", workers=workers2).passed
+
+
+SOME = ["initial_weights", "gradients", "accumulation", "clipping", "overflow", "resume_itself"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(wrap=["Linear"], reshard_after_forward=False),
+        dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2),
+        dict(wrap=["Linear"], reduce_every_micro_batch=True),
+        dict(replicate_size=2),
+        dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_conformance_with_options(workers2: WorkerGroup, options: dict[str, Any]) -> None:
+    assert check_strategy(dict(type="FSDPStrategy", **options), workers=workers2, only=SOME).passed
+
+
+def test_conformance_on_other_numbers_of_processes(workers1: WorkerGroup, workers3: WorkerGroup) -> None:
+    assert check_strategy("FSDPStrategy", world_size=1, workers=workers1, only=["losses", "resume_itself"]).passed
+    assert check_strategy("FSDPStrategy", world_size=3, workers=workers3, only=SOME[:-1]).passed
+
+
+# Units
+
+
+def units(**options: Any) -> tuple[list[str], str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    strategy, model, _ = prepared(**options)
+    logger.removeHandler(handler)
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    strategy.teardown()
+    return names, next(line for line in found if line.startswith("FSDP units"))
+
+
+BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [""]),
+        (dict(wrap="blocks"), BLOCKS),
+        (dict(wrap=["Block"]), BLOCKS),
+        (dict(wrap=lambda module: isinstance(module, Block)), BLOCKS),
+        (dict(model_wrapper=dict(auto_wrap_policy=ModuleWrapPolicy({Block}))), BLOCKS),
+        (
+            dict(
+                model_wrapper=dict(
+                    auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+                )
+            ),
+            BLOCKS,
+        ),
+        (
+            dict(model_wrapper=dict(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=100))),
+            ["", "blocks"],
+        ),
+    ],
+    ids=["root", "blocks", "names", "function", "module_wrap_policy", "transformer_policy", "size_policy"],
+)
+def test_units(workers1: WorkerGroup, options: dict[str, Any], expected: list[str]) -> None:
+    """By size, torch's policy leaves lists alone that have no forward, and takes what holds enough by itself."""
+    fresh: Any = units
+    names, line = run_here(fresh, options)
+    if "size" in str(options.get("model_wrapper")):
+        assert names == [""] or set(names) <= {"", *BLOCKS, "embed", "head"}
+    else:
+        assert names == expected
+    assert "Net (258)" in line
+    if expected == BLOCKS:
+        assert "3 x Block (54)" in line
+
+
+def run_here(function: Any, options: dict[str, Any]) -> Any:
+    """In this process, where options may hold functions that cannot be sent to another."""
+    import flextrain.testing as testing
+
+    original = testing.fresh_rendezvous
+    globals()["fresh_rendezvous"] = lambda: None
+    try:
+        return function(**options)
+    finally:
+        globals()["fresh_rendezvous"] = original
+
+
+def layouts(**options: Any) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+    strategy, model, _ = prepared(**options)
+    found = [
+        (name, type(p).__name__, tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters()
+    ]
+    strategy.teardown()
+    return found
+
+
+def test_no_process_holds_more_than_its_part(workers2: WorkerGroup) -> None:
+    first, second = workers2.run(layouts, wrap="blocks")
+    assert [name for name, *_ in first] == [name for name, _ in Net().named_parameters()]
+    for (_, kind, shape, one), (_, _, _, other) in zip(first, second, strict=True):
+        assert kind == "DTensor"
+        assert one[0] + other[0] == shape[0]
+        assert one[1:] == other[1:] == shape[1:]
+        assert one[0] - other[0] in (0, 1)
+
+
+# Models without memory
+
+
+class Watches(TorchDispatchMode):
+    """The largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not isinstance(out, DTensor) and not out.is_meta:
+            self.largest = max(self.largest, out.untyped_storage().nbytes())
+        return out
+
+
+def built_without_memory(kind: Any, seed: int, **options: Any) -> dict[str, Tensor]:
+    fresh_rendezvous()
+    strategy = FSDPStrategy(device="cpu", **options)
+    strategy.setup_environment()
+    torch.manual_seed(seed + 7 * strategy.rank * (seed % 2))
+    with strategy.init_context():
+        model = kind()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    strategy.setup(model, OptimWrapper(SGD))
+    found = whole(strategy)
+    found["loss"] = strategy._model(data(0))["loss"].detach()  # type: ignore[misc]
+    tied = model.head.weight is model.embed.weight
+    strategy.teardown()
+    assert tied
+    return found
+
+
+class WithInitWeights(Net):
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.parametrize("seed", [4, 5], ids=["equal-seeds", "other-seeds"])
+@pytest.mark.parametrize("kind", [Net, WithInitWeights])
+def test_a_model_without_memory_begins_as_any_other(workers2: WorkerGroup, kind: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    expected = kind()
+    if kind is WithInitWeights:
+        expected.init_weights()
+    first, second = workers2.run(built_without_memory, kind, seed, wrap="blocks")
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(first[f"model.{name}"], parameter), name
+        assert torch.equal(second[f"model.{name}"], parameter), name
+    assert torch.equal(first["model.scale"], torch.tensor(0.5))
+    torch.testing.assert_close(first["loss"], expected(data(0))["loss"].detach())
+
+
+class Uninitialised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.empty(3))
+
+
+def refused(kind: Any) -> str:
+    with pytest.raises(StrategyError) as caught:
+        built_without_memory(kind, 0)
+    return str(caught.value)
+
+
+def test_what_nothing_initialises_is_named(workers1: WorkerGroup) -> None:
+    (message,) = workers1.run(refused, Uninitialised)
+    assert message.startswith("model.extra: is built without memory and nothing initialises it")
+
+
+def test_initialisation_can_be_left_out(workers1: WorkerGroup) -> None:
+    (found,) = workers1.run(built_without_memory, Net, 0, skip_init_weights=True)
+    assert not found["model.embed.weight"].any()
+
+
+# Training
+
+
+def losses(
+    model: type[nn.Module], updates: int, accumulate: int = 2, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    optim = OptimWrapper(SGD, accumulative_counts=accumulate, clip_grad=dict(max_norm=0.5))
+    strategy, called, optim = prepared(model(), optim, **options)
+    seen = []
+    for update in range(updates):
+        for i in range(accumulate):
+            with strategy.grad_sync(i == accumulate - 1), strategy.autocast():
+                loss = called(data(strategy.rank, accumulate * update + i))["loss"]
+                optim.backward(loss / accumulate)
+        optim.step()
+        seen.append(loss.item())
+    state = whole(strategy)
+    strategy.teardown()
+    return seen, state
+
+
+class Normed(Net):
+    """With batch normalisation, whose statistics differ between processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.norm(self.embed(x).mean(1))
+        return super().forward(x)
+
+
+def test_statistics_of_normalisation_are_those_of_rank_0(workers2: WorkerGroup) -> None:
+    (_, first), (_, second) = workers2.run(losses, Normed, 3)
+    assert first["model.norm.running_mean"].any()
+    assert "model.norm.running_mean" not in second, "offered once"
+
+
+def messages(**options: Any) -> list[int]:
+    """How many times gradients were reduced in each of three micro-batches."""
+    strategy, called, _ = prepared(**options)
+    counts = []
+    for i in range(3):
+        with torch.profiler.profile() as profile, strategy.grad_sync(i == 2):
+            called(data(strategy.rank, i))["loss"].backward()
+        events = profile.events() or []
+        counts.append(sum("reduce_scatter" in event.name and "c10d::" in event.name for event in events))
+    strategy.teardown()
+    return counts
+
+
+def test_inner_micro_batches_send_nothing(workers2: WorkerGroup) -> None:
+    held, each = workers2.run(messages)[0], workers2.run(messages, reduce_every_micro_batch=True)[0]
+    assert held[:2] == [0, 0]
+    assert held[2] > 0
+    assert min(each) > 0
+
+
+def test_compiled_blocks(workers2: WorkerGroup) -> None:
+    plain, _ = workers2.run(losses, Net, 2, wrap="blocks")[0]
+    compiled, state = workers2.run(losses, Net, 2, wrap="blocks", compile=dict(backend="eager"))[0]
+    assert compiled == pytest.approx(plain, rel=1e-6)
+    assert not any("_orig_mod" in key for key in state)
+
+
+# Precision
+
+
+def precision(optim: str, **options: Any) -> tuple[str, str, str, bool]:
+    wrapper = AmpOptimWrapper(SGD, dtype="bfloat16") if optim == "amp" else OptimWrapper(SGD)
+    strategy, called, built = prepared(optim=wrapper, **options)
+    seen: list[str] = []
+    called.blocks[0].linear.register_forward_hook(lambda m, args, out: seen.append(str(out.dtype)))
+    loss = called(data(0))["loss"] if optim != "amp" else None
+    if loss is None:
+        with strategy.autocast():
+            loss = called(data(0))["loss"]
+    built.backward(loss)
+    built.step()
+    stored = {str(value.dtype) for key, value in whole(strategy).items() if key.startswith(("model.", "optim.state"))}
+    report = str(strategy.precision_report())
+    strategy.teardown()
+    return seen[0], str(loss.dtype), report, stored == {"torch.float32"}
+
+
+def test_mixed_precision(workers2: WorkerGroup) -> None:
+    mixed = dict(param_dtype="bfloat16")
+    compute, loss, report, stores = workers2.run(precision, "plain", wrap="blocks", mixed_precision=mixed)[0]
+    assert (compute, loss, stores) == ("torch.bfloat16", "torch.float32", True)
+    assert report == "compute bfloat16, parameters float32, gradients float32, optimizer state float32"
+    compute, _, report, stores = workers2.run(precision, "amp", wrap="blocks")[0]
+    assert (compute, stores) == ("torch.bfloat16", True)
+    assert report.startswith("compute bfloat16, parameters float32")
+
+
+# Several models
+
+
+class Two(BaseModel):
+    """Two models with an optimizer each, and a train_step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+        self.two = nn.Linear(3, 1)
+
+    def train_step(self, data: Tensor, optim_wrapper: Any) -> dict[str, Tensor]:
+        first = self.one(data).square().mean()
+        optim_wrapper["one"].update_params(first)
+        second = self.two(self.one(data).detach()).square().mean()
+        optim_wrapper["two"].update_params(second)
+        return {"loss": first + second}
+
+
+class WithOwnParameter(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def two_models(kind: type[Two], strategy: Any = None) -> dict[str, Tensor]:
+    optim = OptimWrapperDict(one=OptimWrapper(SGD), two=OptimWrapper(SGD))
+    if strategy is None:
+        strategy, _, optim = prepared(kind(), optim)
+    else:
+        torch.manual_seed(0)
+        strategy.setup(kind(), optim)
+    size = 4 // strategy.world_size
+    for i in range(3):
+        batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        strategy.module.train_step(batch[strategy.rank * size : (strategy.rank + 1) * size], optim)
+    found = whole(strategy)
+    strategy.teardown()
+    return found
+
+
+def test_a_train_step_that_calls_parts(workers2: WorkerGroup) -> None:
+    first, second = workers2.run(two_models, Two)
+    alone = two_models(Two, SingleDeviceStrategy(device="cpu"))
+    assert first.keys() == second.keys() == alone.keys()
+    for key, value in alone.items():
+        torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-7)
+
+
+def refused_two() -> str:
+    with pytest.raises(StrategyError) as caught:
+        two_models(WithOwnParameter)
+    return str(caught.value)
+
+
+def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> None:
+    assert workers1.run(refused_two)[0].startswith("model.scale: belongs to WithOwnParameter itself")
+
+
+# State
+
+
+def saves_and_loads(folder: str) -> bool:
+    strategy, called, optim = prepared(wrap="blocks")
+    for i in range(2):
+        optim.backward(called(data(strategy.rank, i))["loss"])
+        optim.step()
+    save_checkpoint(Path(folder) / "saved", strategy.state_dict())
+    expected = whole(strategy)
+    strategy.teardown()
+    strategy, _, _ = prepared(replicate_size=2)
+    checkpoint = Checkpoint.open(Path(folder) / "saved")
+    template = strategy.load_template(checkpoint.saved)
+    checkpoint.load(template)
+    strategy.load_state_dict({**checkpoint.values, **template})
+    found = whole(strategy)
+    strategy.teardown()
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_fits_another_arrangement(tmp_path: Path, workers2: WorkerGroup) -> None:
+    assert workers2.run(saves_and_loads, str(tmp_path)) == [True, True]
+    shards = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert len(shards) == 2
+    sizes = [shard.stat().st_size for shard in shards]
+    assert min(sizes) > 0.6 * max(sizes), "each wrote its own part"
+
+
+# Bad input
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (dict(wrap="block"), 'strategy.wrap: "block" is not allowed'),
+    (dict(warp="blocks"), 'strategy.warp: unknown key, did you mean "wrap"'),
+    (dict(wrap=3), "strategy.wrap: 3 is not allowed"),
+    (dict(reshard_after_forward="no"), 'strategy.reshard_after_forward: "no" is not allowed'),
+    (dict(mixed_precision=dict(param_dtype="bf8")), 'strategy.mixed_precision.param_dtype: "bf8" is not allowed'),
+    (dict(mixed_precision=dict(param_dtyp="bf16")), "strategy.mixed_precision.param_dtyp: unknown key, did you mean"),
+    (
+        dict(mixed_precision=dict(param_dtype="float16")),
+        "strategy.mixed_precision.param_dtype: float16 needs loss scaling",
+    ),
+    (dict(mixed_precision="bf16"), 'strategy.mixed_precision: "bf16" is not allowed, give a dict'),
+    (dict(cpu_offload="yes"), 'strategy.cpu_offload: "yes" is not allowed'),
+    (dict(replicate_size=0), "strategy.replicate_size: 0 is not allowed, give 1 or more"),
+    (dict(prefetch=0), "strategy.prefetch: 0 is not allowed"),
+    (dict(state_dict_cfg="full"), "strategy.state_dict_cfg: checkpoints are sharded and fit every strategy"),
+    (dict(model_wrapper=dict(sharding_strategy="NO_SHARD")), "strategy.model_wrapper.sharding_strategy: NO_SHARD"),
+    (
+        dict(model_wrapper=dict(sharding_strategy="HYBRID_SHARD")),
+        "strategy.model_wrapper.sharding_strategy: HYBRID_SHARD",
+    ),
+    (
+        dict(model_wrapper=dict(sharding_strategy="ALL")),
+        'strategy.model_wrapper.sharding_strategy: "ALL" is not allowed',
+    ),
+    (
+        dict(model_wrapper=dict(sharding_strategy="FULL_SHARD"), reshard_after_forward=False),
+        "strategy.model_wrapper.sharding_strategy: disagrees with strategy.reshard_after_forward=False",
+    ),
+    (dict(model_wrapper=dict(use_orig_params=False)), "strategy.model_wrapper.use_orig_params: False is not allowed"),
+    (dict(model_wrapper=dict(ignored_modules=[1])), "strategy.model_wrapper.ignored_modules: has no counterpart"),
+    (dict(model_wrapper=dict(auto_wrap_policy="size")), "strategy.model_wrapper.auto_wrap_policy: str is not allowed"),
+    (
+        dict(model_wrapper=dict(auto_warp_policy=1)),
+        "strategy.model_wrapper.auto_warp_policy: unknown key, did you mean",
+    ),
+    (dict(model_wrapper=dict(type="DDP")), 'strategy.model_wrapper.type: "DDP" is not allowed'),
+    (
+        dict(model_wrapper=dict(forward_prefetch=True)),
+        "strategy.model_wrapper.forward_prefetch: has no counterpart, give",
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy=size_based_auto_wrap_policy), wrap="blocks"),
+        "strategy.model_wrapper.auto_wrap_policy: strategy.wrap is given too",
+    ),
+    (
+        dict(model_wrapper=dict(mixed_precision=1)),
+        "strategy.model_wrapper.mixed_precision: give strategy.mixed_precision",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FSDPStrategy(**options)
+    assert str(caught.value).startswith(message), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def setup_fails(case: str) -> str:
+    options: dict[str, Any] = {}
+    model: nn.Module = Net()
+    optim: Any = OptimWrapper(SGD)
+    if case == "nothing matches":
+        options = dict(wrap="blocks")
+        model = nn.Sequential(nn.Linear(2, 2))
+    elif case == "policy":
+        options = dict(model_wrapper=dict(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10**7)))
+    elif case == "unknown class":
+        options = dict(wrap=["Blok"])
+    elif case == "two homes":
+        options, optim = dict(mixed_precision=dict(param_dtype="bf16")), AmpOptimWrapper(SGD, dtype="bfloat16")
+    elif case == "half weights":
+        optim = ApexOptimWrapper(SGD, opt_level="O3")
+    elif case == "offload":
+        options = dict(cpu_offload=True)
+    elif case == "copies":
+        options = dict(replicate_size=2)
+    elif case == "two dtypes":
+        model.head.to(torch.float64)
+    elif case == "built optimizer":
+        optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        prepared(model, optim, **options)
+    except (ConfigError, StrategyError) as error:
+        return str(error)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "nothing matches",
+            "strategy.wrap: accepts no submodule of Sequential, the largest is a Linear with 6 parameters",
+        ),
+        ("policy", "strategy.model_wrapper.auto_wrap_policy: accepts no submodule of Net, the largest is a ModuleList"),
+        ("unknown class", 'strategy.wrap: no submodule is a "Blok", did you mean "Block"'),
+        ("two homes", "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them"),
+        ("half weights", "optim_wrapper: stores parameters in torch.float16"),
+        ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
+        ("copies", "strategy.replicate_size: 2 does not divide the 1 processes"),
+        ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
+        ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),
+    ],
+)
+def test_refusals(workers1: WorkerGroup, case: str, message: str) -> None:
+    (found,) = workers1.run(setup_fails, case)
+    assert found.startswith(message), found
+    assert "\n" not in found
