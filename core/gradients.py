@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from .distributed import all_reduce, average_tensors
+
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     """The gradients of all parameters that have one."""
@@ -30,6 +32,19 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
             f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
         )
     return total
+
+
+def average(parameters: list[Tensor]) -> None:
+    """Replace the gradients of parameters that every process has by their means over all processes.
+
+    A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
+    """
+    # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
+    used = all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
+    for parameter, is_used in zip(parameters, used, strict=True):
+        if is_used and parameter.grad is None:
+            parameter.grad = parameter.new_zeros(parameter.shape)
+    average_tensors([p.grad for p in parameters if p.grad is not None])
 
 
 def clip_by_norm(

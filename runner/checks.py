@@ -246,6 +246,8 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
         must_be(loop, TrainLoop, "train_cfg.type", "training loop")
         return loop, kwargs
     if by_epoch is None:
+        if kwargs.get("max_iters") is not None and kwargs.get("max_epochs") is not None:
+            raise ConfigError("train_cfg.max_iters: max_epochs is given too, keep one of them")
         by_epoch = "max_iters" not in kwargs
     for wrong, right in (("max_iters", "max_epochs"), ("max_epochs", "max_iters")):
         if wrong in kwargs and right == ("max_epochs" if by_epoch else "max_iters"):

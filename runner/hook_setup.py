@@ -70,9 +70,21 @@ def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
             if name not in DEFAULT_HOOKS:
                 raise ConfigError(f"{key}: unknown key{suggest(name, DEFAULT_HOOKS)} or give it a type")
             cfg = {**DEFAULT_HOOKS[name], **cfg}
+        elif name not in DEFAULT_HOOKS and (twin := _default_of_its_class(cfg, key)):
+            raise ConfigError(f'{key}: unknown key, did you mean "{twin}"? A second hook of its class goes into custom_hooks')
         hooks[key] = cfg
     given = [(key, cfg) for key, cfg in hooks.items() if cfg is not None]
     return given + [(f"custom_hooks[{i}]", cfg) for i, cfg in enumerate(custom_hooks or ())]
+
+
+def _default_of_its_class(cfg: Any, key: str) -> str | None:
+    """The name of the default hook that has the class of ``cfg``, if there is one."""
+    kind = type(cfg) if isinstance(cfg, Hook) else None if cfg is None else _class_of(cfg, key)
+    return next((name for name, default in DEFAULT_HOOKS.items() if _class_of(default, key) is kind), None)
+
+
+def _class_of(cfg: Any, key: str) -> Any:
+    return HOOKS.get(cfg["type"] if isinstance(cfg, Mapping) else cfg, f"{key}.type")
 
 
 def _check_needs(hook: Hook, key: str) -> None:

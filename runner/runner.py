@@ -437,6 +437,10 @@ class FlexibleRunner:
 
     def _on_exception(self, error: BaseException) -> None:
         """Tell every hook, also when another one fails at it; the first error is the one that is raised."""
+        if isinstance(error, KeyboardInterrupt) and self._train_loop is not None:
+            newest = find_latest(self.work_dir)
+            advice = f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"
+            self.logger.info(f"Interrupted after epoch {self.epoch}, iteration {self.iter}; {advice}")
         for method in self.hook_calls["on_exception"]:
             try:
                 method(self, exception=error)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core import distributed as dist
 from ..core.config import Config
 from ..core.errors import ConfigError, StrategyError
+from ..core.gradients import average
 from ..core.model import overrides
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
@@ -155,17 +155,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def average_gradients(optim: OptimWrapper) -> None:
-    """Replace the gradients of one optimizer by their mean over all processes; a hook for the start of an update.
-
-    A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
-    """
-    parameters = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
-    # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
-    used = dist.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
-    for parameter, is_used in zip(parameters, used, strict=True):
-        if is_used and parameter.grad is None:
-            parameter.grad = parameter.new_zeros(parameter.shape)
-    dist.average_tensors([p.grad for p in parameters if p.grad is not None])
+    """Replace the gradients of one optimizer by their means over all processes; a hook for the start of an update."""
+    average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]])
 
 
 def _comm_hook(name: CommHook) -> Callable[..., Any]:

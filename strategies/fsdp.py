@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from ..core import distributed as dist
 from ..core.config import Config, PositiveInt
 from ..core.deferred import DeferredInit, Place, same_random_state, storage_key
 from ..core.errors import ConfigError, StrategyError, one_of, suggest
+from ..core.gradients import average
 from ..core.model import overrides
 from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
@@ -211,6 +213,7 @@ class FSDPStrategy(Strategy):
         super().__init__(**options)
         self._deferred = DeferredInit()
         self._units: list[nn.Module] = []
+        self._scalars: set[nn.Parameter] = set()  # without a dimension to shard; whole in every process
         self._roots: list[FSDPModule] = []
 
     @property
@@ -244,7 +247,13 @@ class FSDPStrategy(Strategy):
             with self._deferred:
                 model.init_weights()  # type: ignore[operator]
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
-        return super().setup(model, optim)
+        called, optim = super().setup(model, optim)
+        if optim is not None and self.world_size > 1:
+            for wrapper in optim.wrappers.values():
+                own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
+                if own:
+                    wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars))  # type: ignore[misc]
+        return called, optim
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         if self.precision.param is not None:
@@ -256,6 +265,12 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them; with "
                 "mixed_precision, OptimWrapper"
+            )
+        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+        if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
+            name = next(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+            raise StrategyError(
+                f"model.{name}: has no dimension, which FSDP needs torch 2.7 for; give it one of size 1"
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
@@ -273,6 +288,9 @@ class FSDPStrategy(Strategy):
     def _place(self, model: nn.Module) -> None:
         """See Strategy; the parameters of an instance are made equal and stay where they are until they are sharded."""
         dist.broadcast_tensors([t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
+        for scalar in self._scalars:
+            if not scalar.is_meta:
+                scalar.data = scalar.data.to(self.device)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -299,6 +317,8 @@ class FSDPStrategy(Strategy):
                 names = ", ".join(sorted(map(str, kinds)))
                 raise StrategyError(f"model: {type(unit).__name__} has parameters of {names}, FSDP needs one dtype")
             options = self._options(outermost=unit in roots)
+            if any(parameter in self._scalars for parameter in unit.parameters()):
+                options["ignored_params"] = self._scalars
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         if self._built:
@@ -390,13 +410,12 @@ class FSDPStrategy(Strategy):
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in real and parameter.device.type == "meta":
-                    real[id(parameter)] = _allocate(cast(DTensor, parameter), device)
+                    real[id(parameter)] = _allocate(parameter, device)
         places: dict[int, Place] = {}
         for name, parameter in model.named_parameters():
-            target = cast(DTensor, real[id(parameter)].detach())
+            target = real[id(parameter)].detach()
             built = self._built[name]
             places[storage_key(built)] = Place(built, partial(_gather, target), partial(_scatter, target))
-        # Kept until here, so that no two parameters have the same id.
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in real:
@@ -514,7 +533,9 @@ def _keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _allocate(parameter: DTensor, device: torch.device) -> nn.Parameter:
+def _allocate(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=parameter.requires_grad)
     local = torch.zeros(parameter.to_local().shape, dtype=parameter.dtype, device=device)
     sharded = DTensor.from_local(
         local,
@@ -527,12 +548,15 @@ def _allocate(parameter: DTensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _gather(target: DTensor) -> Tensor:
-    return target.full_tensor().cpu()
+def _gather(target: Tensor) -> Tensor:
+    return (target.full_tensor() if isinstance(target, DTensor) else target).cpu()
 
 
-def _scatter(target: DTensor, whole: Tensor) -> None:
+def _scatter(target: Tensor, whole: Tensor) -> None:
     """Keep this process's part of a tensor that every process has."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
     for dim, placement in enumerate(target.placements):
         if isinstance(placement, Shard):
             parts = whole.chunk(target.device_mesh.size(dim), placement.dim)

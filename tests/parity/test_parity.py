@@ -26,11 +26,14 @@ BATCH = 8  # samples in a global micro-batch
 # add up like noise to a few times that; a different sum is off by far more than a millionth.
 TOLERANCE = 1e-6
 
-STRATEGIES: list[dict[str, Any]] = [dict(type="DDPStrategy")]
+STRATEGIES: list[dict[str, Any]] = [dict(type="DDPStrategy"), dict(type="FSDPStrategy")]
 # Options that change how a strategy goes about it: a few recipes each.
 VARIANTS: list[dict[str, Any]] = [
     dict(type="DDPStrategy", gradient_as_bucket_view=True, static_graph=True),
     dict(type="DDPStrategy", find_unused_parameters=True, bucket_cap_mb=0.001),
+    dict(type="FSDPStrategy", wrap=["Linear"], reshard_after_forward=True, prefetch=2),
+    dict(type="FSDPStrategy", wrap=["Linear"], reduce_every_micro_batch=True, reshard_after_forward=False),
+    dict(type="FSDPStrategy", replicate_size=2),
 ]
 MODELS: list[type[SmallModel]] = [Mlp, ConvNet, TinyTransformer, HalfFrozen]
 
@@ -128,5 +131,6 @@ def test_parity(workers2: WorkerGroup, strategy: dict[str, Any], model: type[Sma
         assert any(norm is not None and norm > max_norm for norm in first.grad_norms), "nothing was clipped"
 
 
-def test_parity_on_three_processes(workers3: WorkerGroup) -> None:
-    workers3.run(compare, STRATEGIES[0], TinyTransformer, "accumulate-clip")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["type"])
+def test_parity_on_three_processes(workers3: WorkerGroup, strategy: dict[str, Any]) -> None:
+    workers3.run(compare, strategy, TinyTransformer, "accumulate-clip")

@@ -170,6 +170,7 @@ MISSPELLED = [
         "strategy.activation_checkpointing.clases",
     ),
     case("default_hooks.checkpiont", dict(interval=1), 'unknown key, did you mean "checkpoint"?'),
+    case("default_hooks.checkpoints", dict(type="CheckpointHook"), 'unknown key, did you mean "checkpoint"? A second'),
     case("default_hooks.checkpoint.intervall", 1, 'did you mean "interval"?'),
     case("default_hooks.logger.ignore_lst", True, 'did you mean "ignore_last"?'),
     case("custom_hooks[0].momentun", 0.1, 'did you mean "momentum"?'),
@@ -522,8 +523,8 @@ TWO_HOMES = [
         "has no meaning beside train_cfg.type",
         "train_cfg.by_epoch",
     ),
-    case("train_cfg.max_iters", 5, "has no meaning with by_epoch=True, give max_epochs"),
-    case("train_cfg", dict(max_epochs=1, max_iters=5), "has no meaning", "train_cfg.max_epochs", param_scheduler=None),
+    case("train_cfg", dict(by_epoch=True, max_epochs=1, max_iters=5), "has no meaning with by_epoch=True", "train_cfg.max_iters"),
+    case("train_cfg", dict(max_epochs=1, max_iters=5), "max_epochs is given too", "train_cfg.max_iters", param_scheduler=None),
     case("train_dataloader.shuffle", True, "say train_dataloader.sampler.shuffle"),
     case(
         "optim_wrapper.clip_grad",
