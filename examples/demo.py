@@ -49,6 +49,11 @@ class Run:
 RUNS = [
     Run("SingleDevice", "SingleDeviceStrategy", 1),
     Run("DDP", "DDPStrategy", 2, ("--use-ddp",)),
+    Run("FSDP", "FSDPStrategy", 2, ("--use-fsdp",)),
+    *(
+        Run(f"ZeRO-{stage}", "DeepSpeedStrategy", 2, ("--use-deepspeed", "--zero-stage", str(stage)), "deepspeed")
+        for stage in (1, 2, 3)
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
     python examples/train_classifier.py
     torchrun --nproc-per-node 2 examples/train_classifier.py --use-ddp
+    torchrun --nproc-per-node 2 examples/train_classifier.py --use-fsdp
+    torchrun --nproc-per-node 2 examples/train_classifier.py --use-deepspeed --zero-stage 2
     torchrun --nproc-per-node 2 examples/train_classifier.py --use-ddp --dataset cifar10 --data-root data
 
 The default is a small convolutional net on scikit-learn's handwritten digits, which come with the package. With
@@ -120,6 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     strategy = parser.add_mutually_exclusive_group()
     for flag, name in STRATEGY_FLAGS.items():
         strategy.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=f"spread the model with {name}")
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=3, help="with --use-deepspeed")
     parser.add_argument("--launcher", choices=["none", "pytorch", "slurm", "mpi"], help="default: find out")
     parser.add_argument("--dataset", choices=["digits", "cifar10"], default="digits")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="where CIFAR-10 lies")
@@ -131,15 +134,43 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where it is safe")
+    parser.add_argument("--fp16", action="store_true", help="compute in float16 with loss scaling, on a GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work-dir")
     # What python -m torch.distributed.launch adds; torchrun does not, and nobody needs it.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.amp and arguments.fp16:
+        parser.error("--fp16: --amp computes in bfloat16, give one of them")
     for flag, name in STRATEGY_FLAGS.items():
         if getattr(arguments, flag) and name not in STRATEGIES:
             parser.error(f"--{flag.replace('_', '-')}: flextrain {__version__} has no {name} yet")
     return arguments
+
+
+def strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """How the model is spread; the rest of the script is the same for all."""
+    name = next((name for flag, name in STRATEGY_FLAGS.items() if getattr(arguments, flag)), None)
+    if name is None:
+        return None
+    options: dict[str, Any] = {}
+    if arguments.use_fsdp and arguments.dataset == "cifar10":
+        options = dict(wrap=["Bottleneck"])
+    if arguments.use_deepspeed:
+        options = dict(
+            zero_optimization=dict(
+                stage=arguments.zero_stage,
+                allgather_partitions=True,
+                reduce_scatter=True,
+                allgather_bucket_size=50_000_000,
+                reduce_bucket_size=50_000_000,
+                overlap_comm=torch.accelerator.is_available(),
+                contiguous_gradients=True,
+            )
+        )
+        if arguments.fp16:
+            options |= dict(fp16=dict(loss_scale=0, loss_scale_window=500, hysteresis=2, initial_scale_power=15))
+    return dict(type=name, **options)
 
 
 def main() -> None:
@@ -149,19 +180,19 @@ def main() -> None:
     else:
         (train_set, val_set), net = cifar10(arguments.data_root), cifar10_net
     optimizer = dict(type="AdamW", lr=arguments.lr, weight_decay=0.01)
-    precision = dict(type="AmpOptimWrapper", dtype="bfloat16") if arguments.amp else dict(type="OptimWrapper")
+    precision = dict(type="OptimWrapper")
+    if arguments.amp or arguments.fp16:
+        precision = dict(type="AmpOptimWrapper", dtype="float16" if arguments.fp16 else "bfloat16")
     schedule = [dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=1, convert_to_iter_based=True)]
     if arguments.epochs > 1:
         cosine = dict(
             type="CosineAnnealingLR", by_epoch=True, begin=1, end=arguments.epochs, convert_to_iter_based=True
         )
         schedule.append(cosine)
-    strategy = next((dict(type=name) for flag, name in STRATEGY_FLAGS.items() if getattr(arguments, flag)), None)
-
     runner = FlexibleRunner(
         model=lambda: Classifier(net()),
         work_dir=arguments.work_dir,
-        strategy=strategy,
+        strategy=strategy(arguments),
         launcher=arguments.launcher,
         train_dataloader=dataloader(train_set, arguments.batch_size, arguments.num_workers, shuffle=True),
         optim_wrapper=dict(
