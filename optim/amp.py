@@ -104,6 +104,11 @@ class AmpOptimWrapper(OptimWrapper):
         self._scaler: LossScaler | None = None
 
     @property
+    def loss_scale(self) -> float | dict[str, Any] | Literal["dynamic"] | None:
+        """What was given for the loss scale."""
+        return self._loss_scale
+
+    @property
     def precision(self) -> Precision:
         """Compute in the low dtype under autocast; dynamic loss scale for float16."""
         if self._dtype is not torch.float16:

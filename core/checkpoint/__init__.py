@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, save_checkpoint
+from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .weights import MatchReport, match_weights, open_weights
 
 __all__ = [
     "Checkpoint",
+    "FlatShard",
     "MatchReport",
     "find_latest",
     "is_checkpoint",

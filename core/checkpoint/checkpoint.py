@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -22,6 +21,7 @@ from ..distributed import all_gather_object, gather_object, get_world_size
 from ..errors import CheckpointError
 from . import layout
 from .layout import DTYPES, TensorEntry
+from .planners import ShardLoadPlanner, ShardSavePlanner
 from .storage import ChunkReader, ShardWriter, Source, safetensors_source
 
 
@@ -44,8 +44,8 @@ def save_checkpoint(
 
     Args:
         path: the directory; a checkpoint of this name is replaced once the new one is complete.
-        state: key to tensor (plain: equal on all processes that offer it; DTensor: sharded) or JSON-able value (rank 0's
-            counts).
+        state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
+            JSON-able value (rank 0's counts).
         per_rank: JSON-able values that differ by process; read back as a list by rank.
         written_by: facts for people, such as the strategy's name.
 
@@ -65,7 +65,7 @@ def save_checkpoint(
         save(
             tensors,
             storage_writer=ShardWriter(path, values | gathered, facts),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=ShardSavePlanner(),
         )
     return path
 
@@ -139,9 +139,8 @@ class Checkpoint:
         if not template:
             return
         reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _own_errors(self.path, "could not be read"):
-            load(dict(template), storage_reader=reader, planner=planner)
+            load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
 
 
 @contextmanager

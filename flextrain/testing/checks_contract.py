@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from .checks_training import SAMPLES, Decay, batches, one_each, sgd
 from .compare import CheckFailedError, require, same_tensors
-from .kit import Kit, RefusedError, check
+from .kit import Kit, check
 from .loop import learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Session, run
@@ -55,7 +54,7 @@ def facts(kit: Kit) -> None:
 def precision(kit: Kit) -> None:
     with kit.session(sgd()) as session:
         _require_dtypes(session, compute=torch.float32)
-    with _session_or_refused(kit, AmpOptimWrapper(dict(type="AdamW", lr=1e-3), dtype="bfloat16")) as session:
+    with kit.session_or_refused(AmpOptimWrapper(dict(type="AdamW", lr=1e-3), dtype="bfloat16")) as session:
         computed: list[torch.dtype] = []
         # A layer in the middle: what leaves the model may have been cast back.
         layer = session.strategy.module.get_submodule("norm")
@@ -95,7 +94,7 @@ def overflow(kit: Kit) -> None:
         dict(type="SGD", lr=0.05, momentum=0.9), dtype="float16", loss_scale=dict(init_scale=256.0),
         clip_grad=dict(max_norm=5.0),
     )  # fmt: skip
-    with _session_or_refused(kit, wrapper) as session:
+    with kit.session_or_refused(wrapper) as session:
         base = learning_rates(session.optim)
         result = run(session, windows, [Decay(session.optim)])
         outcomes = kit.all_gather((result.trace.skipped, learning_rates(session.optim)))
@@ -173,14 +172,3 @@ def teardown(kit: Kit) -> None:
     require(not changed, f"environment variables were left changed: {', '.join(changed)}")
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     require(not left, f"threads were left running: {', '.join(left)}")
-
-
-@contextlib.contextmanager
-def _session_or_refused(kit: Kit, optim: OptimWrapper) -> Iterator[Session]:
-    """A session; what the strategy raises while it is set up counts as a refusal, which the contract allows."""
-    with contextlib.ExitStack() as stack:
-        try:
-            session = stack.enter_context(kit.session(optim))
-        except (ConfigError, StrategyError) as error:
-            raise RefusedError(str(error)) from None
-        yield session

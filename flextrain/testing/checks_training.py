@@ -117,7 +117,16 @@ def clipping(kit: Kit) -> None:
     found, expected = both(kit, lambda: sgd(clip_grad=dict(max_norm=0.3)), windows)
     same_numbers(found.trace.grad_norms, expected.trace.grad_norms, "the gradient norm", kit.tolerance)
     assert_same_run(found, expected, kit.tolerance)
-    found, expected = both(kit, lambda: sgd(clip_grad=dict(type="value", clip_value=0.01)), windows)
+
+
+@check("gradients are clipped element by element after they are averaged, if the strategy can")
+def clipping_by_value(kit: Kit) -> None:
+    windows = one_each(batches(UPDATES))
+    clip = dict(type="value", clip_value=0.01)
+    with kit.reference(sgd(clip_grad=clip)) as single:
+        expected = run(single, windows)
+    with kit.session_or_refused(sgd(clip_grad=clip)) as session:
+        found = run(session, windows)
     assert_same_run(found, expected, kit.tolerance)
 
 

@@ -20,7 +20,7 @@ from .workers import WorkerError, WorkerGroup
 
 # Those that a strategy fails by itself come first, so that the first failure listed is the nearest to its cause.
 ORDER = (
-    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "schedule", "frozen", "tied",
+    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen", "tied",
     "evaluation", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
     "refusals", "teardown",
 )  # fmt: skip

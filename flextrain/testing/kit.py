@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from ..core import distributed as dist
-from ..core.errors import FlexTrainError
+from ..core.errors import ConfigError, FlexTrainError, StrategyError
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from .compare import FLOAT32_TOLERANCE
@@ -41,6 +42,16 @@ class Kit:
     def session(self, optim: OptimWrapper) -> AbstractContextManager[Session]:
         """The strategy under test with a model, ready to train; collective."""
         return started(self.spec, optim)
+
+    @contextlib.contextmanager
+    def session_or_refused(self, optim: OptimWrapper) -> Iterator[Session]:
+        """A session; what the strategy raises while it is set up counts as a refusal, which the contract allows."""
+        with contextlib.ExitStack() as stack:
+            try:
+                session = stack.enter_context(self.session(optim))
+            except (ConfigError, StrategyError) as error:
+                raise RefusedError(str(error)) from None
+            yield session
 
     def reference(self, optim: OptimWrapper) -> AbstractContextManager[Session]:
         """A single device with rank 0's initial weights; not inside ``session``."""

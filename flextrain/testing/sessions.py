@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core import distributed as dist
-from ..core.checkpoint import Checkpoint, save_checkpoint
+from ..core.checkpoint import Checkpoint, FlatShard, save_checkpoint
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
@@ -134,7 +134,7 @@ def whole_model(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, DTensor):
+    if isinstance(value, (DTensor, FlatShard)):
         value = value.full_tensor()
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 

@@ -1,0 +1,136 @@
+"""FlatShard: a slice of a flattened tensor, which checkpoints save and load like any other part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle."""
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The flat range [start, end) of a row-major tensor as rectangles, in memory order: at most 2n - 1 in n dimensions.
+
+    Every rectangle is contiguous in memory. An empty range has none.
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # the whole rows are [first, last)
+    if first > last:  # all inside one row
+        yield from _in_row(shape, last, start - last * row, end - last * row)
+        return
+    if start % row:
+        yield from _in_row(shape, first - 1, start % row, row)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if end % row:
+        yield from _in_row(shape, last, 0, end % row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start, end):
+        yield (row, *offsets), (1, *sizes)
+
+
+class FlatShard(Tensor):
+    """This process's flat range [start, start + n) of a logical tensor; what the other processes hold is elsewhere.
+
+    It has the logical tensor's shape and shares the memory of ``local``, so that what is loaded into it is where it belongs.
+    It can be copied, cast, cloned and interpolated, each process on its own range; anything else needs ``to_local`` or
+    ``full_tensor``.
+
+    Args:
+        local: the range's values, one-dimensional and contiguous; may be empty.
+        shape: of the logical tensor.
+        start: where the range begins in the flattened logical tensor.
+    """
+
+    _local: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+        """See the class."""
+        if local.dim() != 1 or not local.is_contiguous():
+            raise ValueError(f"local: must be one-dimensional and contiguous, has shape {tuple(local.shape)}")
+        if start < 0 or start + local.numel() > math.prod(shape):
+            raise ValueError(f"start: {start} to {start + local.numel()} lies outside of shape {tuple(shape)}")
+        shard: FlatShard = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+        shard._local, shard.start = local.detach(), start
+        return shard
+
+    def to_local(self) -> Tensor:
+        """The values of this process, one-dimensional, sharing memory."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, put together from the disjoint ranges of all processes; collective."""
+        whole = self._local.new_zeros(math.prod(self.shape))
+        whole[self.start : self.start + self._local.numel()] = self._local
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(whole)
+        return whole.view(self.shape)
+
+    def parts(self) -> dict[tuple[int, ...], Tensor]:
+        """Offsets to rectangle, as views: together they are this process's range."""
+        if self.numel() == 0:  # even a tensor without elements has to be known by its shape
+            return {(0,) * self.dim(): self._local.view(self.shape)}
+        found: dict[tuple[int, ...], Tensor] = {}
+        position = 0
+        for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + self._local.numel()):
+            length = math.prod(sizes)
+            found[offsets] = self._local.narrow(0, position, length).view(sizes)
+            position += length
+        return found
+
+    def _like(self, local: Tensor) -> FlatShard:
+        return FlatShard(local, self.shape, self.start)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
+        """The range and the shape; values are not shown."""
+        end = self.start + self._local.numel()
+        return f"FlatShard([{self.start}:{end}] of {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override,unused-ignore]
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out the few operations that work element by element on the local values."""
+        if func not in _ELEMENTWISE:
+            raise NotImplementedError(f"{func}: not for a slice of a tensor, use to_local() or full_tensor()")
+        shards = [arg for arg in args if isinstance(arg, FlatShard)]
+        shard = shards[0]
+        if any(other.start != shard.start or other.shape != shard.shape for other in shards[1:]) or any(
+            isinstance(arg, Tensor) and arg.dim() > 0 and not isinstance(arg, FlatShard) for arg in args
+        ):
+            raise ValueError(f"{func}: both must be the same slice of tensors of one shape")
+        result = func(*(arg._local if isinstance(arg, FlatShard) else arg for arg in args), **(kwargs or {}))
+        # What works in place gives back what it was called on.
+        return shard if result is shard._local else shard._like(result)
+
+
+_aten = torch.ops.aten
+_ELEMENTWISE = frozenset(
+    {
+        _aten.detach.default,
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten._to_copy.default,
+        _aten.copy_.default,
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.zero_.default,
+        _aten.fill_.Scalar,
+        _aten.lerp_.Scalar,
+    }
+)

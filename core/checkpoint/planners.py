@@ -1,0 +1,104 @@
+"""Plans of who writes and reads what, with FlatShard beside the layouts that torch knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from .flat_shard import FlatShard
+
+Parts = dict[tuple[int, ...], Tensor]
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, FlatShard]]:
+    """What torch's planners can plan, and the flat shards."""
+    flat = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
+    return {key: value for key, value in state.items() if key not in flat}, flat
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """torch's planner for saving, which a flat shard's rectangles join."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._flat: dict[str, FlatShard] = {}
+        self._parts: dict[str, Parts] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Take the flat shards out of what torch plans."""
+        rest, self._flat = _split(state_dict)
+        self._parts = {key: shard.parts() for key, shard in self._flat.items()}
+        super().set_up_planner(rest, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """torch's plan, and one item for each rectangle."""
+        plan = super().create_local_plan()
+        own = [item for key, shard in self._flat.items() for item in _write_items(key, shard, self._parts[key])]
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *own])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The rectangle, or whatever torch's planner has, that an item of the plan stands for."""
+        if index.fqn in self._parts:
+            assert index.offset is not None
+            return self._parts[index.fqn][tuple(index.offset)]
+        return super().lookup_object(index)
+
+
+def _write_items(key: str, shard: FlatShard, parts: Parts) -> list[WriteItem]:
+    properties = TensorProperties(dtype=shard.dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(key, torch.Size(offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(offsets), part.size()), properties=properties, size=shard.size()
+            ),
+        )
+        for offsets, part in parts.items()
+    ]
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """torch's planner for loading, which fills a flat shard's rectangles in place."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts: dict[str, Parts] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the flat shards out of what torch plans."""
+        rest, flat = _split(state_dict)
+        self._parts = {key: shard.parts() for key, shard in flat.items()}
+        super().set_up_planner(rest, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """torch's plan, and what each rectangle needs."""
+        items = list(super().create_local_plan().items)
+        assert self.metadata is not None
+        for key, parts in self._parts.items():
+            saved = self.metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in parts.items()]
+            items += create_read_items_for_chunk_list(key, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The rectangle, or whatever torch's planner has, that an item of the plan fills."""
+        if index.fqn in self._parts:
+            assert index.offset is not None
+            return self._parts[index.fqn][tuple(index.offset)]
+        return super().lookup_tensor(index)  # type: ignore[no-any-return,unused-ignore]

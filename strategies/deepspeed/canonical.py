@@ -1,0 +1,164 @@
+"""The canonical state of an engine: names and shapes of the user's model, values where the engine keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...core.checkpoint.flat_shard import FlatShard
+from ...core.errors import CheckpointError
+from ..base import _IMPLEMENTATION_KEYS, _in_form_of
+from . import state
+from .state import Fragment
+
+# What torch's optimizers keep once per parameter, in a tensor of one number.
+_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+class EngineState:
+    """State of the parameters and of the optimizer, as views of what the engine keeps.
+
+    Args:
+        engine: DeepSpeed's.
+        module: the user's.
+        fragments: this process's parts of the trainable parameters.
+        originals: frozen parameters in float32, where the engine has them in half precision only.
+        frozen_groups: the groups that frozen parameters were given to; the engine's optimizer has none of them.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        module: nn.Module,
+        fragments: Sequence[Fragment],
+        originals: Mapping[str, Tensor],
+        frozen_groups: Mapping[str, dict[str, Any]],
+    ) -> None:
+        self.engine, self.module, self.fragments, self.originals = engine, module, fragments, originals
+        self._frozen_groups = dict(frozen_groups)
+        self._incoming: dict[tuple[int, str], Tensor] = {}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer."""
+        return state.inner_optimizer(self.engine)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Masters of trainable parameters, and frozen parameters, by name."""
+        masters = {part.name: part.cut(part.flat) for part in self.fragments}
+        return {name: masters.get(name, self._untrained(name, p)) for name, p in self.module.named_parameters()}
+
+    def _untrained(self, name: str, parameter: Tensor) -> Tensor:
+        if name in self.originals:
+            return self.originals[name]
+        return state.own_part(parameter) if state.is_partitioned(parameter) else parameter.detach()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``."""
+        found: dict[str, Any] = {}
+        optimizer = self.optimizer
+        for part in self.fragments:
+            for key, value in optimizer.state.get(part.flat, {}).items():
+                one_each = isinstance(value, Tensor) and value.shape == part.flat.shape and key not in _COUNTERS
+                found[f"optim.state.{part.name}.{key}"] = part.cut(value) if one_each else value
+            found |= self._hyper(part.name, optimizer.param_groups[part.group])
+        for name, group in self._frozen_groups.items():
+            found |= self._hyper(name, group)
+        return found
+
+    def _hyper(self, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+        values = {key: value for key, value in group.items() if key not in _IMPLEMENTATION_KEYS}
+        plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+        plain["optimizer"] = type(self.optimizer).__name__
+        return {f"optim.group.{name}.{key}": value for key, value in plain.items()}
+
+    def optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to fill for the optimizer state in a checkpoint; nothing of the live state changes.
+
+        Raises:
+            CheckpointError: state that does not belong to the elements of a parameter one by one.
+        """
+        parts = {part.name: part for part in self.fragments}
+        template: dict[str, Tensor] = {}
+        self._incoming = {}
+        for full_key, info in saved.items():
+            name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
+            if not full_key.startswith("optim.state.") or name not in parts or not hasattr(info, "shape"):
+                continue
+            part = parts[name]
+            if key in _COUNTERS:
+                template[full_key] = torch.empty(info.shape, dtype=info.dtype)
+                continue
+            if tuple(info.shape) != tuple(part.shape):
+                raise CheckpointError(
+                    f"{full_key}: has shape {tuple(info.shape)}, the parameter's is {tuple(part.shape)}; DeepSpeed can "
+                    "take up only state that is kept element by element"
+                )
+            place = (id(part.flat), key)
+            if place not in self._incoming:
+                self._incoming[place] = torch.zeros_like(part.flat, dtype=info.dtype, requires_grad=False)
+            template[full_key] = part.cut(self._incoming[place])
+        return template
+
+    def load_optimizer(self, values: Mapping[str, Any]) -> None:
+        """Adopt what ``optimizer_template`` was filled with, and the plain values.
+
+        Raises:
+            CheckpointError: another class of optimizer, or parameters that the engine keeps together were updated a
+                different number of times.
+        """
+        optimizer = self.optimizer
+        counters: dict[int, dict[str, tuple[str, Any]]] = {}
+        groups = {part.name: optimizer.param_groups[part.group] for part in self.fragments} | self._frozen_groups
+        flats = {part.name: part.flat for part in self.fragments}
+        for full_key, value in values.items():
+            if full_key.startswith("optim.group."):
+                name, _, key = full_key.removeprefix("optim.group.").rpartition(".")
+                if name in groups:
+                    self._load_hyper(groups[name], key, value)
+            elif full_key.startswith("optim.state."):
+                name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
+                if name in flats and (id(flats[name]), key) not in self._incoming:
+                    kept = counters.setdefault(id(flats[name]), {})
+                    first, known = kept.setdefault(key, (name, value))
+                    if known != value:
+                        raise CheckpointError(
+                            f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
+                            "updates of a parameter group together, so these cannot share a group"
+                        )
+        for flat in {id(part.flat): part.flat for part in self.fragments}.values():
+            adopted = {key: tensor for (place, key), tensor in self._incoming.items() if place == id(flat)}
+            adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
+            optimizer.state.pop(flat, None)
+            if adopted:
+                optimizer.state[flat] = adopted
+        self._incoming = {}
+        state.relink(self.engine)
+
+    def _load_hyper(self, group: dict[str, Any], key: str, value: Any) -> None:
+        kind = type(self.optimizer).__name__
+        if key != "optimizer":
+            group[key] = _in_form_of(group.get(key), value)
+        elif value != kind:
+            raise CheckpointError(
+                f"optimizer: the checkpoint's is {value}, the configuration's is {kind}; resume with the same one, or "
+                "start from the weights alone with load_from"
+            )
+
+    def follow_masters(self) -> None:
+        """Make what the model computes with the same as what ``parameters`` gives; collective."""
+        for name, parameter in self.module.named_parameters():
+            original = self.originals.get(name)
+            if isinstance(original, FlatShard):
+                state.own_part(parameter).to_local().copy_(original.to_local())
+            elif original is not None:
+                parameter.detach().copy_(original)
+        state.refresh(self.engine, self.fragments)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,318 @@
+"""Options of DeepSpeedStrategy: DeepSpeed's own keys, checked before DeepSpeed sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from ...core.config import Config, PositiveInt
+from ...core.errors import ConfigError
+from ..base import ActivationCheckpointing, StrategyConfig
+
+WHERE = "strategy"
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ConfigError(f"{value} is not allowed, give a whole number")
+    return int(value)
+
+
+# JSON files say 5e8 where a number of elements is meant.
+Elements = Annotated[int | float, pydantic.Field(ge=1), pydantic.AfterValidator(_whole)]
+Threshold = Annotated[int | float, pydantic.Field(ge=0), pydantic.AfterValidator(_whole)]
+
+# Keys of DeepSpeed's that mean nothing here, or whose meaning cannot be kept.
+_REFUSED = {
+    "optimizer": "belongs into optim_wrapper.optimizer",
+    "scheduler": "belongs into param_scheduler",
+    "amp": "Apex is not supported, give bf16 or fp16",
+    "tensorboard": "belongs into visualizer",
+    "wandb": "belongs into visualizer",
+    "csv_monitor": "belongs into visualizer",
+    "comet": "belongs into visualizer",
+    "aio": "has no effect, offloading to a disk is not supported; leave it out",
+    "elasticity": "the number of processes is the launcher's",
+    "autotuning": "is not supported",
+    "pipeline": "pipeline parallelism is not supported",
+    "tensor_parallel": "tensor parallelism is not supported",
+    "checkpoint": "checkpoints are flextrain's own",
+    "data_types": "gradients are summed in the type they are computed in, leave it out",
+}
+_REFUSED_ZERO = {
+    "round_robin_gradients": "DeepSpeed's own record of who keeps what is wrong with it, leave it out",
+    "legacy_stage1": "DeepSpeed has dropped it, leave it out",
+    "elastic_checkpoint": "concerns DeepSpeed's own checkpoints, flextrain's fit any number of processes; leave it out",
+    "stage3_gather_16bit_weights_on_model_save": "checkpoints are written in parts and read as a whole; leave it out",
+    "stage3_gather_fp16_weights_on_model_save": "checkpoints are written in parts and read as a whole; leave it out",
+    "zero_quantized_weights": "is not supported, leave it out",
+    "zero_quantized_nontrainable_weights": "is not supported, leave it out",
+    "zero_quantized_gradients": "is not supported, leave it out",
+    "zenflow": "is not supported, leave it out",
+}
+
+
+class Offload(Config):
+    """Where a part of the state waits while it is not needed."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """ "none" leaves it on the device, "cpu" moves it to host memory."""
+    pin_memory: bool = True
+    """Page-locked host memory, which is copied faster."""
+    ratio: float | int | None = pydantic.Field(None, ge=0, le=1)
+    """Share of the optimizer that is updated on the CPU; stage 3."""
+
+    @pydantic.field_validator("device")
+    @classmethod
+    def _reachable(cls, device: str) -> str:
+        if device == "nvme":
+            raise ConfigError('"nvme" is not supported: state on a disk cannot be saved with the rest, choose "cpu"')
+        return device
+
+
+class ZeroOptimization(Config):
+    """What is split among the processes, and how it travels; None is DeepSpeed's default."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0 splits nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    offload_optimizer: Offload | None = None
+    """The optimizer's state and work in host memory; stages 1 to 3."""
+    offload_param: Offload | None = None
+    """Parameters in host memory; stage 3."""
+    allgather_partitions: bool = True
+    """Updated parameters travel in one collective rather than one by one."""
+    allgather_bucket_size: Elements = 500_000_000
+    """Elements gathered at a time."""
+    reduce_scatter: bool = True
+    """Gradients go only to the process that keeps them."""
+    reduce_bucket_size: Elements = 500_000_000
+    """Elements reduced at a time."""
+    overlap_comm: bool | None = None
+    """Reduce while backward runs; None does at stage 3 on accelerators."""
+    contiguous_gradients: bool = True
+    """Gradients are copied to one buffer as they are made."""
+    sub_group_size: Elements | None = None
+    """Elements updated at a time; stage 3."""
+    stage3_prefetch_bucket_size: Threshold | None = None
+    """Elements fetched ahead of their use."""
+    stage3_param_persistence_threshold: Threshold | None = None
+    """Parameters with fewer elements stay whole on every process."""
+    stage3_model_persistence_threshold: Threshold | None = None
+    """Elements that may stay whole in all."""
+    stage3_max_live_parameters: Threshold | None = None
+    """Elements that may be whole at one time."""
+    stage3_max_reuse_distance: Threshold | None = None
+    """A parameter that is needed again within so many elements is kept whole."""
+    ignore_unused_parameters: bool = True
+    """Parameters without gradient are no error; stage 2."""
+    memory_efficient_linear: bool | None = None
+    """A linear layer that keeps less for backward; stage 3."""
+
+    @pydantic.field_validator("allgather_bucket_size")
+    @classmethod
+    def _even(cls, size: int) -> int:
+        if size % 2:
+            raise ConfigError(f"{size} is not allowed, DeepSpeed needs an even number")
+        return size
+
+    @pydantic.model_validator(mode="after")
+    def _fits_stage(self) -> ZeroOptimization:
+        where = f"{WHERE}.zero_optimization"
+        only_3 = [key for key in self.model_fields_set if key.startswith("stage3_")]
+        for key in (*sorted(only_3), "offload_param", "sub_group_size", "memory_efficient_linear"):
+            if self.stage != 3 and key in self.model_fields_set and not _is_off(getattr(self, key)):
+                raise ConfigError(f"{where}.{key}: has no effect at stage {self.stage}, give stage=3 or leave it out")
+        if self.stage == 0 and not _is_off(self.offload_optimizer):
+            raise ConfigError(f"{where}.offload_optimizer: has no effect at stage 0, give stage=1, 2 or 3")
+        if self.stage < 2 and self.overlap_comm:
+            raise ConfigError(f"{where}.overlap_comm: True needs stage 2 or 3, the stage is {self.stage}")
+        return self
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, Offload) and value.device == "none")
+
+
+class Fp16(Config):
+    """float16 with a loss scale."""
+
+    enabled: bool = True
+    """Train in float16."""
+    auto_cast: bool = False
+    """Let DeepSpeed cast inputs; flextrain does already, see inputs_to_half."""
+    loss_scale: float | int = pydantic.Field(0, ge=0)
+    """A fixed factor, or 0 for a dynamic one."""
+    initial_scale_power: int = pydantic.Field(16, ge=0)
+    """A dynamic scale begins at two to this power."""
+    loss_scale_window: PositiveInt = 1000
+    """Updates without overflow after which the scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Overflows before the scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Updates without overflow start that count anew."""
+    min_loss_scale: PositiveInt = 1
+    """The scale falls no lower."""
+    fp16_master_weights_and_grads: Literal[False] = False
+    """Only False: weights are updated in float32."""
+
+
+class Bf16(Config):
+    """bfloat16, which needs no loss scale."""
+
+    enabled: bool = True
+    """Train in bfloat16."""
+    check_grad_overflow: bool = True
+    """Skip an update whose gradients are not finite."""
+    immediate_grad_update: Literal[False] = False
+    """Only False."""
+    bf16_master_weights_and_grads: Literal[False] = False
+    """Only False: weights are updated in float32."""
+    bf16_optimizer_states: Literal[False] = False
+    """Only False: moments are float32."""
+
+
+class EngineCheckpointing(Config):
+    """How ``deepspeed.checkpointing.checkpoint`` works, for models that call it."""
+
+    partition_activations: bool = False
+    """Split what is kept among model-parallel processes."""
+    cpu_checkpointing: bool = False
+    """Keep it in host memory."""
+    contiguous_memory_optimization: bool = False
+    """Keep it in one buffer."""
+    number_checkpoints: PositiveInt | None = None
+    """How many there are, for the buffer."""
+    synchronize_checkpoint_boundary: bool = False
+    """Wait for the device at each."""
+    profile: bool = False
+    """Log the time of each."""
+
+
+class DeepSpeedConfig(StrategyConfig):
+    """Options of DeepSpeedStrategy."""
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    """ZeRO's stage and its details."""
+    zero_init: bool = True
+    """Stage 3: split parameters as soon as each layer is built, so that no process ever holds the whole model. Concerns
+    models given as configuration or function."""
+    fp16: Fp16 | None = None
+    """Train in float16; not on the CPU."""
+    bf16: Bf16 | None = None
+    """Train in bfloat16."""
+    inputs_to_half: list[int | str] | None = None
+    """Positions and names of the model's arguments that are cast to its half precision; None casts all, [] none."""
+    gradient_clipping: float | int | None = pydantic.Field(None, ge=0)
+    """Largest total norm of the gradients, as optim_wrapper.clip_grad gives it too."""
+    activation_checkpointing: ActivationCheckpointing | EngineCheckpointing | None = None  # type: ignore[assignment]
+    """Submodules to recompute (``classes`` or ``check_fn``), or DeepSpeed's own keys."""
+    train_batch_size: PositiveInt | None = None
+    """Samples per update over all processes; checked against the product of the next two and the number of processes."""
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Samples per micro-batch and process; only DeepSpeed's counters depend on it."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-batches per update, as optim_wrapper.accumulative_counts gives it too."""
+    steps_per_print: PositiveInt | None = None
+    """Updates between two of DeepSpeed's own log lines; None prints none."""
+    exclude_frozen_parameters: Literal[False] | None = None
+    """Only False: a checkpoint holds the whole model."""
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    """In what gradients travel; None is what they are computed in."""
+    prescale_gradients: bool = False
+    """Divide gradients before they are summed."""
+    gradient_predivide_factor: float | int = pydantic.Field(1.0, gt=0)
+    """By how much, with prescale_gradients."""
+    wall_clock_breakdown: bool = False
+    """Have DeepSpeed time forward, backward and update."""
+    zero_allow_untested_optimizer: Literal[True] = True
+    """Only True: torch's optimizers are not on DeepSpeed's list, and are tested here."""
+    zero_force_ds_cpu_optimizer: bool = False
+    """Refuse optimizers other than DeepSpeed's own with offload_optimizer."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_precision(self) -> DeepSpeedConfig:
+        if self.fp16 and self.fp16.enabled and self.bf16 and self.bf16.enabled:
+            raise ConfigError(f"{WHERE}.bf16.enabled: True contradicts {WHERE}.fp16.enabled=True, give one of them")
+        if self.fp16 and self.fp16.auto_cast:
+            raise ConfigError(f"{WHERE}.fp16.auto_cast: inputs are cast by {WHERE}.inputs_to_half, leave it out")
+        return self
+
+
+def merged(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with those of ``config``, a dict or a JSON file, and with older keys in today's form.
+
+    Raises:
+        ConfigError: an unreadable file, an option with two values, or one that cannot be honoured.
+    """
+    options = dict(options)
+    given = options.pop("config", None)
+    if given is not None:
+        for key, value in _modern(_read(given), f"{WHERE}.config").items():
+            options[key] = _joined(options.get(key), value, key)
+    return _modern(options, WHERE)
+
+
+def _read(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except OSError as error:
+            raise ConfigError(f"{WHERE}.config: {config} cannot be read, {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{WHERE}.config: {config} is no JSON, {error}") from None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{WHERE}.config: {config!r} is not allowed, give a dict or the path of a JSON file")
+    return config
+
+
+def _joined(ours: Any, theirs: Any, key: str) -> Any:
+    if ours is None:
+        return theirs
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return {**ours, **{name: _joined(ours.get(name), value, f"{key}.{name}") for name, value in theirs.items()}}
+    if ours != theirs:
+        raise ConfigError(f"{WHERE}.config.{key}: {theirs!r} disagrees with {WHERE}.{key}={ours!r}, give one of them")
+    return ours
+
+
+def _modern(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Older names replaced, what has no meaning here refused with its reason."""
+    options = dict(options)
+    for key, reason in _REFUSED.items():
+        if options.pop(key, None) is not None:
+            raise ConfigError(f"{where}.{key}: {reason}")
+    if "bfloat16" in options:
+        options["bf16"] = _joined(options.get("bf16"), options.pop("bfloat16"), "bf16")
+    zero = options.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        options["zero_optimization"] = _modern_zero(zero, f"{where}.zero_optimization")
+    return options
+
+
+def _modern_zero(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    options = dict(options)
+    for key, reason in _REFUSED_ZERO.items():
+        if options.pop(key, None):
+            raise ConfigError(f"{where}.{key}: {reason}")
+    pin = options.pop("cpu_offload_use_pin_memory", None)
+    for old, new in (
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_param", "offload_param"),
+        ("cpu_offload_params", "offload_param"),
+    ):
+        if old not in options:
+            continue
+        asked = options.pop(old)
+        if not isinstance(asked, bool):
+            raise ConfigError(f"{where}.{old}: {asked!r} is not allowed, give {new}=dict(device=...)")
+        if asked and options.get(new) is not None:
+            raise ConfigError(f"{where}.{old}: is the older name of {new}, which is given too; leave it out")
+        if asked:
+            options[new] = {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin})
+    if options.pop("zero_hpz_partition_size", 1) != 1:
+        raise ConfigError(f"{where}.zero_hpz_partition_size: is not supported, leave it out")
+    return options

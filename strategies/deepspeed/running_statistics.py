@@ -1,0 +1,51 @@
+"""Batch normalisation in half precision with running statistics in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STATISTICS = ("running_mean", "running_var")
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class KeepRunningStatistics:
+    """Hooks for one batch normalisation whose weights are in half precision.
+
+    torch wants statistics in the precision of the weights, where a small change to a mean is rounded away. So forward gets
+    a copy: in training one of zeros, which comes back as the batch's share of the new average.
+    """
+
+    def __init__(self, module: _BatchNorm, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._kept: dict[str, Tensor] = {}
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        assert isinstance(module, _BatchNorm)
+        for name in _STATISTICS:
+            self._kept[name] = kept = module.get_buffer(name)
+            copy = torch.zeros_like(kept, dtype=self._dtype) if module.training else kept.to(self._dtype)
+            setattr(module, name, copy)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        assert isinstance(module, _BatchNorm)
+        for name, kept in self._kept.items():
+            share = module.get_buffer(name)
+            setattr(module, name, kept)
+            # No output: forward failed, and nothing was averaged.
+            if module.training and output is not None:
+                assert module.num_batches_tracked is not None
+                factor: Any = 1 / module.num_batches_tracked if module.momentum is None else module.momentum
+                kept.mul_(1 - factor).add_(share)
+        self._kept.clear()
+
+
+def keep_running_statistics(module: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the running statistics of every batch normalisation in ``module`` in float32."""
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and part.track_running_stats and part.affine:
+            KeepRunningStatistics(part, dtype)

@@ -1,0 +1,49 @@
+"""Building a model whose parameters are split among the processes as soon as each layer exists."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...core.errors import StrategyError
+
+
+@contextlib.contextmanager
+def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
+    """What is built inside has its parameters split, rank 0's values; needs the process group.
+
+    ``keys`` are for float32 even if training is not: masters start from these values, and buffers are not ZeRO's affair.
+    """
+    # Given as a dtype, float32 would become bfloat16 (0.19.8); from the configuration it stays.
+    split = deepspeed.zero.Init(config_dict_or_path=keys)
+    with split, _NoWritingIntoNothing():
+        try:
+            yield
+        except RuntimeError as error:
+            if "self.dim() cannot be 0" not in str(error):
+                raise
+            # DeepSpeed 0.19.8 sends bytes around, and a scalar cannot be looked at as bytes.
+            raise StrategyError(
+                "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
+                "(1,), or strategy.zero_init=False to have the model built whole"
+            ) from error
+
+
+class _NoWritingIntoNothing(TorchFunctionMode):
+    """Raises where a model initialises parameters of a finished layer: they are split, and nothing would be written."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            target = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if target is not None and hasattr(target, "ds_id") and target.numel() == 0:
+                raise StrategyError(
+                    f"model: its constructor calls {name} on a parameter of a layer that is split already, give "
+                    "strategy.zero_init=False to have the model built whole"
+                )
+        return func(*args, **kwargs)

@@ -1,0 +1,249 @@
+"""Where DeepSpeed keeps what: the only file that looks inside its engine, as read from and tested with 0.19.8.
+
+- Stage 0 in float32 updates the model's parameters themselves. In half precision ``FP16_UnfusedOptimizer`` keeps a float32
+  master of each parameter, ``FP16_Optimizer`` (for FusedAdam) one flat master of each group.
+- Stages 1 and 2 flatten each group and give every process one piece of it: ``p._hp_mapping`` says which part of the
+  parameter lies where in ``single_partition_of_fp32_groups``.
+- Stage 3 cuts every parameter into equal pieces (``p.ds_tensor``, the last one padded); the masters of a sub-group's pieces
+  are ``fp32_partitioned_groups_flat[i]``, and ``grad_position`` says where in it each begins.
+
+The torch optimizer's state belongs to the flat tensors, so all parameters of one share a step counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...core.checkpoint.flat_shard import FlatShard
+from ...core.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """This process's part of a trainable parameter.
+
+    Attributes:
+        name: of the parameter, in the user's model.
+        parameter: the model's.
+        shape: of the whole parameter.
+        start, numel: the part, as a range of the flattened parameter.
+        flat: the tensor that the torch optimizer updates; the part lies in it at ``offset``.
+        offset: None when ``flat`` is the whole parameter, in its shape.
+        group: index of the torch optimizer's group.
+        is_whole: every process has all of the parameter.
+    """
+
+    name: str
+    parameter: Tensor
+    shape: torch.Size
+    start: int
+    numel: int
+    flat: Tensor
+    offset: int | None
+    group: int
+    is_whole: bool
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part, out of a tensor laid out like ``flat``, sharing its memory."""
+        tensor = tensor.detach()
+        if self.offset is None:
+            return tensor
+        local = tensor.narrow(0, self.offset, self.numel)
+        return local.view(self.shape) if self.is_whole else FlatShard(local, self.shape, self.start)
+
+    def take(self, whole: Tensor) -> None:
+        """Fill the part from the whole parameter, or from this process's piece of it."""
+        part = self.cut(self.flat)
+        if isinstance(part, FlatShard) and isinstance(whole, FlatShard):
+            part.copy_(whole)
+        elif isinstance(part, FlatShard):
+            part.to_local().copy_(whole.detach().reshape(-1)[self.start : self.start + self.numel])
+        else:
+            part.copy_(whole)
+
+    def copy_in_model(self) -> Tensor:
+        """What the model computes with of the part."""
+        if is_partitioned(self.parameter):
+            return own_part(self.parameter).to_local()
+        flat = self.parameter.detach().reshape(-1)
+        return flat[self.start : self.start + self.numel]
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether the parameter is cut into pieces, as stage 3 does."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def own_part(parameter: Any) -> FlatShard:
+    """This process's piece of a parameter of stage 3, in the precision that the model computes in."""
+    piece = parameter.ds_tensor.detach().view(-1)
+    size, count = piece.numel(), int(parameter.ds_numel)
+    start = min(size * torch.distributed.get_rank(parameter.ds_process_group), count)
+    return FlatShard(piece.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
+
+
+def cast_part(parameter: Any, dtype: torch.dtype) -> None:
+    """Keep the pieces of a parameter that is already cut in another precision."""
+    parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+    parameter.data = parameter.data.to(dtype)
+
+
+def inner_optimizer(engine: Any) -> Optimizer:
+    """The torch optimizer that DeepSpeed's own drives."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)  # type: ignore[no-any-return]
+
+
+def fragments(engine: Any, module: nn.Module) -> list[Fragment]:
+    """The parts of all trainable parameters that this process keeps, empty ones too."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return _stage_3(optimizer, names)
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return _stage_1_and_2(optimizer, names)
+    if hasattr(optimizer, "fp32_groups_flat"):
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
+        return [f for i, (group, flat) in enumerate(groups) for f in _flattened(group, flat, i, names)]
+    lows = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+    masters = getattr(optimizer, "fp32_groups", None) or lows
+    return [
+        Fragment(names[id(low)], low, low.shape, 0, low.numel(), master, None, i, True)
+        for i, (low_group, master_group) in enumerate(zip(lows, masters, strict=True))
+        for low, master in zip(low_group, master_group, strict=True)
+    ]
+
+
+def _stage_3(optimizer: Any, names: Mapping[int, str]) -> list[Fragment]:
+    found = []
+    for number, sub_group in enumerate(optimizer.fp16_groups):
+        flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
+        for parameter in sub_group:
+            part = own_part(parameter)
+            _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            numel = part.to_local().numel()
+            name = names[id(parameter)]
+            found.append(Fragment(name, parameter, part.shape, part.start, numel, flat, int(offset), group, False))
+    return found
+
+
+def _stage_1_and_2(optimizer: Any, names: Mapping[int, str]) -> list[Fragment]:
+    found = []
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[group]
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            start = mapping.lp_fragment_address.start if mapping else 0
+            numel = mapping.lp_fragment_address.numel if mapping else 0
+            offset = mapping.hp_fragment_address.start if mapping else 0
+            name = names[id(parameter)]
+            found.append(Fragment(name, parameter, parameter.shape, start, numel, flat, offset, group, False))
+    return found
+
+
+def _flattened(parameters: Iterable[Tensor], flat: Tensor, group: int, names: Mapping[int, str]) -> Iterable[Fragment]:
+    offset = 0
+    for parameter in parameters:
+        size = parameter.numel()
+        yield Fragment(names[id(parameter)], parameter, parameter.shape, 0, size, flat, offset, group, True)
+        offset += size
+
+
+@contextlib.contextmanager
+def weights_agree() -> Iterator[None]:
+    """Engines made inside do not send rank 0's weights around, which all processes have; 0.19.8 fails to for scalars."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = original
+
+
+@contextlib.contextmanager
+def scalars_as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
+    """Parameters without dimension have one inside, where 0.19.8 splits them up and fails to otherwise."""
+    scalars = [p for p in parameters if p.dim() == 0 and not is_partitioned(p)]
+    for parameter in scalars:
+        parameter.data = parameter.data.view(1)
+    yield
+    for parameter in scalars:
+        if is_partitioned(parameter):
+            parameter.ds_shape = torch.Size(())
+        if parameter.numel():
+            parameter.data = parameter.data.view(())
+
+
+def forget_trial_step(engine: Any) -> None:
+    """Drop the state that comes of the update with zero gradients that some of DeepSpeed's optimizers begin with.
+
+    The weights moved too, by weight decay; the caller restores them.
+    """
+    inner_optimizer(engine).state.clear()
+
+
+def check_layout(parts: Iterable[Fragment]) -> None:
+    """Raise StrategyError unless every master is its copy in the model, to rounding: the map of who keeps what is right."""
+    for part in parts:
+        copy = part.copy_in_model()
+        master = part.cut(part.flat)
+        local = master.to_local() if isinstance(master, FlatShard) else master.reshape(-1)
+        if not torch.equal(local.to(copy), copy.reshape(-1)):
+            raise StrategyError(
+                f"DeepSpeed: the master weights of {part.name} are not where they are looked for, its version is not "
+                "one that flextrain knows; install deepspeed 0.19.8"
+            )
+
+
+def refresh(engine: Any, parts: Iterable[Fragment]) -> None:
+    """Make the model's weights those of the masters, on all processes; collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        with _all_split(optimizer):
+            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    else:
+        for part in parts:
+            part.parameter.detach().copy_(part.cut(part.flat))
+
+
+@contextlib.contextmanager
+def _all_split(optimizer: Any) -> Iterator[None]:
+    """No parameter is whole inside; small ones, which always are, become so again from the new pieces."""
+    optimizer.checkpoint_event_prologue()
+    yield
+    optimizer.checkpoint_event_epilogue()
+
+
+def relink(engine: Any) -> None:
+    """Let DeepSpeed find the torch optimizer's state anew, after it was replaced."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+
+
+def loss_scaler(engine: Any) -> Any:
+    """The object with DeepSpeed's loss scale as ``cur_scale``."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+
+
+def forget_process_groups() -> None:
+    """Make DeepSpeed forget the process group that is about to be left; it would use it in the next job."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    for name, value in vars(groups).items():
+        if name.isupper() and name.startswith("_") and name.endswith(("_GROUP", "_RANKS")):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    groups.mesh_device = groups.mpu = None

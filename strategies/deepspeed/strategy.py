@@ -1,0 +1,374 @@
+"""DeepSpeedStrategy: optimizer state, gradients and parameters split among the processes by ZeRO."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core import distributed as dist
+from ...core.checkpoint.flat_shard import FlatShard
+from ...core.errors import StrategyError
+from ...core.model import BaseModel, overrides
+from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
+from ...core.registry import STRATEGIES
+from ...core.transforms import compile_in_place
+from ..base import NOTHING, Optim, Strategy
+from . import state
+from .canonical import EngineState
+from .config import DeepSpeedConfig, EngineCheckpointing, merged
+from .engine_config import Request, check_wrapper, engine_config, resolve
+from .optimizers import check_supported
+from .running_statistics import keep_running_statistics
+from .split_init import split_at_once
+from .wrapper import DeepSpeedOptimWrapper
+
+logger = logging.getLogger("flextrain")
+
+
+@STRATEGIES.register_module()
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
+
+    Precision, accumulation and clipping come from OptimWrapper or AmpOptimWrapper, or from MMEngine's keys in these options;
+    where both say something it must be the same. In half precision the whole model is cast, where autocast would choose
+    for each operation; its outputs are float32 again. Running statistics of batch normalisation stay float32.
+
+    One process without launcher is a world of one.
+
+    Args:
+        config: a dict or the path of a JSON file with DeepSpeed's keys, in addition to the options.
+        options: the fields of DeepSpeedConfig.
+
+    Raises:
+        ConfigError: an option that is unknown, wrong, given twice with two values, or cannot be honoured.
+        StrategyError: DeepSpeed is not installed.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
+    https://www.deepspeed.ai/docs/config-json/
+    """
+
+    Config = DeepSpeedConfig
+    config: DeepSpeedConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**merged(options))
+        _deepspeed()
+        self._checkpointing: EngineCheckpointing | None = None
+        given: object = self.config.activation_checkpointing
+        if isinstance(given, EngineCheckpointing):
+            self._checkpointing = given
+            self.config = self.config.model_copy(update={"activation_checkpointing": None})
+        self._request = Request(torch.float32, 0.0, 1, {})
+        self._wrapper: DeepSpeedOptimWrapper | None = None
+        self._engine: Any = None
+        self._state: EngineState | None = None
+        self._set_local_rank = False
+
+    # Life
+
+    def setup_environment(self) -> None:
+        """See Strategy; also makes a process group for one process alone, which DeepSpeed needs."""
+        was_set_up = self._spec is not None
+        super().setup_environment()
+        spec = self._spec
+        if was_set_up or spec is None:
+            return
+        resolve(self.config, None, self.device)
+        deepspeed = _deepspeed()
+        accelerator = deepspeed.accelerator.get_accelerator().device_name()
+        if accelerator != self.device.type:
+            raise StrategyError(
+                f'strategy.device: "{self.device.type}" was chosen and DeepSpeed works on "{accelerator}", set '
+                f"DS_ACCELERATOR={self.device.type} in the environment"
+            )
+        if not dist.is_initialized():
+            dist.init_process_group(
+                self.config.backend or spec.group_backend,
+                rank=0,
+                world_size=1,
+                init_method="tcp://127.0.0.1:0",  # whichever port is free
+                timeout_s=float(self.config.timeout_s),
+            )
+            self._owns_group = True
+            dist.leave_at_exit()
+        # DeepSpeed looks for it there throughout, and only some launchers set it.
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
+            self._set_local_rank = True
+        state.forget_process_groups()  # of a job that another strategy of this process has left
+        deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Stage 3 splits the parameters of each layer as soon as it is built; rank 0's values count."""
+        if self.config.zero_optimization.stage != 3 or not self.config.zero_init:
+            return NOTHING
+        self.setup_environment()
+        return self._init_split()
+
+    @contextlib.contextmanager
+    def _init_split(self) -> Iterator[None]:
+        keys = self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
+        with split_at_once(_deepspeed(), keys):
+            yield
+
+    def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
+        """See Strategy; the wrapper that comes back is a DeepSpeedOptimWrapper."""
+        self.setup_environment()
+        wrapper = None
+        asked = None if optim is None else check_wrapper(optim)
+        if asked is not None and not isinstance(asked, DeepSpeedOptimWrapper):
+            asked.attach(self.device, self.autocast)  # it may leave its dtype to the device
+        self._request = resolve(self.config, asked, self.device)
+        if asked is not None:
+            wrapper = DeepSpeedOptimWrapper.of(asked, self._request.precision, self._request.accumulate)
+            if self._request.max_norm and wrapper.clip_grad is None:
+                wrapper.clip_by(self._request.max_norm)
+        self._wrapper = wrapper
+        return super().setup(model, wrapper)
+
+    def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        if overrides(model, "train_step"):
+            raise StrategyError(
+                f"model: {type(model).__name__} defines its own train_step, which DeepSpeed's engine cannot see; "
+                "define forward instead, or choose another strategy"
+            )
+
+    def _place(self, model: nn.Module) -> None:
+        split = [parameter for parameter in model.parameters() if state.is_partitioned(parameter)]
+        if split and self._wrapper and isinstance(model, BaseModel) and overrides(model, "init_weights"):
+            # When it was called the parameters were split already, and nothing was there to fill.
+            with _deepspeed().zero.GatheredParameters(split, modifier_rank=0):
+                model.init_weights()
+        whole = [parameter for parameter in model.parameters() if not state.is_partitioned(parameter)]
+        for tensor in (*whole, *model.buffers()):
+            tensor.data = tensor.data.to(self.device)
+        dist.broadcast_tensors([tensor.detach() for tensor in (*whole, *model.buffers())])
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        dtype, stage = self._request.dtype, self.config.zero_optimization.stage
+        optimizer = None
+        frozen_groups: dict[str, dict[str, Any]] = {}
+        if self._wrapper is not None:
+            frozen_groups = self._build_optimizer(self._wrapper, model, stage)
+            optimizer = self._wrapper.optimizer
+        elif stage < 3:
+            stage = 0  # without an optimizer there is nothing to split
+        originals: dict[str, Tensor] = {}
+        if dtype is not torch.float32:
+            originals = _originals(model, dtype)
+            keep_running_statistics(model, dtype)
+            self._cast_at_the_border(model, dtype)
+        num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+        keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
+        logger.info("DeepSpeed's configuration: %s", keys)
+        scalars = model.parameters() if stage == 3 else ()
+        with state.weights_agree(), state.scalars_as_vectors(scalars):
+            self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
+        if self._checkpointing:
+            _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
+        fragments = self._adopt(model, stage, originals) if self._wrapper else []
+        frozen = {name: _as_kept(model, name, originals[name]) for name, p in model.named_parameters()
+                  if name in originals and not any(part.name == name for part in fragments)}  # fmt: skip
+        self._state = EngineState(self._engine, model, fragments, frozen, frozen_groups)
+        return self._engine  # type: ignore[no-any-return]
+
+    def _build_optimizer(
+        self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
+    ) -> dict[str, dict[str, Any]]:
+        """Make the torch optimizer, with the trainable parameters; returns the groups of the frozen ones by name."""
+        try:
+            wrapper.build(model)
+        except (ImportError, OSError, RuntimeError, AssertionError) as error:
+            if isinstance(error, StrategyError):
+                raise
+            # DeepSpeed's own compile a kernel when they are made, and fail in many ways where they cannot.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StrategyError(
+                f"{wrapper.where}.optimizer: cannot be made on {self.device.type}, {reason[:200]}"
+            ) from error
+        optimizer = wrapper.optimizer
+        check_supported(optimizer, stage, wrapper.where)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        frozen_groups: dict[str, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            rest = {key: value for key, value in group.items() if key != "params"}
+            frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+            frozen_groups |= {names[id(parameter)]: rest for parameter in frozen}
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        if not optimizer.param_groups:
+            raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
+        return frozen_groups
+
+    def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[state.Fragment]:
+        """Learn where the engine keeps what, and give its masters the digits that half precision has lost."""
+        assert self._wrapper is not None
+        state.forget_trial_step(self._engine)
+        fragments = state.fragments(self._engine, model)
+        for part in fragments:
+            if part.name in originals:
+                part.take(originals[part.name])
+        state.check_layout(fragments)
+        marks = not self._engine_is_unmanaged()
+        self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
+        return fragments
+
+    def _cast_at_the_border(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Inputs that are asked for become ``dtype``, outputs float32, so that losses are computed in float32."""
+        chosen = self.config.inputs_to_half
+
+        def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if chosen is None:
+                return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+            args = tuple(cast_tensors(arg, dtype) if i in chosen else arg for i, arg in enumerate(args))
+            return args, {name: cast_tensors(arg, dtype) if name in chosen else arg for name, arg in kwargs.items()}
+
+        model.register_forward_pre_hook(cast, with_kwargs=True)
+        model.register_forward_hook(lambda _, __, output: cast_tensors(output, torch.float32))
+
+    def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
+        return engine_config(
+            self.config,
+            request,
+            stage=stage,
+            world_size=self.world_size,
+            on_cpu=self.device.type == "cpu",
+            num_elements=num_elements,
+            unmanaged=self._engine_is_unmanaged(),
+            checkpointing=self._checkpointing,
+        )
+
+    def _engine_is_unmanaged(self) -> bool:
+        """Whether DeepSpeed can leave it to the caller when a window ends; before 0.19 it has to be told."""
+        constants = importlib.import_module("deepspeed.runtime.constants")
+        return hasattr(constants, "MANAGED_GRADIENT_ACCUMULATION")
+
+    def _compile(self, model: nn.Module) -> None:
+        options = self.config.compile if isinstance(self.config.compile, dict) else {}
+        compile_in_place([self.module], options)
+
+    def teardown(self) -> None:
+        """See Strategy."""
+        if self._engine is not None:
+            self._engine.destroy()
+        began = self._spec is not None
+        self._engine = self._state = self._wrapper = None
+        super().teardown()
+        if began:
+            state.forget_process_groups()
+        if self._set_local_rank:
+            os.environ.pop("LOCAL_RANK", None)
+            self._set_local_rank = False
+
+    # Around a micro-batch
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """See Strategy; nothing, since the engine's model is cast as a whole."""
+        return NOTHING
+
+    # State
+
+    @property
+    def _engine_state(self) -> EngineState:
+        if self._state is None:
+            raise StrategyError(f"{type(self).__name__}: no model yet, call setup(model, optim) first")
+        return self._state
+
+    def model_state(self) -> dict[str, Tensor]:
+        """See Strategy; what ZeRO splits is a FlatShard, a slice of the flattened parameter."""
+        return self._engine_state.parameters() | self._buffers()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach() for name, buffer in super()._buffers().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Strategy."""
+        found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
+        if self.rank > 0:
+            for name in self._buffers():
+                del found[f"model.{name}"]
+        return found | (self._engine_state.optimizer_state() if self._wrapper else {})
+
+    def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """See Strategy."""
+        model = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
+        template = {key: tensor for key, tensor in model.items() if key in saved}
+        return template | (self._engine_state.optimizer_template(saved) if self._wrapper else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Strategy; collective."""
+        self._engine_state.follow_masters()
+        values = {key: value for key, value in state.items() if key.startswith(("optim.state.", "optim.group."))}
+        if values and self._wrapper:
+            self._engine_state.load_optimizer(values)
+
+    # Precision
+
+    def precision_report(self) -> PrecisionReport:
+        """See Strategy."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        parts = self._engine_state.fragments
+        optimizer = self._engine_state.optimizer if self._wrapper else None
+        states = [value for kept in optimizer.state.values() for value in kept.values()] if optimizer else []
+        sent = self.config.communication_data_type
+        return PrecisionReport(
+            compute=(self._request.dtype,),
+            parameters=dtypes(trainable),
+            masters=dtypes([part.flat for part in parts if part.flat is not part.parameter]),
+            gradients=(DTYPES[sent] if sent else self._request.dtype,),
+            optimizer_state=dtypes([value for value in states if isinstance(value, Tensor) and value.dim() > 0]),
+        )
+
+    def _check_precision(self) -> None:
+        report = self.precision_report()
+        if self._wrapper:
+            require(self._request.dtype, report.parameters, "parameters")
+            require(torch.float32, report.masters or report.parameters, "master weights")
+
+
+def _deepspeed() -> Any:
+    """The package.
+
+    Raises:
+        StrategyError: it is not installed, or cannot be imported.
+    """
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        missing = "" if error.name == "deepspeed" else f" ({error})"
+        raise StrategyError(
+            f'strategy.type: "DeepSpeedStrategy" needs DeepSpeed, pip install flextrain[deepspeed]{missing}'
+        ) from None
+    return deepspeed
+
+
+def _originals(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters in float32, as they are before the engine casts them; pieces that exist already are cast here."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if state.is_partitioned(parameter):
+            found[name] = state.own_part(parameter).to(torch.float32).clone()
+            state.cast_part(parameter, dtype)
+        else:
+            found[name] = parameter.detach().to(torch.float32, copy=True)
+    return found
+
+
+def _as_kept(model: nn.Module, name: str, original: Tensor) -> Tensor:
+    """A frozen parameter's original, as much of it as this process keeps of the parameter."""
+    parameter = model.get_parameter(name)
+    if not state.is_partitioned(parameter) or isinstance(original, FlatShard):
+        return original
+    part = state.own_part(parameter)
+    size = part.to_local().numel()
+    return FlatShard(original.reshape(-1)[part.start : part.start + size].clone(), part.shape, part.start)

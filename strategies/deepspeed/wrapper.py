@@ -1,0 +1,132 @@
+"""DeepSpeedOptimWrapper: an OptimWrapper whose arithmetic DeepSpeed's engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core import gradients
+from ...core.errors import StrategyError
+from ...core.precision import Precision
+from ...core.registry import OPTIM_WRAPPERS
+from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
+from . import state
+from .state import Fragment
+
+
+@OPTIM_WRAPPERS.register_module()
+class DeepSpeedOptimWrapper(OptimWrapper):
+    """What DeepSpeedStrategy trains with; precision comes from the strategy's ``bf16`` or ``fp16``.
+
+    In a configuration it is MMEngine's name for an OptimWrapper under DeepSpeed, with OptimWrapper's arguments. OptimWrapper
+    and AmpOptimWrapper do as well, and work under every strategy.
+    """
+
+    _precision: Precision | None = None
+    _engine: Any = None
+    _fragments: Sequence[Fragment] = ()
+    _clips_here = False
+    _marks_boundary = False
+    _norm: Tensor | None = None
+
+    @classmethod
+    def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
+        """A wrapper with everything that ``asked`` was given, to be driven by an engine."""
+        wrapper = cls.__new__(cls)
+        # Not by the constructor: it has checked the arguments before, and ``asked`` may hold hooks by now.
+        vars(wrapper).update(vars(asked))
+        wrapper._precision, wrapper.accumulate, wrapper._size = precision, accumulate, accumulate
+        return wrapper
+
+    @property
+    def precision(self) -> Precision:
+        """What the engine computes in."""
+        return self._precision or Precision()
+
+    def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        """See OptimWrapper.
+
+        Raises:
+            StrategyError: the strategy has no engine.
+        """
+        if self._precision is None:
+            raise StrategyError(
+                f'{self.where}.type: "{type(self).__name__}" works with a DeepSpeed engine only, give OptimWrapper or '
+                "AmpOptimWrapper, which every strategy takes"
+            )
+        super().attach(device, autocast)
+
+    def build(self, model: nn.Module) -> None:
+        """See OptimWrapper; nothing happens once the engine has the optimizer."""
+        if self._engine is None:
+            super().build(model)
+
+    def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool, marks_boundary: bool) -> None:
+        """Let ``engine`` do the work from now on.
+
+        Args:
+            clips_here: all of it but clipping.
+            marks_boundary: the engine has to be told which micro-batch is the last of its window.
+        """
+        self._engine, self._fragments, self._marks_boundary = engine, fragments, marks_boundary
+        self._optimizer = state.inner_optimizer(engine)
+        self._clips_here = clips_here
+        if clips_here and self.clip_grad is not None:
+            # The engine reduces gradients in step(), so they can be clipped no earlier than when it calls the optimizer.
+            self._optimizer.register_step_pre_hook(self._clip_before_update)
+
+    def clip_by(self, max_norm: float) -> None:
+        """Clip gradients by their total norm."""
+        self.clip_grad = ClipGrad(max_norm=max_norm)
+
+    def _clip_before_update(self, *_: Any) -> None:
+        assert self.clip_grad is not None
+        assert self.clip_grad.max_norm is not None
+        grads = gradients.gradients(self.param_groups)
+        self._norm = gradients.clip_by_norm(grads, float(self.clip_grad.max_norm))
+
+    def backward(self, loss: Tensor) -> None:
+        """See OptimWrapper; a loss scale is the engine's."""
+        if self._marks_boundary:
+            self._engine.set_gradient_accumulation_boundary(self.should_sync())
+        self._engine.backward(loss)
+
+    def step(self) -> StepInfo:
+        """See OptimWrapper; reduces gradients too, where backward has not."""
+        for hook in self._step_pre_hooks:
+            hook(self)
+        self._norm = None
+        self._engine.step()
+        skipped = not self._engine.was_step_applied()
+        norm = None
+        if self.clip_grad is not None:
+            norm = self._norm if self._clips_here else self._engine.get_global_grad_norm()
+        if norm is not None and not isinstance(norm, Tensor):
+            norm = torch.tensor(float(norm))
+        self.last_step = StepInfo(None if norm is None else norm.detach(), skipped)
+        return self.last_step
+
+    def zero_grad(self) -> None:
+        """See OptimWrapper."""
+        self._engine.optimizer.zero_grad()
+
+    def refresh(self) -> None:
+        """See OptimWrapper; collective."""
+        state.refresh(self._engine, self._fragments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale under float16, in the form of torch's GradScaler; nothing otherwise."""
+        if self.precision.compute is not torch.float16:
+            return {}
+        scaler = state.loss_scaler(self._engine)
+        return {"scaler": {"scale": float(scaler.cur_scale), "growth_factor": 2.0, "backoff_factor": 0.5,
+                           "growth_interval": int(getattr(scaler, "scale_window", 1000)), "_growth_tracker": 0}}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the loss scale of ``state_dict``, if it has one."""
+        if self.precision.compute is torch.float16 and state_dict.get("scaler"):
+            state.loss_scaler(self._engine).cur_scale = float(state_dict["scaler"]["scale"])

@@ -1,0 +1,142 @@
+"""FlatShard: rectangles of a flat range, saved and loaded in place under any other split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flextrain.core import distributed as dist
+from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
+from flextrain.core.checkpoint.flat_shard import boxes
+from flextrain.core.errors import CheckpointError
+from flextrain.testing import WorkerGroup
+
+SHAPES: list[tuple[int, ...]] = [
+    (), (1,), (5,), (0,), (3, 4), (1, 6), (6, 1), (0, 3), (2, 3, 4), (3, 1, 2), (1, 1, 1), (2, 2, 3, 2), (1, 3, 1, 4),
+]  # fmt: skip
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=dtype).view(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rectangles_are_the_range_for_every_range(shape: tuple[int, ...]) -> None:
+    whole = numbers(shape)
+    flat = whole.reshape(-1)
+    for start, end in itertools.combinations_with_replacement(range(flat.numel() + 1), 2):
+        found = list(boxes(shape, start, end))
+        assert len(found) <= max(1, 2 * len(shape) - 1)
+        parts = []
+        for offsets, sizes in found:
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            parts.append(whole[place].reshape(-1))
+            assert all(n > 0 for n in sizes)
+        assert torch.equal(torch.cat([*parts, torch.empty(0)]), flat[start:end])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_are_views(shape: tuple[int, ...]) -> None:
+    size = math.prod(shape)
+    for start, end in itertools.combinations_with_replacement(range(size + 1), 2):
+        local = torch.zeros(end - start)
+        shard = FlatShard(local, shape, start)
+        assert tuple(shard.shape) == shape
+        for part in shard.parts().values():
+            part += 1
+        assert local.tolist() == [1.0] * (end - start)
+        assert sum(part.numel() for part in shard.parts().values()) == end - start
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_round_trip_through_a_checkpoint_to_every_other_range(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    whole = numbers(shape, dtype)
+    save_checkpoint(tmp_path / "c", {"flat": FlatShard(whole.reshape(-1), shape, 0), "plain": whole})
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    ranges = list(itertools.combinations_with_replacement(range(whole.numel() + 1), 2))
+    for start, end in ranges[:: max(1, len(ranges) // 12)]:
+        locals_ = {key: torch.full((end - start,), -1, dtype=dtype) for key in ("flat", "plain")}
+        checkpoint.load({key: FlatShard(local, shape, start) for key, local in locals_.items()})
+        for local in locals_.values():
+            assert torch.equal(local, whole.reshape(-1)[start:end])
+    target = torch.full(shape, -1, dtype=dtype)
+    checkpoint.load({"flat": target})
+    assert torch.equal(target, whole)
+
+
+def test_a_shard_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", {"x": FlatShard(torch.zeros(6), (2, 3), 0)})
+    with pytest.raises(CheckpointError, match=r"x has shape \(2, 3\), shape \(3, 2\) is needed"):
+        Checkpoint.open(tmp_path / "c").load({"x": FlatShard(torch.zeros(6), (3, 2), 0)})
+
+
+def test_wrong_ranges() -> None:
+    with pytest.raises(ValueError, match=r"^start: 3 to 5 lies outside of shape \(2, 2\)"):
+        FlatShard(torch.zeros(2), (2, 2), 3)
+    with pytest.raises(ValueError, match="^local: must be one-dimensional"):
+        FlatShard(torch.zeros(2, 2), (2, 2), 0)
+
+
+def test_elementwise_operations_work_on_the_range() -> None:
+    local = torch.tensor([1.0, 2.0])
+    shard = FlatShard(local, (2, 3), 1)
+    copy = shard.clone()
+    assert isinstance(copy, FlatShard)
+    assert (copy.start, copy.shape) == (1, (2, 3))
+    assert copy.to(torch.bfloat16).to_local().dtype is torch.bfloat16
+    assert shard.detach().to_local().data_ptr() == local.data_ptr()
+    copy.copy_(torch.zeros_like(shard))
+    assert shard.lerp_(copy, 0.5) is shard
+    assert local.tolist() == [0.5, 1.0]
+    assert repr(shard) == "FlatShard([1:3] of (2, 3), torch.float32, cpu)"
+    with pytest.raises(NotImplementedError, match="use to_local"):
+        shard.sum()
+    with pytest.raises(ValueError, match="the same slice"):
+        shard.copy_(FlatShard(local, (2, 3), 2))
+    with pytest.raises(ValueError, match="the same slice"):
+        shard.copy_(torch.zeros(2, 3))
+
+
+def split(whole: Tensor, cuts: list[int]) -> FlatShard:
+    """This process's part of ``whole``, cut at ``cuts``; the last process may get nothing."""
+    rank = dist.get_rank()
+    start, end = [0, *cuts, whole.numel()][rank : rank + 2]
+    return FlatShard(whole.reshape(-1)[start:end].clone(), tuple(whole.shape), start)
+
+
+def save_and_load(path: Path) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    tensors = {str(shape): numbers(shape) for shape in SHAPES}
+    for number, share in enumerate((0.0, 0.37, 1.0)):
+        state: dict[str, Any] = {}
+        for key, whole in tensors.items():
+            state[key] = split(whole, [int(whole.numel() * share)])
+            assert torch.equal(state[key].full_tensor(), whole)
+        save_checkpoint(path / str(number), state)
+        checkpoint = Checkpoint.open(path / str(number))
+        assert {key: info.shape for key, info in checkpoint.tensors.items()} == {str(s): s for s in SHAPES}
+        for other in (0.0, 0.61):
+            target = {key: split(torch.full_like(t, -1), [int(t.numel() * other)]) for key, t in tensors.items()}
+            checkpoint.load(target)
+            for key, shard in target.items():
+                assert torch.equal(shard.full_tensor(), tensors[key]), (key, share, other)
+        plain = {key: torch.full_like(t, -1) for key, t in tensors.items()}
+        checkpoint.load(plain)
+        assert all(torch.equal(plain[key], tensors[key]) for key in tensors)
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_processes_save_and_load_under_other_splits(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(save_and_load, tmp_path)

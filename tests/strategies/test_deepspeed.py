@@ -1,0 +1,673 @@
+"""DeepSpeedStrategy: what reaches the engine, what it refuses, and state that fits every other strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from flextrain.core.checkpoint import Checkpoint, FlatShard
+from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
+from flextrain.core.model import BaseModel
+from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
+from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
+from flextrain.testing.compare import relative_difference, same_tensors
+from flextrain.testing.loop import evaluate, windows
+from flextrain.testing.models import Batch, ConformanceNet, ConvNet, HalfFrozen, Mlp, SmallModel
+from flextrain.testing.sessions import Session, load, run, save, single_device, started, whole_model, whole_state
+
+pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+pytestmark = [pytest.mark.deepspeed]
+
+ADAMW = dict(type="AdamW", lr=3e-3, weight_decay=0.1)
+GROUPS = dict(bias_lr_mult=2.0, norm_decay_mult=0.0, bias_decay_mult=0.0)
+STAGES = [0, 1, 2, 3]
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    details = options.pop("zero_optimization", {})
+    return dict(type=DeepSpeedStrategy, device="cpu", zero_optimization=dict(stage=stage, **details), **options)
+
+
+def data(model: type[SmallModel], count: int, samples: int = 8) -> list[Batch]:
+    return [model.sample(samples, seed=i) for i in range(count)]
+
+
+def one_each(batches: list[Batch]) -> list[list[Batch]]:
+    return windows(batches, 1)
+
+
+def adamw(**options: Any) -> OptimWrapper:
+    return OptimWrapper(ADAMW, paramwise_cfg=GROUPS, **options)
+
+
+def bf16(**options: Any) -> AmpOptimWrapper:
+    return AmpOptimWrapper(ADAMW, paramwise_cfg=GROUPS, dtype="bfloat16", **options)
+
+
+# The contract, and the same numbers as one device
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_conformance(workers2: WorkerGroup, stage: int) -> None:
+    report = check_strategy(zero(stage), workers=workers2)
+    refused = {result.name for result in report.results if result.status == "refused"}
+    assert refused == {"clipping_by_value", "overflow"}  # DeepSpeed has no such clipping, and no float16 on the CPU
+
+
+def train_both(stage: int, model: type[SmallModel], spec: dict[str, Any]) -> dict[str, float]:
+    """Differences from a single device, with clipping, windows of three and a last one of one."""
+    batches = windows(data(model, 7), 3)
+    with single_device(adamw(accumulative_counts=3, clip_grad=dict(max_norm=0.1)), model) as single:
+        expected = run(single, batches)
+    with started(zero(stage, **spec), adamw(accumulative_counts=3, clip_grad=dict(max_norm=0.1)), model) as session:
+        found = run(session, batches)
+    assert min(norm for norm in expected.trace.grad_norms if norm) > 0.1  # or nothing would have been clipped
+    return {
+        "loss": max(abs(a - b) for a, b in zip(found.trace.losses, expected.trace.losses, strict=True)),
+        "norm": max(abs(a / b - 1) for a, b in zip(found.trace.grad_norms, expected.trace.grad_norms, strict=True)),  # type: ignore[operator]
+        "weights": max(relative_difference(found.weights[-1][k], v) for k, v in expected.weights[-1].items()),
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_parity(workers2: WorkerGroup, stage: int) -> None:
+    for model in (Mlp, HalfFrozen):
+        for differences in workers2.run(train_both, stage, model, {}):
+            assert max(differences.values()) < 1e-5, differences
+
+
+VARIANTS: list[tuple[int, dict[str, Any]]] = [
+    (2, dict(zero_optimization=dict(overlap_comm=True, reduce_bucket_size=50))),
+    (2, dict(zero_optimization=dict(offload_optimizer=dict(device="cpu", pin_memory=False)))),
+    (2, dict(zero_optimization=dict(contiguous_gradients=False, reduce_scatter=False))),
+    (3, dict(zero_optimization=dict(overlap_comm=True, sub_group_size=40, stage3_param_persistence_threshold=0))),
+    (3, dict(zero_optimization=dict(offload_optimizer=dict(device="cpu", pin_memory=False), offload_param=dict(device="cpu", pin_memory=False)))),
+    (3, dict(activation_checkpointing=dict(classes=["Linear"]))),
+]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage, options", VARIANTS, ids=lambda value: str(value)[:60])
+def test_parity_with_options(workers2: WorkerGroup, stage: int, options: dict[str, Any]) -> None:
+    for differences in workers2.run(train_both, stage, Mlp, options):
+        assert max(differences.values()) < 1e-5, differences
+
+
+def older_engine(stage: int) -> dict[str, float]:
+    """As if DeepSpeed could not leave the end of a window to its caller."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedStrategy, "_engine_is_unmanaged", lambda _: False)
+        return train_both(stage, Mlp, {})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_parity_with_an_engine_that_counts_micro_batches(workers2: WorkerGroup, stage: int) -> None:
+    for differences in workers2.run(older_engine, stage):
+        assert max(differences.values()) < 1e-5, differences
+
+
+# Half precision
+
+
+def train_in_bf16(stage: int) -> dict[str, Any]:
+    batches = one_each(data(ConformanceNet, 8))
+    with single_device(bf16(), ConformanceNet) as single:
+        expected = run(single, batches)
+    with started(zero(stage), bf16(), ConformanceNet) as session:
+        found = run(session, batches)
+        report = session.strategy.precision_report()
+        state = whole_state(session.strategy)
+    start = same_tensors(found.weights[0], expected.weights[0], "initial weights")  # not rounded to bfloat16
+    return {
+        "start": start,
+        "loss": max(abs(a - b) for a, b in zip(found.trace.losses, expected.trace.losses, strict=True)),
+        "report": str(report),
+        "dtypes": {str(v.dtype) for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()},
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_trains_with_float32_masters(workers2: WorkerGroup, stage: int) -> None:
+    for found in workers2.run(train_in_bf16, stage):
+        assert found["loss"] < 0.05  # the loss is about 3, where bfloat16 has steps of 0.016
+        assert found["dtypes"] == {"torch.float32"}
+        assert found["report"] == (
+            "compute bfloat16, parameters bfloat16, masters float32, gradients bfloat16, optimizer state float32"
+        )
+
+
+def resume_in_bf16(stage: int, path: Path) -> None:
+    batches = one_each(data(ConformanceNet, 6))
+    with started(zero(stage), bf16(), ConformanceNet) as session:
+        run(session, batches[:3])
+        save(session, path)
+        expected = run(session, batches[3:]).trace.losses
+        state = whole_state(session.strategy)
+    with started(zero(stage), bf16(), ConformanceNet, seed=99) as session:
+        load(session, path)
+        assert run(session, batches[3:]).trace.losses == expected
+        same_tensors(whole_state(session.strategy), state, "state at the end")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_resumes_exactly(workers2: WorkerGroup, stage: int, tmp_path: Path) -> None:
+    workers2.run(resume_in_bf16, stage, tmp_path / "c")
+
+
+class Normalised(ConvNet):
+    """Trains its batch normalisation."""
+
+    def train(self, mode: bool = True) -> Normalised:
+        nn.Module.train(self, mode)
+        return self
+
+
+def running_statistics(stage: int) -> dict[str, float]:
+    batches = one_each([Normalised.sample(16, seed=0)] * 5)
+    optim = dict(type="SGD", lr=1e-4)
+    with single_device(OptimWrapper(optim), Normalised) as single:
+        expected = run(single, batches)
+    with started(zero(stage), AmpOptimWrapper(optim, dtype="bfloat16"), Normalised) as session:
+        # Every process sees the whole batch, so the statistics are the single device's but for rounding.
+        session.strategy.__dict__["shard"] = (0, 1)
+        session.strategy.__class__ = SeesAllData
+        found = run(session, batches)
+        outputs = evaluate(session.strategy, session.model, [Normalised.sample(16, seed=0)])
+    assert all(output.dtype is torch.float32 for output in outputs)
+    names = [name for name in expected.weights[-1] if "running" in name]
+    assert len(names) == 4
+    assert all(found.weights[-1][name].dtype is torch.float32 for name in names)
+    return {name: relative_difference(found.weights[-1][name], expected.weights[-1][name]) for name in names}
+
+
+class SeesAllData(DeepSpeedStrategy):
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return 0, 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_running_statistics_stay_float32(workers2: WorkerGroup, stage: int) -> None:
+    for differences in workers2.run(running_statistics, stage):
+        assert max(differences.values()) < 0.01, differences
+
+
+# Between strategies
+
+
+def there_and_back(path: Path) -> None:
+    """DDP, then stage 3 from its checkpoint, then stage 1 from that, then a single device: one run, and one device's."""
+    batches = one_each(data(ConformanceNet, 8))
+    with single_device(adamw(), ConformanceNet) as single:
+        expected = run(single, batches).weights[-1]
+    specs: list[Any] = [DDPStrategy, zero(3), zero(1)]
+    before: dict[str, Any] = {}
+    for number, spec in enumerate(specs):
+        with started(spec, adamw(), ConformanceNet, seed=7 + number) as session:
+            if number:
+                load(session, path / str(number - 1))
+                state = whole_state(session.strategy)
+                same_tensors(state, before, "state as it is loaded")
+                assert state.keys() == before.keys()
+            run(session, batches[2 * number : 2 * number + 2])
+            save(session, path / str(number))
+            before = whole_state(session.strategy)
+    with single_device(adamw(), ConformanceNet, seed=50) as single:
+        load(single, path / "2")
+        same_tensors(whole_state(single.strategy), before, "state as a single device loads it")
+        found = run(single, batches[6:]).weights[-1]
+    same_tensors(found, expected, "weights at the end", 1e-6)
+
+
+@pytest.mark.distributed
+def test_resume_from_ddp_through_zero_to_a_single_device(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(there_and_back, tmp_path)
+
+
+def nothing_is_gathered(stage: int) -> list[tuple[str, int, int]]:
+    """Kind, elements of this process and elements in all, of a weight and a moment; and that they are the engine's own."""
+    with started(zero(stage), adamw(), Mlp) as session:
+        run(session, one_each(data(Mlp, 1)))
+        state = session.strategy.state_dict()
+        found = []
+        for key in ("model.layers.2.weight", "optim.state.layers.2.weight.exp_avg"):
+            shard = state[key]
+            found.append((type(shard).__name__, shard.to_local().numel(), shard.numel()))
+            again = session.strategy.state_dict()[key]
+            assert shard.to_local().data_ptr() == again.to_local().data_ptr()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_is_slices_without_copies(workers2: WorkerGroup, stage: int) -> None:
+    first, second = workers2.run(nothing_is_gathered, stage)
+    for (kind, mine, total), (_, theirs, _) in zip(first, second, strict=True):
+        assert kind == "FlatShard"
+        assert mine + theirs == total
+        assert max(mine, theirs) < total
+
+
+def weights_alone(stage: int, half: bool, path: Path) -> None:
+    """What is loaded into the masters is what the model computes with, frozen weights too; optimizer state stays."""
+    batches = data(HalfFrozen, 2)
+    with started(zero(stage), bf16() if half else adamw(), HalfFrozen, seed=3) as session:
+        save(session, path)
+        expected = evaluate(session.strategy, session.model, batches)
+    with started(zero(stage), bf16() if half else adamw(), HalfFrozen, seed=4) as session:
+        run(session, one_each(batches))
+        before = session.strategy.state_dict()["optim.state.head.weight.step"].item()
+        checkpoint = Checkpoint.open(path)
+        template = {k: v for k, v in session.strategy.load_template(checkpoint.saved).items() if k.startswith("model.")}
+        checkpoint.load(template)
+        session.strategy.load_state_dict(template)
+        found = evaluate(session.strategy, session.model, batches)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert session.strategy.state_dict()["optim.state.head.weight.step"].item() == before == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_loaded_weights_reach_forward(workers2: WorkerGroup, stage: int, half: bool, tmp_path: Path) -> None:
+    workers2.run(weights_alone, stage, half, tmp_path / "c")
+
+
+def asking_changes_nothing(stage: int) -> None:
+    """State before the first update, with momentum and decay, which a trial update would move."""
+    optim = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
+    batches = one_each(data(Mlp, 3))
+    with started(zero(stage), OptimWrapper(optim), Mlp) as session:
+        expected = run(session, batches).weights[-1]
+    with started(zero(stage), OptimWrapper(optim), Mlp) as session:
+        state = whole_state(session.strategy)
+        assert not any(key.startswith("optim.state.") for key in state)
+        session.strategy.load_template({**state})
+        found = run(session, batches).weights[-1]
+    same_tensors(found, expected, "weights")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_asking_for_the_state_changes_nothing(workers2: WorkerGroup, stage: int) -> None:
+    workers2.run(asking_changes_nothing, stage)
+
+
+def counters_that_differ(path: Path) -> None:
+    optim = dict(type="Adam", lr=0.01)
+    is_first = os.environ["RANK"] == "0"
+    with single_device(OptimWrapper(optim), Mlp) as single:
+        run(single, one_each(data(Mlp, 2)))
+        weight = single.strategy.module.get_parameter("layers.0.weight")
+        single.optim.optimizer.state[weight]["step"] += 1
+        if is_first:
+            save(single, path)
+    with started(zero(2), OptimWrapper(optim), Mlp) as session:
+        load(session, path)
+
+
+@pytest.mark.distributed
+def test_parameters_that_were_updated_differently_often_cannot_share_a_group(
+    workers2: WorkerGroup, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match="cannot share a group") as caught:
+        workers2.run(counters_that_differ, tmp_path / "c")
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+# One process
+
+
+@contextmanager
+def alone(
+    spec: dict[str, Any], optim: Any, model: nn.Module | None = None
+) -> Iterator[tuple[DeepSpeedStrategy, Any, Any]]:
+    strategy = DeepSpeedStrategy(**{key: value for key, value in spec.items() if key != "type"})
+    try:
+        torch.manual_seed(7)
+        called, wrapper = strategy.setup(model or Mlp(), optim)
+        yield strategy, called, wrapper
+    finally:
+        strategy.teardown()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_process_without_launcher(stage: int) -> None:
+    batches = one_each(data(Mlp, 3))
+    with single_device(adamw(clip_grad=dict(max_norm=0.1)), Mlp) as single:
+        expected = run(single, batches)
+    with alone(zero(stage), adamw(clip_grad=dict(max_norm=0.1))) as (strategy, model, optim):
+        assert torch.distributed.is_initialized()
+        assert (strategy.rank, strategy.world_size, strategy.data_shard) == (0, 1, (0, 1))
+        found = run(Session(strategy, model, optim), batches)
+    assert not torch.distributed.is_initialized()
+    same_tensors(found.weights[-1], expected.weights[-1], "weights", 1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_only(stage: int) -> None:
+    batches = data(Mlp, 2)
+    for half in (False, True):
+        with alone(zero(stage, bf16=dict(enabled=half)), None) as (strategy, model, optim):
+            assert optim is None
+            torch.manual_seed(7)
+            reference = Mlp()
+            found = evaluate(strategy, model, batches)
+            with torch.no_grad():
+                expected = [reference(**batch, mode="tensor") for batch in batches]
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.allclose(ours, theirs, atol=0.05 if half else 1e-6)
+            state = whole_model(strategy)
+            same_tensors(state, {f"model.{k}": v for k, v in reference.state_dict().items()}, "weights")
+
+
+class Initialised(BaseModel):
+    """Sets its weights as MMEngine's models do, and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+        self.register_buffer("table", torch.linspace(0, 1, 7))
+
+    def init_weights(self) -> None:
+        nn.init.constant_(self.layers[0].weight, 0.123)  # type: ignore[arg-type]
+
+    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "loss") -> Any:
+        return {"loss": (self.layers(inputs) * self.table.mean()).square().mean()}
+
+
+def built_split(half: bool) -> dict[str, Any]:
+    fresh_rendezvous()
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
+    strategy.setup_environment()
+    torch.manual_seed(5 + strategy.rank)
+    with strategy.init_context():
+        model = Initialised()
+    split = all(parameter.numel() == 0 for parameter in model.parameters())
+    called, optim = strategy.setup(model, bf16() if half else adamw())
+    assert optim is not None
+    loss = called(torch.ones(4, 6))["loss"]
+    optim.backward(loss)
+    optim.step()  # type: ignore[call-arg]
+    state = whole_state(strategy)
+    strategy.teardown()
+    return {"split": split, "loss": loss.item(), "state": state}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_a_model_built_split(workers2: WorkerGroup, half: bool) -> None:
+    first, second = workers2.run(built_split, half)
+    torch.manual_seed(5)
+    reference = Initialised()
+    reference.init_weights()
+    with torch.no_grad():
+        expected = reference(torch.ones(4, 6))["loss"].item()
+    for found in (first, second):
+        assert found["split"]
+        assert found["loss"] == pytest.approx(expected, rel=0.05 if half else 1e-5)
+        same_tensors(found["state"], first["state"], "state of both")
+        assert found["state"]["model.layers.0.weight"].flatten().tolist() == pytest.approx([0.123] * 42, abs=4e-3)
+        assert torch.equal(found["state"]["model.table"], reference.table)
+
+
+class InitialisesItsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+        nn.init.zeros_(self.part.weight)
+
+
+class HasAScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (InitialisesItsParts, "model: its constructor calls zero_ on a parameter of a layer that is split already"),
+        (HasAScalar, "model: DeepSpeed cannot split a parameter without dimensions while the model is built"),
+    ],
+)
+def test_what_cannot_be_built_split_says_so(model: type[nn.Module], message: str) -> None:
+    with DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3), zero_init=False).init_context():
+        model()
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
+    with pytest.raises(StrategyError, match="strategy.zero_init=False") as caught, strategy.init_context():
+        model()
+    strategy.teardown()
+    assert str(caught.value).startswith(message)
+
+
+def test_the_engines_configuration_is_logged_and_spelled_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flextrain")
+    with alone(zero(2, train_batch_size=12, steps_per_print=7), adamw(accumulative_counts=3)) as (_, engine, optim):
+        assert optim.accumulate == 3
+        config = engine.config
+    (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("DeepSpeed's configuration"))
+    assert str(config) in line
+    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
+    assert (config["train_micro_batch_size_per_gpu"], config["steps_per_print"]) == (4, 7)
+    assert config["managed_gradient_accumulation"] is False
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert not config["bf16"]["enabled"]
+
+
+def test_options_have_two_homes() -> None:
+    spec = zero(1, gradient_clipping=0.5, gradient_accumulation_steps=4, bf16=dict(enabled=True), inputs_to_half=["x"])
+    with alone(spec, DeepSpeedOptimWrapper(ADAMW)) as (strategy, model, optim):
+        assert optim.accumulate == 4
+        assert optim.clip_grad.max_norm == 0.5
+        assert "bf16" not in str(strategy.autocast())
+        found = run(Session(strategy, model, optim), [data(Mlp, 4)])
+        assert found.trace.grad_norms[0] is not None
+        assert strategy.precision_report().compute == (torch.bfloat16,)
+
+
+def test_inputs_are_cast_as_asked() -> None:
+    for chosen, message in ((None, None), (["x"], None), ([], "dtype"), (["y"], "dtype")):
+        with alone(zero(1, bf16=dict(enabled=True), inputs_to_half=chosen), adamw()) as (_, model, _):
+            batch = data(Mlp, 1)[0]
+            if message is None:
+                assert model(**batch, mode="tensor").dtype is torch.float32
+            else:
+                with pytest.raises(RuntimeError, match=message):
+                    model(**batch, mode="tensor")
+
+
+def test_configuration_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "cpu_offload": False},
+                                "bfloat16": {"enabled": True}, "gradient_clipping": 1.0}))  # fmt: skip
+    config = DeepSpeedStrategy(config=str(path), zero_optimization=dict(overlap_comm=True)).config
+    assert (config.zero_optimization.stage, config.zero_optimization.overlap_comm) == (2, True)
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.zero_optimization.offload_optimizer is None
+    assert config.bf16 is not None
+    assert config.bf16.enabled
+    offloaded = DeepSpeedStrategy(config=dict(zero_optimization=dict(stage=3, cpu_offload=True))).config
+    assert offloaded.zero_optimization.offload_optimizer is not None
+    assert offloaded.zero_optimization.offload_optimizer.device == "cpu"
+
+
+def test_the_configuration_in_mmengines_manual() -> None:
+    strategy = DeepSpeedStrategy(
+        fp16=dict(
+            enabled=True, fp16_master_weights_and_grads=False, loss_scale=0, loss_scale_window=500, hysteresis=2,
+            min_loss_scale=1, initial_scale_power=15,
+        ),
+        inputs_to_half=[0],
+        zero_optimization=dict(
+            stage=3, allgather_partitions=True, reduce_scatter=True, allgather_bucket_size=50000000,
+            reduce_bucket_size=50000000, overlap_comm=True, contiguous_gradients=True, cpu_offload=False,
+        ),
+    )  # fmt: skip
+    assert strategy.config.fp16 is not None
+    with pytest.raises(StrategyError, match="^strategy.fp16: DeepSpeed has no float16 on the CPU, use bfloat16"):
+        strategy.setup(Mlp(), DeepSpeedOptimWrapper(ADAMW))
+    strategy.teardown()
+
+
+# Refusals
+
+ZERO = "strategy.zero_optimization"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (dict(zero_optimization=dict(stage=5)), f"{ZERO}.stage: 5 is not allowed, choose 0, 1, 2 or 3"),
+    (dict(zero_optimization=dict(stage="2")), f'{ZERO}.stage: "2" is not allowed'),
+    (dict(zero_optimization=dict(stages=2)), f'{ZERO}.stages: unknown key, did you mean "stage"?'),
+    (dict(zero_optimisation=dict(stage=2)), 'strategy.zero_optimisation: unknown key, did you mean "zero_optimization"?'),
+    (dict(zero_optimization=2), f"{ZERO}: 2 is not allowed, give a dict"),
+    (dict(zero_optimization=dict(stage=1, round_robin_gradients=True)), f"{ZERO}.round_robin_gradients: DeepSpeed's own record"),
+    (dict(zero_optimization=dict(stage=1, overlap_comm=True)), f"{ZERO}.overlap_comm: True needs stage 2 or 3, the stage is 1"),
+    (dict(zero_optimization=dict(stage=2, offload_param=dict(device="cpu"))), f"{ZERO}.offload_param: has no effect at stage 2"),
+    (dict(zero_optimization=dict(stage=0, offload_optimizer=dict(device="cpu"))), f"{ZERO}.offload_optimizer: has no effect at stage 0"),
+    (dict(zero_optimization=dict(stage=3, offload_param=dict(device="gpu"))), f'{ZERO}.offload_param.device: "gpu" is not allowed, choose "none", "cpu" or "nvme"'),
+    (dict(zero_optimization=dict(stage=3, offload_param=dict(device="nvme"))), f'{ZERO}.offload_param.device: "nvme" is not supported: state on a disk'),
+    (dict(zero_optimization=dict(stage=2, stage3_max_live_parameters=1)), f"{ZERO}.stage3_max_live_parameters: has no effect at stage 2"),
+    (dict(zero_optimization=dict(stage=2, reduce_bucket_size=0)), f"{ZERO}.reduce_bucket_size: 0 is not allowed, give 1 or more"),
+    (dict(zero_optimization=dict(stage=2, reduce_bucket_size=1.5)), f"{ZERO}.reduce_bucket_size: 1.5 is not allowed, give a whole number"),
+    (dict(zero_optimization=dict(stage=2, reduce_bucket_size="auto")), f'{ZERO}.reduce_bucket_size: "auto" is not allowed, give a number'),
+    (dict(zero_optimization=dict(stage=2, cpu_offload=True, offload_optimizer=dict(device="cpu"))), f"{ZERO}.cpu_offload: is the older name of offload_optimizer"),
+    (dict(zero_optimization=dict(stage=3, zero_quantized_weights=True)), f"{ZERO}.zero_quantized_weights: is not supported"),
+    (dict(fp16=dict(enabled=True), bf16=dict(enabled=True)), "strategy.bf16.enabled: True contradicts strategy.fp16.enabled=True"),
+    (dict(fp16=dict(enabled=True, loss_scale=-1)), "strategy.fp16.loss_scale: -1 is not allowed, give 0 or more"),
+    (dict(fp16=dict(fp16_master_weights_and_grads=True)), "strategy.fp16.fp16_master_weights_and_grads: True is not allowed, choose False"),
+    (dict(bf16=dict(enable=True)), 'strategy.bf16.enable: unknown key, did you mean "enabled"?'),
+    (dict(bf16=True), "strategy.bf16: True is not allowed, give a dict"),
+    (dict(gradient_clipping=-1.0), "strategy.gradient_clipping: -1.0 is not allowed, give 0 or more"),
+    (dict(gradient_accumulation_steps=0), "strategy.gradient_accumulation_steps: 0 is not allowed, give 1 or more"),
+    (dict(train_micro_batch_size_per_gpu="auto"), 'strategy.train_micro_batch_size_per_gpu: "auto" is not allowed, give an integer'),
+    (dict(exclude_frozen_parameters=True), "strategy.exclude_frozen_parameters: True is not allowed, choose False"),
+    (dict(aio=dict(block_size=1)), "strategy.aio: has no effect, offloading to a disk is not supported"),
+    (dict(amp=dict(enabled=True)), "strategy.amp: Apex is not supported, give bf16 or fp16"),
+    (dict(optimizer=dict(type="Adam")), "strategy.optimizer: belongs into optim_wrapper.optimizer"),
+    (dict(config=dict(scheduler=dict(type="WarmupLR"))), "strategy.config.scheduler: belongs into param_scheduler"),
+    (dict(config=dict(gradient_clipping=1.0), gradient_clipping=2.0), "strategy.config.gradient_clipping: 1.0 disagrees with strategy.gradient_clipping=2.0"),
+    (dict(config=dict(zero_optimization=dict(stage=1)), zero_optimization=dict(stage=2)), "strategy.config.zero_optimization.stage: 1 disagrees with strategy.zero_optimization.stage=2"),
+    (dict(config="/nowhere/ds.json"), "strategy.config: /nowhere/ds.json cannot be read"),
+    (dict(config=3), "strategy.config: 3 is not allowed, give a dict or the path of a JSON file"),
+    (dict(communication_data_type="fp8"), 'strategy.communication_data_type: "fp8" is not allowed, choose "fp32", "fp16" or "bf16"'),
+    (dict(activation_checkpointing=dict(clases=["Block"])), "strategy.activation_checkpointing.clases: unknown key"),
+    (dict(device="gpu"), 'strategy.device: "gpu" is not allowed'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, message", WRONG, ids=lambda value: str(value)[:60])
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedStrategy(**options).setup_environment()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+class OwnStep(Mlp):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return {}
+
+
+class Doubles(OptimWrapper):
+    def _apply(self) -> bool:
+        return super()._apply() and super()._apply()
+
+
+REFUSED: list[tuple[dict[str, Any], Any, type[nn.Module], str]] = [
+    (zero(1), lambda: OptimWrapper(ADAMW, clip_grad=dict(type="value", clip_value=1.0)), Mlp, 'optim_wrapper.clip_grad.type: "value" is not supported'),
+    (zero(1), lambda: OptimWrapper(ADAMW, clip_grad=dict(max_norm=1.0, norm_type=1)), Mlp, "optim_wrapper.clip_grad.norm_type: 1 is not supported"),
+    (zero(1), lambda: OptimWrapper(ADAMW, clip_grad=dict(max_norm=1.0, error_if_nonfinite=True)), Mlp, "optim_wrapper.clip_grad.error_if_nonfinite: True"),
+    (zero(1), lambda: OptimWrapperDict(a=OptimWrapper(ADAMW)), Mlp, 'optim_wrapper.type: "OptimWrapperDict" has several optimizers'),
+    (zero(1), lambda: Doubles(ADAMW), Mlp, 'optim_wrapper.type: "Doubles" does its own arithmetic'),
+    (zero(1), lambda: ApexOptimWrapper(ADAMW), Mlp, 'optim_wrapper.type: "ApexOptimWrapper" does its own arithmetic'),
+    (zero(1), lambda: AmpOptimWrapper(ADAMW, dtype="float16"), Mlp, "strategy.fp16: DeepSpeed has no float16 on the CPU"),
+    (zero(1, bf16=dict(enabled=False)), bf16, Mlp, "strategy.bf16.enabled: False disagrees with optim_wrapper"),
+    (zero(1, gradient_clipping=2.0), lambda: adamw(clip_grad=dict(max_norm=1.0)), Mlp, "strategy.gradient_clipping: 2.0 disagrees with optim_wrapper.clip_grad.max_norm=1.0"),
+    (zero(1, gradient_accumulation_steps=4), lambda: adamw(accumulative_counts=2), Mlp, "strategy.gradient_accumulation_steps: 4 disagrees"),
+    (zero(1, train_batch_size=5, train_micro_batch_size_per_gpu=2), adamw, Mlp, "strategy.train_batch_size: 5 is not"),
+    (zero(1), adamw, OwnStep, "model: OwnStep defines its own train_step"),
+    (zero(1), lambda: OptimWrapper(torch.optim.SGD(Mlp().parameters(), lr=0.1)), Mlp, "optim_wrapper.optimizer: holds parameters that are not the model's"),
+    (zero(2), lambda: OptimWrapper(dict(type="Adagrad", lr=0.1)), Mlp, 'optim_wrapper.optimizer.type: "Adagrad" is rebuilt'),
+    (zero(1), lambda: OptimWrapper(dict(type="Adafactor", lr=0.1)), Mlp, 'optim_wrapper.optimizer.type: "Adafactor" works on whole matrices'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, optim, model, message", REFUSED, ids=[row[3][:60] for row in REFUSED])
+def test_what_cannot_be_honoured_is_refused_in_setup(spec: Any, optim: Any, model: Any, message: str) -> None:
+    with pytest.raises((ConfigError, StrategyError)) as caught, alone(spec, optim(), model()):
+        pass
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_everything_frozen_is_refused() -> None:
+    with (
+        pytest.raises(StrategyError, match="^optim_wrapper.optimizer: has no parameter to train"),
+        alone(zero(1), adamw(), Mlp().requires_grad_(False)),
+    ):
+        pass
+
+
+def test_deepspeeds_wrapper_needs_deepspeeds_strategy() -> None:
+    wrapper = build_optim_wrapper(dict(type="DeepSpeedOptimWrapper", optimizer=ADAMW))
+    assert isinstance(wrapper, DeepSpeedOptimWrapper)
+    message = '^optim_wrapper.type: "DeepSpeedOptimWrapper" works with a DeepSpeed engine only'
+    with pytest.raises(StrategyError, match=message):
+        SingleDeviceStrategy(device="cpu").setup(Mlp(), wrapper)
+
+
+def test_optimizers_by_name() -> None:
+    with pytest.raises(ConfigError, match='did you mean "FusedAdam"'):
+        OptimWrapper(dict(type="FusdAdam", lr=0.1))
+    with pytest.raises(ConfigError, match='^optimizer "OnebitAdam": keeps compression errors'):
+        OptimWrapper(dict(type="OnebitAdam", lr=0.1))
+
+
+def test_what_a_foreign_layout_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flextrain.strategies.deepspeed import state
+
+    original = state.fragments
+
+    def shifted(engine: Any, module: nn.Module) -> list[state.Fragment]:
+        parts = original(engine, module)
+        return [*parts[1:], dataclasses.replace(parts[0], offset=parts[0].offset + 1)]  # type: ignore[operator]
+
+    monkeypatch.setattr(state, "fragments", shifted)
+    with pytest.raises(StrategyError, match="^DeepSpeed: the master weights of"), alone(zero(1), adamw()):
+        pass
+
+
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(StrategyError, match=r"needs DeepSpeed, pip install flextrain\[deepspeed\]$"):
+        DeepSpeedStrategy()
+
+
+def test_importing_the_strategy_does_not_import_deepspeed(tmp_path: Path) -> None:
+    code = "import sys, flextrain.strategies as s; s.DeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_shard_is_what_zero_keeps() -> None:
+    with alone(zero(3), adamw()) as (strategy, _, _):
+        assert all(isinstance(value, FlatShard) for value in strategy.model_state().values())
