@@ -1,0 +1,302 @@
+"""What flextrain costs on top of each engine: step time and peak memory beside a hand-written loop with the same engine.
+
+    python benchmarks/strategies.py [--rounds 5] [--iterations 20] [--only ddp fsdp zero3] [--processes 2]
+
+Every strategy is compared with a loop written by hand for the engine that it uses (DistributedDataParallel, fully_shard,
+deepspeed.initialize), on the same transformer, the same data and AdamW. Within a round the two come one after the other, in
+turn first, so that a busy moment of the machine meets both. The clock is in the dataset of rank 0: it notes when the first
+sample of each batch is fetched. A strategy's step time is the median of all its iterations. Memory is the largest resident
+set of any process, in processes that do nothing else; both have the same modules imported before they begin.
+Writes strategies.{md,png,json} to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from flextrain import FlexibleRunner
+from flextrain.testing import WorkerGroup, fresh_rendezvous
+
+RESULTS = Path(__file__).parent / "results"
+WARM_UP = 3  # iterations left out: the first makes the optimizer's state
+WIDTH, LAYERS, LENGTH, BATCH, WORDS = 256, 6, 64, 4, 512
+ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
+SEED = 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """4.9 M parameters; the loss is that of the next word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        x = self.embed(words[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), words[:, 1:].flatten())}
+
+
+class Words(Dataset[Tensor]):
+    """Random words; notes the time at the first sample of every batch."""
+
+    def __init__(self, iterations: int) -> None:
+        self.words = torch.randint(WORDS, (iterations * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        self.stamps: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if len(self.stamps) * BATCH == index - index % BATCH and index % BATCH == 0:
+            self.stamps.append(time.perf_counter())
+        return self.words[index]
+
+
+# By hand: every process reads the same batches, which costs as much as its own would.
+
+
+def by_hand_ddp(loader: DataLoader[Any], stage: int) -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Transformer())
+    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+def by_hand_fsdp(loader: DataLoader[Any], stage: int) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Transformer()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> None:
+    for words in loader:
+        model(words)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+def by_hand_deepspeed(loader: DataLoader[Any], stage: int) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = Transformer()
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        },
+    )
+    for words in loader:
+        engine.backward(engine(words)["loss"])
+        engine.step()
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def through_flextrain(loader: DataLoader[Any], strategy: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runner = FlexibleRunner(
+            model=Transformer(),
+            work_dir=folder,
+            strategy={**strategy, "device": "cpu"},
+            train_dataloader=DataLoader(loader.dataset, batch_size=BATCH, sampler=Same(loader.dataset)),
+            optim_wrapper=dict(optimizer=dict(type="AdamW", **ADAMW)),
+            train_cfg=dict(max_epochs=1),
+            default_hooks=dict(checkpoint=None),
+            randomness=dict(seed=SEED),
+        )
+        runner.train()
+        runner.strategy.teardown()
+
+
+class Same(torch.utils.data.Sampler[int]):
+    """All samples in order, in every process, as the loops by hand read them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+CONTESTANTS: dict[str, tuple[Callable[[DataLoader[Any], int], None], int, dict[str, Any]]] = {
+    "ddp": (by_hand_ddp, 0, dict(type="DDPStrategy")),
+    "fsdp": (by_hand_fsdp, 0, dict(type="FSDPStrategy", wrap="blocks")),
+    **{
+        f"zero{stage}": (
+            by_hand_deepspeed,
+            stage,
+            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)),
+        )
+        for stage in (1, 2, 3)
+    },
+}
+
+
+def one_run(name: str, ours: bool, iterations: int) -> list[float]:
+    """In a worker: seconds of each iteration after the warm-up."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    fresh_rendezvous()
+    dataset = Words(WARM_UP + iterations + 1)
+    by_hand, stage, strategy = CONTESTANTS[name]
+    loader = DataLoader(dataset, batch_size=BATCH)
+    with open(os.devnull, "w") as nowhere:
+        saved, sys.stdout = sys.stdout, nowhere
+        try:
+            if ours:
+                through_flextrain(loader, strategy)
+            else:
+                by_hand(loader, stage)
+        finally:
+            sys.stdout = saved
+    return list(np.diff(dataset.stamps[WARM_UP:]))
+
+
+def peak(name: str, ours: bool, iterations: int) -> float:
+    """In a worker that does nothing else: the largest resident set in MiB."""
+    one_run(name, ours, iterations)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(names: list[str], rounds: int, iterations: int, processes: int) -> dict[str, Any]:
+    rows = []
+    for name in names:
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        with WorkerGroup(processes, timeout_s=600) as group:
+            for number in range(rounds):
+                for ours in (True, False) if number % 2 else (False, True):
+                    seconds[ours] += group.run(one_run, name, ours, iterations)[0]
+        memory: dict[bool, float] = {}
+        for ours in (False, True):
+            with WorkerGroup(processes, timeout_s=600) as group:
+                memory[ours] = max(group.run(peak, name, ours, 5))
+        row = {
+            "name": name,
+            "by_hand_ms": 1e3 * float(np.median(seconds[False])),
+            "flextrain_ms": 1e3 * float(np.median(seconds[True])),
+            "by_hand_mib": memory[False],
+            "flextrain_mib": memory[True],
+        }
+        row["time"] = row["flextrain_ms"] / row["by_hand_ms"]
+        row["memory"] = memory[True] / memory[False]
+        rows.append(row)
+        print(f"{name}: time {row['time']:.3f}, memory {row['memory']:.3f} of the loop by hand", file=sys.stderr)
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processes} processes of one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in Transformer().parameters()),
+        "rounds": rounds,
+        "iterations": iterations,
+        "strategies": rows,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    lines = [
+        "| strategy | by hand, ms per step | flextrain | ratio | by hand, peak MiB | flextrain | ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["strategies"]:
+        times = f"{row['by_hand_ms']:.1f} | {row['flextrain_ms']:.1f} | {row['time']:.3f}"
+        sizes = f"{row['by_hand_mib']:.0f} | {row['flextrain_mib']:.0f} | {row['memory']:.3f}"
+        lines.append(f"| {row['name']} | {times} | {sizes} |")
+    lines += [
+        "",
+        f"A transformer of {report['parameters'] / 1e6:.1f} M parameters, AdamW, float32; medians over {report['rounds']} "
+        f"interleaved rounds of {report['iterations']} steps. Python {report['python']}, torch {report['torch']}, "
+        f"{report['machine']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report["strategies"]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
+    for axes, key, title in ((panels[0], "ms", "ms per step"), (panels[1], "mib", "peak MiB per process")):
+        places = np.arange(len(rows))
+        axes.bar(places - 0.2, [row[f"by_hand_{key}"] for row in rows], 0.38, color="#8d99ae", label="by hand")
+        axes.bar(places + 0.2, [row[f"flextrain_{key}"] for row in rows], 0.38, color="#d1495b", label="flextrain")
+        axes.set_xticks(places, [row["name"] for row in rows])
+        axes.set_ylabel(title)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=20, help="steps per round")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    report = measure(arguments.only, arguments.rounds, arguments.iterations, arguments.processes)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "strategies.json").write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.out / "strategies.md").write_text(markdown(report))
+    plot(report, arguments.out / "strategies.png")
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()
