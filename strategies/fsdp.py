@@ -230,6 +230,7 @@ class FSDPStrategy(Strategy):
             assert self._spec is not None
             dist.init_alone(self.config.backend or self._spec.group_backend)
             self._owns_group = True
+            dist.leave_at_exit()
 
     def _check_world(self, world_size: int) -> None:
         if world_size % self.config.replicate_size:
