@@ -71,7 +71,9 @@ def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
                 raise ConfigError(f"{key}: unknown key{suggest(name, DEFAULT_HOOKS)} or give it a type")
             cfg = {**DEFAULT_HOOKS[name], **cfg}
         elif name not in DEFAULT_HOOKS and (twin := _default_of_its_class(cfg, key)):
-            raise ConfigError(f'{key}: unknown key, did you mean "{twin}"? A second hook of its class goes into custom_hooks')
+            raise ConfigError(
+                f'{key}: unknown key, did you mean "{twin}"? A second hook of its class goes into custom_hooks'
+            )
         hooks[key] = cfg
     given = [(key, cfg) for key, cfg in hooks.items() if cfg is not None]
     return given + [(f"custom_hooks[{i}]", cfg) for i, cfg in enumerate(custom_hooks or ())]

@@ -523,8 +523,19 @@ TWO_HOMES = [
         "has no meaning beside train_cfg.type",
         "train_cfg.by_epoch",
     ),
-    case("train_cfg", dict(by_epoch=True, max_epochs=1, max_iters=5), "has no meaning with by_epoch=True", "train_cfg.max_iters"),
-    case("train_cfg", dict(max_epochs=1, max_iters=5), "max_epochs is given too", "train_cfg.max_iters", param_scheduler=None),
+    case(
+        "train_cfg",
+        dict(by_epoch=True, max_epochs=1, max_iters=5),
+        "has no meaning with by_epoch=True",
+        "train_cfg.max_iters",
+    ),
+    case(
+        "train_cfg",
+        dict(max_epochs=1, max_iters=5),
+        "max_epochs is given too",
+        "train_cfg.max_iters",
+        param_scheduler=None,
+    ),
     case("train_dataloader.shuffle", True, "say train_dataloader.sampler.shuffle"),
     case(
         "optim_wrapper.clip_grad",
