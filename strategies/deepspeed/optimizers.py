@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
@@ -43,10 +45,25 @@ def _find(name: str) -> Any:
     if name not in _HOMES:
         return None
     try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return _with_params(getattr(importlib.import_module(_HOMES[name]), name))
     except ModuleNotFoundError as error:
         advice = "pip install flextrain[deepspeed]" if error.name == "deepspeed" else f"install {error.name}"
         raise ConfigError(f'optimizer "{name}": is one of DeepSpeed\'s and cannot be imported, {advice}') from None
+
+
+@functools.cache
+def _with_params(cls: Any) -> Any:
+    """An optimizer class whose first argument is called ``params``, as torch calls it; some here say ``model_params``."""
+    signature = inspect.signature(cls)
+    first, *rest = signature.parameters.values()
+    if first.name != "model_params":
+        return cls
+
+    def make(self: Any, params: Any, **kwargs: Any) -> None:
+        cls.__init__(self, params, **kwargs)
+
+    renamed = signature.replace(parameters=[first.replace(name="params"), *rest])
+    return type(cls.__name__, (cls,), {"__init__": make, "__signature__": renamed, "__module__": cls.__module__})
 
 
 def check_supported(optimizer: Any, stage: int, where: str) -> None:

@@ -39,7 +39,7 @@ class _NoWritingIntoNothing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__"):
+        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             target = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if target is not None and hasattr(target, "ds_id") and target.numel() == 0:
                 raise StrategyError(

@@ -212,6 +212,8 @@ def refresh(engine: Any, parts: Iterable[Fragment]) -> None:
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
+    elif hasattr(optimizer, "partition_all_parameters"):
+        optimizer.partition_all_parameters()  # stage 3 for evaluation: they are gathered anew when they are needed
     else:
         for part in parts:
             part.parameter.detach().copy_(part.cut(part.flat))

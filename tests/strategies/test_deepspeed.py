@@ -671,3 +671,146 @@ def test_importing_the_strategy_does_not_import_deepspeed(tmp_path: Path) -> Non
 def test_a_shard_is_what_zero_keeps() -> None:
     with alone(zero(3), adamw()) as (strategy, _, _):
         assert all(isinstance(value, FlatShard) for value in strategy.model_state().values())
+
+
+def evaluate_loaded(stage: int, half: bool, path: Path) -> None:
+    batches = data(HalfFrozen, 2)
+    with started(zero(1), adamw(), HalfFrozen, seed=3) as session:
+        run(session, one_each(batches))
+        save(session, path)
+        expected = evaluate(session.strategy, session.model, batches)
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=stage), bf16=dict(enabled=half))
+    fresh_rendezvous()
+    torch.manual_seed(4)
+    try:
+        with strategy.init_context():
+            model = HalfFrozen()
+        called, _ = strategy.setup(model)
+        evaluate(strategy, called, batches)  # small weights stay whole after it, and must not stay as they are
+        checkpoint = Checkpoint.open(path)
+        template = strategy.load_template(checkpoint.saved)
+        checkpoint.load(template)
+        strategy.load_state_dict(template)
+        found = evaluate(strategy, called, batches)
+    finally:
+        strategy.teardown()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=0.03 if half else 1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_loaded_for_evaluation(workers2: WorkerGroup, stage: int, half: bool, tmp_path: Path) -> None:
+    workers2.run(evaluate_loaded, stage, half, tmp_path / "c")
+
+
+def overflow_in_bf16(stage: int) -> tuple[list[bool], list[bool]]:
+    """Updates that were skipped, and those that left the weights as they were, when one rank's third gradient is infinite."""
+    batches = [{**batch, "strain": torch.zeros(8)} for batch in data(ConformanceNet, 4)]
+    batches[2]["strain"][-1] = torch.inf
+    with started(zero(stage), bf16(clip_grad=dict(max_norm=1.0)), ConformanceNet) as session:
+        found = run(session, one_each(batches))
+    still = [torch.equal(a["model.probe"], b["model.probe"]) for a, b in zip(found.weights, found.weights[1:])]  # noqa: B905
+    return found.trace.skipped, still
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_infinite_gradient_skips_the_update_everywhere(workers2: WorkerGroup, stage: int) -> None:
+    expected = [False, False, True, False]
+    for skipped, still in workers2.run(overflow_in_bf16, stage):
+        assert skipped == still == expected
+
+
+class Recomputes(Mlp):
+    """Calls DeepSpeed's own checkpointing."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        import deepspeed
+
+        hidden = deepspeed.checkpointing.checkpoint(self.layers[1:], self.layers[0](x))
+        return hidden * self.temperature  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "stage, options, model",
+    [
+        (2, dict(compile=dict(backend="eager")), Mlp),
+        (1, dict(activation_checkpointing=dict(partition_activations=False, profile=False)), Recomputes),
+        (3, dict(activation_checkpointing=dict(cpu_checkpointing=False)), Recomputes),
+    ],
+    ids=["compile", "checkpointing", "checkpointing_3"],
+)
+def test_compiled_and_recomputed(stage: int, options: dict[str, Any], model: type[SmallModel]) -> None:
+    batches = one_each(data(Mlp, 3))
+    with single_device(adamw(), Mlp) as single:
+        expected = run(single, batches)
+    torch.manual_seed(7)
+    with alone(zero(stage, **options), adamw(), model()) as (strategy, called, optim):
+        found = run(Session(strategy, called, optim), batches)
+    same_tensors(found.weights[-1], expected.weights[-1], "weights", 1e-6)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), y)}
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": (x.sum() > 0).long()}
+
+
+def runner_in(folder: Path, stage: int, epochs: int, **options: Any) -> Any:
+    from flextrain import FlexibleRunner
+
+    fresh_rendezvous()
+    return FlexibleRunner(
+        model=Classifier,
+        work_dir=str(folder),
+        strategy=zero(stage, bf16=dict(enabled=True)),
+        optim_wrapper=dict(type="DeepSpeedOptimWrapper", optimizer=ADAMW),
+        param_scheduler=dict(type="LinearLR", by_epoch=False, end=6),
+        train_dataloader=dict(batch_size=8, dataset=Samples(), collate_fn=dict(type="default_collate")),
+        train_cfg=dict(max_epochs=epochs),
+        custom_hooks=[dict(type="EMAHook")],
+        log_level="ERROR",
+        randomness=dict(seed=1),
+        **options,
+    )
+
+
+def run_and_resume(folder: Path, stage: int) -> None:
+    """Three epochs at once, and one and then two; with averaged weights, which are slices too."""
+    states = []
+    for name, parts in (("once", [3]), ("twice", [1, 3])):
+        for number, epochs in enumerate(parts):
+            runner = runner_in(folder / name, stage, epochs, resume=number > 0)
+            runner.train()
+            state = whole_state(runner.strategy)
+            if epochs == 3:
+                states.append(state)
+            runner.strategy.teardown()
+    same_tensors(states[1], states[0], "state after resuming")
+    saved = [Checkpoint.open(folder / name / "epoch_3") for name in ("once", "twice")]
+    averages = [key for key in saved[0].tensors if "averaged" in key]
+    assert len(averages) == 4
+    values = [{key: torch.empty(c.tensors[key].shape) for key in averages} for c in saved]
+    for checkpoint, target in zip(saved, values, strict=True):
+        checkpoint.load(target)
+    same_tensors(values[1], values[0], "averages after resuming")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_with_averaged_weights_resumes_exactly(workers2: WorkerGroup, tmp_path: Path, stage: int) -> None:
+    workers2.run(run_and_resume, tmp_path, stage)
