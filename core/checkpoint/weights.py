@@ -1,116 +1,53 @@
-"""Weights from other programs: a ``.pth`` file, a ``.safetensors`` file, and names that do not quite agree."""
+"""Weights from checkpoints and from other programs' files, and names that do not quite agree."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, nearest
+from ..errors import nearest
 from .checkpoint import Checkpoint
-from .layout import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
-from .storage import safetensors_source
-
-MODEL = "model."
+from .layout import TensorEntry, is_checkpoint
+from .sources import deepspeed, hugging_face
+from .sources.entries import MODEL
+from .sources.files import open_file
 
 
 def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     """A source of a model's weights under ``model.<name>``; nothing stored in it is executed.
 
+    Every process that loads from it reads the parts that it needs, from files that are mapped and not copied.
+
     Args:
-        path: a checkpoint directory; a ``.safetensors`` file; or a file written by ``torch.save`` that holds a state dict,
-            itself or under "state_dict" or "model".
+        path: a checkpoint directory; a ``.safetensors`` file; a file written by ``torch.save`` that holds a state dict,
+            itself or under "state_dict", "model" or "module"; an index of Hugging Face (``model.safetensors.index.json``) or the
+            folder that it is in; or a checkpoint directory of DeepSpeed, with or without its tag.
 
     Raises:
         CheckpointError: no such file, or no weights in it that can be read safely.
     """
     path = Path(path)
     if path.is_dir():
-        return Checkpoint.open(path)
+        return _open_directory(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: does not exist")
-    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+        # A checkpoint that is being replaced has no name for a moment, and its own way to get it back.
+        return Checkpoint.open(path)
+    return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)
 
 
-def _open_safetensors(path: Path) -> Checkpoint:
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            entries = {
-                MODEL + name: _whole(path, name, piece.get_dtype(), tuple(piece.get_shape()))
-                for name, piece in slices.items()
-            }
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: is no safetensors file, {error}") from None
-    source = safetensors_source(path.parent)
-    return Checkpoint(path, entries, {}, lambda _: source(path.name))
-
-
-def _open_torch(path: Path) -> Checkpoint:
-    try:
-        with torch.serialization.safe_globals([(_Inert, name) for name in _MMENGINE_LOG]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except Exception as error:  # pickle, zip and torch raise many types for one thing: the file cannot be read safely
-        forbidden = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it holds {forbidden[1]}, and loading that would execute code; save the state dict alone"
-            if forbidden
-            else "it is damaged, or was not written by torch.save"
-        )
-        raise CheckpointError(f"{path}: cannot be read as weights, {reason}") from None
-    for key in ("state_dict", "model", "module"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path}: holds {type(content).__name__} instead of a state dict")
-    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise CheckpointError(f"{path}: holds no tensors by name")
-    entries = {
-        MODEL + name: _whole(path, name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape))
-        for name, t in tensors.items()
-    }
-    return Checkpoint(path, entries, {}, lambda _: nullcontext(lambda name, part: tensors[name][part]))
-
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
-
-
-class _Inert:
-    """Stands in a file for what is not looked at; whatever is done to it, nothing happens."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def __setstate__(self, _: object) -> None: ...
-
-
-# MMEngine's own checkpoints carry its log beside the weights, and these are what the log is pickled with.
-_MMENGINE_LOG = (
-    "mmengine.logging.history_buffer.HistoryBuffer",
-    "builtins.getattr",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-)
-
-
-def _whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
-    chunk = Chunk(offsets=(0,) * len(shape), shape=shape, file="rank-00000.safetensors", name=name)
-    return TensorEntry(dtype=dtype, shape=shape, chunks=(chunk,))
+def _open_directory(path: Path) -> Checkpoint:
+    if is_checkpoint(path):
+        return Checkpoint.open(path)
+    if (found := deepspeed.find(path)) is not None:
+        return deepspeed.open_directory(found)
+    if (found := hugging_face.find(path)) is not None:
+        return open_weights(found)
+    return Checkpoint.open(path)  # which says what is missing
 
 
 @dataclass(frozen=True)

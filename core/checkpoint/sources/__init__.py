@@ -1,0 +1,1 @@
+"""Weights in the files of other programs, read without executing anything that is stored in them."""

@@ -1,0 +1,74 @@
+"""One file of weights: ``.safetensors``, or whatever torch.save wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ...errors import CheckpointError
+from ..checkpoint import Checkpoint
+from ..storage import Fetch, safetensors_source
+from .entries import MODEL, dtype_name, whole
+from .torch_files import StoredTensor, TorchFile
+
+
+def open_file(path: Path) -> Checkpoint:
+    """The weights in a file under ``model.<name>``.
+
+    Raises:
+        CheckpointError: there are none that can be read safely.
+    """
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+
+
+def _open_safetensors(path: Path) -> Checkpoint:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            entries = {
+                MODEL + name: whole(path, name, piece.get_dtype(), tuple(piece.get_shape()))
+                for name, piece in slices.items()
+            }
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is no safetensors file, {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read, {error}") from None
+    source = safetensors_source(path.parent)
+    return Checkpoint(path, entries, {}, lambda _: source(path.name))
+
+
+def _open_torch(path: Path) -> Checkpoint:
+    file = TorchFile(path)
+    tensors = named_tensors(path, file.content)
+    if not tensors:
+        raise CheckpointError(f"{path}: holds no tensors by name")
+    entries = {
+        MODEL + name: whole(path, name, dtype_name(path, name, tensor), tensor.shape)
+        for name, tensor in tensors.items()
+    }
+
+    @contextmanager
+    def source(_: str) -> Iterator[Fetch]:
+        tensor_of = file.map()
+        yield lambda name, part: tensor_of(tensors[name])[part]
+
+    return Checkpoint(path, entries, {}, source)
+
+
+def named_tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
+    """The tensors of a state dict, which may lie under a key as MMEngine's and others' do.
+
+    Raises:
+        CheckpointError: it is no dict.
+    """
+    for key in ("state_dict", "model", "module"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        kind = "tensor" if isinstance(content, StoredTensor) else type(content).__name__
+        raise CheckpointError(f"{path}: holds a {kind} instead of a state dict")
+    return {str(name): value for name, value in content.items() if isinstance(value, StoredTensor)}
