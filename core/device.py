@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import importlib.metadata
 import resource
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,13 +27,15 @@ class DeviceSpec:
         type: torch's name of it ("cuda").
         backend: the process-group back end for its tensors ("nccl").
         autocast_dtype: what ``AmpOptimWrapper(dtype=None)`` computes in.
-        package: what to install when torch does not know the type; None when torch has it built in.
+        package: the package whose import adds the type to torch; None when torch has it built in.
+        install: what to install when that package is missing; default: its name.
     """
 
     type: str
     backend: str
     autocast_dtype: torch.dtype = torch.float16
     package: str | None = None
+    install: str | None = None
 
     @property
     def module(self) -> ModuleType:
@@ -39,12 +43,34 @@ class DeviceSpec:
         return getattr(torch, self.type)  # type: ignore[no-any-return]
 
     def is_available(self) -> bool:
-        """Whether a device of this kind can be used in this process."""
+        """Whether a device of this kind can be used in this process, as far as its package is imported."""
         if self.type == "cpu":
             return True
         # torch answers for mps in torch.backends, for the others at its top.
         places: list[Any] = [getattr(torch.backends, self.type, None), getattr(torch, self.type, None)]
         return any(place.is_available() for place in places if hasattr(place, "is_available"))
+
+    def load(self, where: str = "strategy.device") -> None:
+        """Import the package that adds the type to torch, if torch has not done so at its own import.
+
+        Raises:
+            StrategyError: it is not installed, or cannot be imported.
+        """
+        if self.package is None or hasattr(torch, self.type):
+            return
+        try:
+            importlib.import_module(self.package)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.package}.".startswith(f"{error.name}."):
+                raise
+            advice = f"install {self.install or self.package}"
+            raise StrategyError(f'{where}: "{self.type}" is not usable on this machine, {advice}') from None
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise StrategyError(
+                f'{where}: "{self.type}" is not usable on this machine, {self.package} is installed and cannot be imported '
+                f"({reason[:200]}); `flextrain doctor` says more"
+            ) from error
 
     @property
     def group_backend(self) -> str:
@@ -52,16 +78,69 @@ class DeviceSpec:
         return self.backend if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.backend}"
 
 
-DEVICES: dict[str, DeviceSpec] = {
-    spec.type: spec
-    for spec in (
-        DeviceSpec("cpu", "gloo", torch.bfloat16),
-        DeviceSpec("cuda", "nccl"),
-        DeviceSpec("npu", "hccl", package="torch_npu"),
-        DeviceSpec("xpu", "xccl"),
-        DeviceSpec("mps", "gloo"),
-    )
-}
+class Devices(Mapping[str, DeviceSpec]):
+    """The kinds of devices by type: the built-in ones, those that were registered, and those of installed packages.
+
+    A package adds one by an entry point whose name is the type and which leads to a DeviceSpec; it is imported when
+    somebody asks for that type.
+    """
+
+    def __init__(self, *specs: DeviceSpec, entry_points: str | None = None) -> None:
+        self._specs = {spec.type: spec for spec in specs}
+        self._entry_points = entry_points
+
+    def register(self, spec: DeviceSpec) -> DeviceSpec:
+        """Add a kind of device, or replace what is known of one; returned for convenience."""
+        self._specs[spec.type] = spec
+        return spec
+
+    def __getitem__(self, kind: str) -> DeviceSpec:
+        if kind not in self._specs:
+            for entry_point in self._offered():
+                if entry_point.name == kind:
+                    return self.register(_checked(entry_point))
+        return self._specs[kind]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._specs or any(entry_point.name == kind for entry_point in self._offered())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._specs, *(entry_point.name for entry_point in self._offered())]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _offered(self) -> list[importlib.metadata.EntryPoint]:
+        return list(importlib.metadata.entry_points(group=self._entry_points)) if self._entry_points else []
+
+
+def _checked(entry_point: importlib.metadata.EntryPoint) -> DeviceSpec:
+    spec = entry_point.load()
+    if not isinstance(spec, DeviceSpec) or spec.type != entry_point.name:
+        raise ConfigError(
+            f'entry point "{entry_point.name}" in {entry_point.group}: {entry_point.value} is {spec!r}, it must be a '
+            f'DeviceSpec of type "{entry_point.name}"'
+        )
+    return spec
+
+
+DEVICES = Devices(
+    DeviceSpec("cpu", "gloo", torch.bfloat16),
+    DeviceSpec("cuda", "nccl"),
+    DeviceSpec("npu", "hccl", package="torch_npu", install="torch_npu (pip install flextrain[npu]) and Ascend's CANN"),
+    DeviceSpec("xpu", "xccl"),
+    DeviceSpec("mps", "gloo"),
+    entry_points="flextrain.devices",
+)
+
+
+def register_device(spec: DeviceSpec) -> DeviceSpec:
+    """Let ``device=spec.type`` name a kind of device that flextrain does not know; returned for convenience.
+
+    An installed package needs no call: its entry point in the group ``flextrain.devices``, with the type for a name, leads
+    to the DeviceSpec.
+    """
+    return DEVICES.register(spec)
 
 
 def accelerator_type() -> str:
@@ -76,6 +155,8 @@ def accelerator_type() -> str:
 def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
     """The spec of the device kind ``name``; of the accelerator that is here when None.
 
+    A kind that is asked for by name has its package imported.
+
     Raises:
         ConfigError: an unknown name.
         StrategyError: the device was asked for by name and is not usable here; the CPU is never taken instead.
@@ -89,9 +170,9 @@ def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
     if kind not in DEVICES:
         raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(DEVICES)}{suggest(kind, DEVICES)}')
     spec = DEVICES[kind]
+    spec.load(where)
     if not spec.is_available():
-        advice = f"install {spec.package}" if spec.package and not hasattr(torch, kind) else "no such device was found"
-        raise StrategyError(f'{where}: "{name}" is not usable on this machine, {advice}')
+        raise StrategyError(f'{where}: "{name}" is not usable on this machine, no such device was found')
     return spec
 
 

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .core.device import DeviceSpec as DeviceSpec
+    from .core.device import register_device as register_device
     from .core.errors import CheckpointError as CheckpointError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import FlexTrainError as FlexTrainError
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from .strategies.ddp import DDPStrategy as DDPStrategy
     from .strategies.fsdp import FSDPStrategy as FSDPStrategy
     from .strategies.launch import launch as launch
+    from .strategies.npu import NPUStrategy as NPUStrategy
     from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
 
 __version__ = "0.1.0"
@@ -57,6 +60,7 @@ _HOMES = {
     "strategies.ddp": ["DDPStrategy"],
     "strategies.fsdp": ["FSDPStrategy"],
     "strategies.launch": ["launch"],
+    "strategies.npu": ["NPUStrategy"],
     "optim.wrapper": ["OptimWrapper"],
     "optim.amp": ["AmpOptimWrapper"],
     "optim.apex": ["ApexOptimWrapper"],
@@ -77,6 +81,7 @@ _HOMES = {
         "REPORTERS",
         "STRATEGIES",
     ],
+    "core.device": ["DeviceSpec", "register_device"],
     "core.errors": ["FlexTrainError", "ConfigError", "LaunchError", "StrategyError", "CheckpointError"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

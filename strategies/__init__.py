@@ -8,6 +8,7 @@ from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
 from .launch import detect_launch, launch
+from .npu import NPUStrategy
 from .single_device import SingleDeviceStrategy
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DeepSpeedOptimWrapper",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "NPUStrategy",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyConfig",

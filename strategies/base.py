@@ -44,7 +44,8 @@ class StrategyConfig(Config):
     """Options of every strategy."""
 
     device: str | None = None
-    """Kind of device: "cpu", "cuda", "npu", "xpu" or "mps"; None takes the accelerator that is here, else the CPU."""
+    """Kind of device: "cpu", "cuda", "npu", "xpu", "mps" or a registered one; None takes the accelerator that is here, else
+    the CPU."""
     launcher: str | None = None
     """Who started the processes: "none", "pytorch", "slurm" or "mpi"; None finds out."""
     backend: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 import torch
@@ -92,7 +92,7 @@ class DDPStrategy(Strategy):
     Source: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
 
-    Config = DDPConfig
+    Config: ClassVar[type[DDPConfig]] = DDPConfig
     config: DDPConfig
     _recorded = False
 

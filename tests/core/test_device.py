@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from flextrain.core import device as library
-from flextrain.core.device import DEVICES, DeviceSpec, device_spec, memory_mb, select_device, to_device
+from flextrain.core.device import DEVICES, DeviceSpec, device_spec, memory_mb, register_device, select_device, to_device
 from flextrain.core.errors import ConfigError, StrategyError
 
 META = torch.device("meta")  # a device that every machine has
@@ -37,7 +39,7 @@ def test_a_device_that_is_not_here_is_not_replaced_by_the_cpu(kind: str) -> None
 
 @pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")
 def test_a_device_that_torch_lacks_names_what_to_install() -> None:
-    with pytest.raises(StrategyError, match="install torch_npu$"):
+    with pytest.raises(StrategyError, match=r"install torch_npu \(pip install flextrain\[npu\]\) and Ascend's CANN$"):
         device_spec("npu")
 
 
@@ -98,6 +100,74 @@ def test_an_accelerator_that_is_not_in_the_table_is_left_alone(monkeypatch: pyte
     assert library.accelerator_type() == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert library.accelerator_type() == "xpu"
+
+
+# Devices of others
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installed package that brings a device along; its import leaves a trace."""
+    (tmp_path / "torch_toy.py").write_text(
+        "import torch\nfrom flextrain.core.device import DeviceSpec\n"
+        "SPEC = DeviceSpec('toy', 'toyccl', torch.bfloat16, package='torch_toy_runtime')\n"
+    )
+    (tmp_path / "torch_toy_runtime.py").write_text("import torch\ntorch.toy = __import__('toy_module')\n")
+    (tmp_path / "toy_module.py").write_text("def is_available():\n    return True\n")
+    info = tmp_path / "torch_toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flextrain.devices]\ntoy = torch_toy:SPEC\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(DEVICES, "_specs", dict(DEVICES._specs))
+    monkeypatch.setattr(torch, "toy", None, raising=False)
+    monkeypatch.delattr(torch, "toy")
+    yield tmp_path
+    for name in ("torch_toy", "torch_toy_runtime", "toy_module"):
+        sys.modules.pop(name, None)
+
+
+def test_a_device_of_an_installed_package_is_imported_when_it_is_asked_for(package: Path) -> None:
+    assert "toy" in DEVICES
+    assert list(DEVICES) == ["cpu", "cuda", "npu", "xpu", "mps", "toy"]
+    assert device_spec("cpu").type == "cpu"
+    assert "torch_toy" not in sys.modules
+    spec = device_spec("toy")
+    assert spec == DeviceSpec("toy", "toyccl", torch.bfloat16, package="torch_toy_runtime")
+    assert spec.group_backend == "cpu:gloo,toy:toyccl"
+
+
+def test_an_entry_point_must_lead_to_a_spec_of_its_name(package: Path) -> None:
+    (package / "torch_toy.py").write_text("SPEC = 'toy'\n")
+    with pytest.raises(ConfigError) as caught:
+        device_spec("toy")
+    assert str(caught.value) == (
+        'entry point "toy" in flextrain.devices: torch_toy:SPEC is \'toy\', it must be a DeviceSpec of type "toy"'
+    )
+
+
+def test_a_package_that_fails_to_import_says_why(package: Path) -> None:
+    (package / "torch_toy_runtime.py").write_text("raise ImportError('libtoy.so: cannot open shared object file')\n")
+    with pytest.raises(StrategyError) as caught:
+        device_spec("toy")
+    assert str(caught.value) == (
+        'strategy.device: "toy" is not usable on this machine, torch_toy_runtime is installed and cannot be imported '
+        "(libtoy.so: cannot open shared object file); `flextrain doctor` says more"
+    )
+
+
+def test_a_package_that_lacks_something_else_is_not_called_missing(package: Path) -> None:
+    (package / "torch_toy_runtime.py").write_text("import something_it_needs\n")
+    with pytest.raises(ModuleNotFoundError, match="something_it_needs"):
+        device_spec("toy")
+
+
+def test_a_registered_device_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DEVICES, "_specs", dict(DEVICES._specs))
+    spec = register_device(DeviceSpec("mlu", "cncl", package="no_such_package.runtime"))
+    assert DEVICES["mlu"] is spec
+    with pytest.raises(StrategyError, match="not usable on this machine, install no_such_package.runtime$"):
+        device_spec("mlu")
 
 
 # Moving

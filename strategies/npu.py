@@ -1,0 +1,63 @@
+"""Ascend NPUs, one per process."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..core.device import device_spec
+from ..core.registry import STRATEGIES
+from .ddp import DDPConfig, DDPStrategy
+
+
+class NPUConfig(DDPConfig):
+    """Options of NPUStrategy: those of DDPStrategy, and torch_npu's switches. None leaves torch_npu's own default."""
+
+    device: Literal["npu"] = "npu"
+    """Always "npu"."""
+    compile_mode: Literal["binary", "jit"] | None = "binary"
+    """Where operators come from: "binary" are those that CANN brings along, for any shape, which MMEngine chose too; "jit"
+    compiles each for the shapes it meets."""
+    allow_internal_format: bool | None = None
+    """Let operators keep tensors in layouts of the device's own."""
+    matmul_hf32: bool | None = None
+    """Multiply float32 matrices in HF32, with fewer digits."""
+    conv_hf32: bool | None = None
+    """Convolve float32 tensors in HF32, with fewer digits."""
+    options: dict[str, str | int] | None = None
+    """Further switches for ``torch.npu.set_option``, such as ``dict(ACL_OP_DEBUG_LEVEL=1)``."""
+
+
+@STRATEGIES.register_module()
+class NPUStrategy(DDPStrategy):
+    """One Ascend NPU per process, gradients averaged while backward runs; one process without launcher is a world of one.
+
+    Processes talk over HCCL, and over gloo about what is on the CPU. FSDPStrategy and DeepSpeedStrategy take
+    ``device="npu"`` too, or find it by themselves.
+
+    Raises:
+        StrategyError: torch_npu is not installed, cannot be imported, or finds no device; by setup_environment.
+
+    Source: https://www.hiascend.com/document, "Ascend Extension for PyTorch"
+    """
+
+    Config = NPUConfig
+    config: NPUConfig
+
+    def setup_environment(self) -> None:
+        """See Strategy; also sets torch_npu's switches, before anything runs on the device."""
+        if self._spec is None:
+            self._set_switches(device_spec(self.config.device).module)
+        super().setup_environment()
+
+    def _set_switches(self, npu: Any) -> None:
+        config = self.config
+        if config.compile_mode is not None:
+            npu.set_compile_mode(jit_compile=config.compile_mode == "jit")
+        if config.allow_internal_format is not None:
+            npu.config.allow_internal_format = config.allow_internal_format
+        if config.matmul_hf32 is not None:
+            npu.matmul.allow_hf32 = config.matmul_hf32
+        if config.conv_hf32 is not None:
+            npu.conv.allow_hf32 = config.conv_hf32
+        if config.options:
+            npu.set_option(dict(config.options))

@@ -1,0 +1,96 @@
+"""Processes in which torch has a device called npu: the simulated one in sim/, built once and kept in build/.
+
+Registering a device cannot be undone and makes it the one that torch.accelerator finds, so it never happens in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from flextrain.testing import WorkerGroup
+
+T = TypeVar("T")
+SIMULATED = Path(__file__).parent / "sim"
+BUILD_TIMEOUT_S = 400.0  # half a minute on an idle machine
+# DeepSpeed reads the first without asking whether it is set.
+VARIABLES = {"ASCEND_HOME_PATH": "/nowhere", "OMP_NUM_THREADS": "1"}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a process that finds the simulated device."""
+    path = os.pathsep.join(filter(None, [str(SIMULATED), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **VARIABLES, "PYTHONPATH": path, **more}
+
+
+def python(*arguments: str, timeout_s: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python of its own that finds the simulated device."""
+    command = [sys.executable, *arguments]
+    env = environment(**variables)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+class NpuWorkers:
+    """A WorkerGroup whose processes find the simulated device.
+
+    Args:
+        world_size: number of processes; each takes a device of its own.
+        variables: further environment variables.
+    """
+
+    def __init__(self, world_size: int, variables: Mapping[str, str] | None = None) -> None:
+        self.group = WorkerGroup(world_size, timeout_s=120.0, accelerators=True)
+        self._variables = {**VARIABLES, **(variables or {})}
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """See WorkerGroup."""
+        with self.visible():
+            return self.group.run(function, *args, **kwargs)
+
+    @contextmanager
+    def visible(self) -> Iterator[WorkerGroup]:
+        """The group, for what calls it itself; its processes take the path and variables of this one."""
+        before = dict(os.environ)
+        sys.path.insert(0, str(SIMULATED))
+        os.environ.update(self._variables)
+        try:
+            yield self.group
+        finally:
+            sys.path.remove(str(SIMULATED))
+            os.environ.clear()
+            os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def simulated_npu() -> Path:
+    """The folder to put on the path, with its library built; a test that uses it runs in processes of its own."""
+    if shutil.which("g++") is None:
+        pytest.skip("the simulated device needs g++")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("the simulated device needs Python's headers (python3-dev)")
+    built = python("-c", "import torch; print(torch.npu.device_count())", timeout_s=BUILD_TIMEOUT_S)
+    assert built.stdout.split()[-1:] == ["2"], f"the simulated device cannot be built\n{built.stdout}{built.stderr}"
+    return SIMULATED
+
+
+@pytest.fixture(scope="session")
+def npu1(simulated_npu: Path) -> Iterator[NpuWorkers]:
+    workers = NpuWorkers(1)
+    yield workers
+    workers.group.close()
+
+
+@pytest.fixture(scope="session")
+def npu2(simulated_npu: Path) -> Iterator[NpuWorkers]:
+    workers = NpuWorkers(2)
+    yield workers
+    workers.group.close()
