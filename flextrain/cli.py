@@ -1,87 +1,39 @@
-"""The `flextrain` command: what is installed and which names a configuration may use."""
+"""The `flextrain` command."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from . import __version__
-from .core import registry
-from .core.errors import ConfigError, FlexTrainError, suggest
+from .commands import list_names, verify
+from .core.errors import FlexTrainError
+
+COMMANDS = (list_names, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 2 after a one-line error on stderr."""
+    """Run one command and return the exit status: 0, or 2 after an error on stderr; a command may have others."""
+    own, script_arguments = _split(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="flextrain", description="Tools around flextrain.")
     parser.add_argument("--version", action="version", version=f"flextrain {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    command = commands.add_parser("list", help="names that dict(type=...) may use")
-    command.add_argument(
-        "kind", nargs="?", metavar="KIND", help=f"one of: {', '.join(registries())}; default: an overview"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=list_names)
-    arguments = parser.parse_args(argv)
+    for command in COMMANDS:
+        command.add(commands)
+    arguments = parser.parse_args(own)
+    if script_arguments and not getattr(arguments, "takes_script_arguments", False):
+        parser.error("arguments after -- are those of a script")
+    arguments.script_arguments = script_arguments
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments))
     except FlexTrainError as error:
         print(f"flextrain: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    return 0
 
 
-def registries() -> dict[str, registry.Registry]:
-    """Every registry by its name on the command line: STRATEGIES is `strategies`."""
-    found = {name: value for name, value in vars(registry).items() if isinstance(value, registry.Registry)}
-    return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
-
-
-def list_names(arguments: argparse.Namespace) -> None:
-    """Print one registry with descriptions, or all of them in short."""
-    kinds = registries()
-    if arguments.kind is None:
-        names = {kind: list(found) for kind, found in kinds.items()}
-        _print_json(names) if arguments.json else _print_overview(names)
-        return
-    if arguments.kind not in kinds:
-        hint = suggest(arguments.kind, kinds)
-        raise ConfigError(f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds)}{hint}')
-    found = kinds[arguments.kind]
-    descriptions = {name: describe(found, name) for name in found}
-    _print_json(descriptions) if arguments.json else _print_table(arguments.kind, descriptions)
-
-
-def describe(found: registry.Registry, name: str) -> str:
-    """The first line of the docstring behind a registered name, or why it cannot be loaded."""
-    try:
-        target = found.get(name)
-    except Exception as error:  # a third party's entry point may fail in any way, and must not hide the other names
-        return f"cannot be loaded: {error}"
-    # A class of its own words: inherited docstrings would describe the base.
-    documentation = inspect.cleandoc(target.__doc__ or "")
-    return documentation.partition("\n\n")[0].replace("\n", " ")
-
-
-def _print_overview(names: dict[str, list[str]]) -> None:
-    table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
-    for kind, members in names.items():
-        table.add_row(kind, ", ".join(members) or "(none registered)")
-    Console().print(table)
-
-
-def _print_table(kind: str, descriptions: dict[str, str]) -> None:
-    table = Table("type", "what it is", title=kind)
-    for name, description in descriptions.items():
-        table.add_row(name, description)
-    Console().print(table)
-
-
-def _print_json(value: object) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind ``--``."""
+    given = list(argv)
+    end = given.index("--") if "--" in given else len(given)
+    return given[:end], given[end + 1 :]

@@ -85,7 +85,7 @@ def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
     require(
         bool(keys), f"{what}: nothing to compare, the keys are {_some(sorted(found))} and not {_some(sorted(expected))}"
     )
-    scales = _scales(expected)
+    scales = small_scales(expected)
     worst, where = 0.0, ""
     for key in keys:
         value = expected[key]
@@ -94,7 +94,7 @@ def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
                 isinstance(found[key], Tensor) and found[key].shape == value.shape,
                 f"{what}: {key} has shape {tuple(getattr(found[key], 'shape', ()))}, expected {tuple(value.shape)}",
             )
-            difference = relative_difference(found[key], value, scales[_kind(key)])
+            difference = relative_difference(found[key], value, scales[key])
             if difference > worst:
                 worst, where = difference, key
         else:
@@ -103,15 +103,13 @@ def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
     require(worst <= tolerance, f"{what}: {where} differs by {worst:.1e} relative, {allowed}")
 
 
-def _kind(key: str) -> str:
-    return "model" if key.startswith("model.") else key.rpartition(".")[2]
-
-
-def _scales(expected: Mapping[str, Any]) -> dict[str, float]:
-    scales: dict[str, float] = {}
+def small_scales(expected: Mapping[str, Any]) -> dict[str, float]:
+    """For every entry of a canonical state, the magnitude below which values of its kind count as small."""
+    kinds = {key: "model" if key.startswith("model.") else key.rpartition(".")[2] for key in expected}
+    largest: dict[str, float] = {}
     for key, value in expected.items():
-        scales[_kind(key)] = max(scales.get(_kind(key), 0.0), SMALL * _magnitude(value))
-    return scales
+        largest[kinds[key]] = max(largest.get(kinds[key], 0.0), _magnitude(value))
+    return {key: SMALL * largest[kind] for key, kind in kinds.items()}
 
 
 def same_keys(found: Iterable[str], expected: Iterable[str], what: str) -> None:

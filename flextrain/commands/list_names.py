@@ -1,0 +1,71 @@
+"""`flextrain list`: the names that a configuration may use as `type`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..core import registry
+from ..core.errors import ConfigError, suggest
+from .output import print_json
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's."""
+    command = commands.add_parser("list", help="registered names, as `type` takes them")
+    command.add_argument(
+        "kind", nargs="?", metavar="KIND", help="strategies, optimizers, hooks, ...; without it, all kinds"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run)
+
+
+def registries() -> dict[str, registry.Registry]:
+    """Every registry by its name on the command line: STRATEGIES is `strategies`."""
+    found = {name: value for name, value in vars(registry).items() if isinstance(value, registry.Registry)}
+    return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one registry with descriptions, or all of them in short."""
+    kinds = registries()
+    if arguments.kind is None:
+        names = {kind: list(found) for kind, found in kinds.items()}
+        print_json(names) if arguments.json else _print_overview(names)
+        return 0
+    if arguments.kind not in kinds:
+        hint = suggest(arguments.kind, kinds)
+        raise ConfigError(f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds)}{hint}')
+    found = kinds[arguments.kind]
+    descriptions = {name: describe(found, name) for name in found}
+    print_json(descriptions) if arguments.json else _print_table(arguments.kind, descriptions)
+    return 0
+
+
+def describe(found: registry.Registry, name: str) -> str:
+    """The first line of the docstring behind a registered name, or why it cannot be loaded."""
+    try:
+        target = found.get(name)
+    except Exception as error:  # a third party's entry point may fail in any way, and must not hide the other names
+        return f"cannot be loaded: {error}"
+    # A class of its own words: inherited docstrings would describe the base.
+    documentation = inspect.cleandoc(target.__doc__ or "")
+    return documentation.partition("\n\n")[0].replace("\n", " ")
+
+
+def _print_overview(names: dict[str, list[str]]) -> None:
+    table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
+    for kind, members in names.items():
+        table.add_row(kind, ", ".join(members) or "(none registered)")
+    Console().print(table)
+
+
+def _print_table(kind: str, descriptions: dict[str, str]) -> None:
+    table = Table("type", "what it is", title=kind)
+    for name, description in descriptions.items():
+        table.add_row(name, description)
+    Console().print(table)

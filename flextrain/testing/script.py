@@ -1,0 +1,117 @@
+"""What a training script gives to its FlexibleRunner, found out by running the script up to that point."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import registry
+from ..core.errors import ConfigError
+from ..runner.runner import FlexibleRunner
+
+
+class _RunnerMade(BaseException):
+    """Ends the script where it makes its runner; no Exception, which the script might catch."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@contextlib.contextmanager
+def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """What ``python SCRIPT ARGUMENTS`` would give to its first FlexibleRunner, by parameter.
+
+    The script ends there: no runner is made. One that makes none has a dict of these arguments as ``cfg``, or a function
+    without arguments named ``config`` that returns it. Inside the context the script is ``__main__``; what it registered is
+    forgotten afterwards, so that it can be run again.
+
+    Raises:
+        ConfigError: there is no such file, or it says nothing about a runner.
+    """
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise ConfigError(f"script: {script} is no file")
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    with _as_main(module, [str(path), *arguments]), _registries_restored():
+        yield _found(module, path)
+
+
+def _found(module: types.ModuleType, path: Path) -> dict[str, Any]:
+    errors = io.StringIO()
+    try:
+        with _constructor_replaced(), contextlib.redirect_stderr(errors):
+            exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+            config = getattr(module, "config", None)
+            given = config() if inspect.isfunction(config) else getattr(module, "cfg", None)
+    except _RunnerMade as made:
+        return made.arguments
+    except SystemExit as end:
+        said = (errors.getvalue().strip().splitlines() or [""])[-1] or str(end.code)
+        raise ConfigError(f"script: {path.name} ended before it made a FlexibleRunner: {said}") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"script: {path.name} makes no FlexibleRunner and has no dict cfg, nor a function config() that returns one"
+        )
+    return _by_parameter(**given)
+
+
+def _by_parameter(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a FlexibleRunner, with the defaults of those that are not given."""
+    try:
+        bound = inspect.signature(FlexibleRunner).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"script: these are no arguments of FlexibleRunner, {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@contextlib.contextmanager
+def _constructor_replaced() -> Iterator[None]:
+    original: Callable[..., None] = FlexibleRunner.__init__
+
+    def take(self: FlexibleRunner, *args: Any, **kwargs: Any) -> None:
+        FlexibleRunner.__init__ = original  # type: ignore[method-assign]
+        raise _RunnerMade(_by_parameter(*args, **kwargs))
+
+    FlexibleRunner.__init__ = take  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FlexibleRunner.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _as_main(module: types.ModuleType, argv: list[str]) -> Iterator[None]:
+    """``module`` as ``__main__``, with the import path that Python gives to a script; the working directory comes last."""
+    before = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.modules["__main__"], sys.argv = module, argv
+    sys.path[:] = [str(Path(argv[0]).parent), *sys.path, str(Path.cwd())]
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _registries_restored() -> Iterator[None]:
+    """A script that registers its classes would find the names taken when it is run again in the same process.
+
+    Modules that it imports are not run again, so what they registered stays.
+    """
+    found = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+    before = [dict(each._modules) for each in found]
+    try:
+        yield
+    finally:
+        for each, names in zip(found, before, strict=True):
+            own = {name for name, kind in each._modules.items() if getattr(kind, "__module__", "") == "__main__"}
+            for name in own - names.keys():
+                del each._modules[name]

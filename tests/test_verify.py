@@ -1,0 +1,373 @@
+"""flextrain verify: a user's own model under several strategies, step by step against one device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from flextrain import STRATEGIES, ConfigError
+from flextrain.cli import main
+from flextrain.runner.checks import batch_size
+from flextrain.testing import WorkerError, WorkerGroup
+from flextrain.testing.script import runner_arguments
+from flextrain.testing.shared_batches import shared_loader
+from flextrain.verify import FirstDifference, Report, Row, verify
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_classifier.py"
+WorkerFactory = Callable[[int], WorkerGroup]
+
+# A script like a user's, with strategies of its own that go wrong.
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from flextrain import STRATEGIES, BaseModel, DDPStrategy, FlexibleRunner
+
+class Model(BaseModel):
+    def __init__(self, part):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), part, nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x, y, mode="tensor"):
+        error = self.net(x) - y
+        return {"loss": (error ** 2).sum() if arguments.sum else (error ** 2).mean()}
+
+class WithHook(DDPStrategy):
+    def setup(self, model, optim=None):
+        called, optim = super().setup(model, optim)
+        self.updates = 0
+        optim.register_step_pre_hook(self.spoil)
+        return called, optim
+
+@STRATEGIES.register_module()
+class AveragesTwice(WithHook):
+    def spoil(self, optim):
+        for group in optim.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.world_size
+
+@STRATEGIES.register_module()
+class WrongLater(WithHook):
+    def spoil(self, optim):
+        self.updates += 1
+        if self.updates == 3:
+            self.module.net[3].weight.grad.zero_()
+
+@STRATEGIES.register_module()
+class OneStrays(WithHook):
+    def spoil(self, optim):
+        if self.rank == 1:
+            self.module.net[0].bias.data += 0.01
+
+@STRATEGIES.register_module()
+class Fails(DDPStrategy):
+    def setup(self, model, optim=None):
+        raise OSError("its library is missing")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--optimizer", default="SGD")
+parser.add_argument("--part", default="Identity")
+parser.add_argument("--wrapper", default="OptimWrapper")
+parser.add_argument("--sum", action="store_true")
+parser.add_argument("--broken", action="store_true")
+if __name__ == "__main__":
+    arguments = parser.parse_args()
+    data = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    parts = {"Identity": nn.Identity, "Dropout": nn.Dropout, "BatchNorm": lambda: nn.BatchNorm1d(8)}
+    FlexibleRunner(
+        model=lambda: Model(parts[arguments.part]()),
+        strategy=dict(type="DDPStrategy", bucket_cap_mb=1, oops=1) if arguments.broken else None,
+        train_dataloader=dict(
+            dataset=TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4, collate_fn=dict(type="default_collate")
+        ),
+        optim_wrapper=dict(
+            type=arguments.wrapper, optimizer=dict(type=arguments.optimizer, lr=0.02), accumulative_counts=2
+        ),
+        param_scheduler=dict(type="LinearLR", start_factor=0.5, end=4, by_epoch=False),
+        train_cfg=dict(by_epoch=True, max_epochs=4),
+    ).train()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "own_training.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def group(workers: WorkerFactory) -> WorkerGroup:
+    return workers(2)
+
+
+# The script
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "other.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_a_script_is_run_up_to_its_runner(tmp_path: Path) -> None:
+    before = sys.modules["__main__"], list(sys.argv), list(sys.path)
+    with runner_arguments(str(EXAMPLE), ["--batch-size", "7"]) as given:
+        assert given["train_dataloader"]["batch_size"] == 7
+        assert given["resume"] is False
+        assert sys.modules["__main__"].__file__ == str(EXAMPLE)
+    assert (sys.modules["__main__"], sys.argv, sys.path) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["cfg = dict(model=1, log_level='DEBUG')", "def config(): return dict(model=1, log_level='DEBUG')"]
+)
+def test_a_file_may_have_the_arguments_alone(tmp_path: Path, text: str) -> None:
+    with runner_arguments(write(tmp_path, text)) as given:
+        assert (given["model"], given["log_level"], given["resume"]) == (1, "DEBUG", False)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("x = 1", "other.py makes no FlexibleRunner and has no dict cfg"),
+        ("cfg = dict(model=1, optimiser=2)", "unexpected keyword argument 'optimiser'"),
+        (
+            "import argparse\nargparse.ArgumentParser(prog='x').parse_args(['-q'])",
+            "x: error: unrecognized arguments: -q",
+        ),
+        ("raise SystemExit('no data')", "ended before it made a FlexibleRunner: no data"),
+    ],
+)
+def test_a_script_without_a_runner(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message), runner_arguments(write(tmp_path, text)):
+        pass
+
+
+def test_a_script_may_register_its_classes_and_be_run_again(script: str) -> None:
+    for _ in range(2):
+        with runner_arguments(script):
+            assert "AveragesTwice" in STRATEGIES
+    assert "AveragesTwice" not in STRATEGIES
+
+
+# The data
+
+
+class Noisy(Dataset[Any]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(()) / 2
+
+    def __len__(self) -> int:
+        return 23
+
+
+def load(cfg: Any, shard: tuple[int, int] = (0, 1), in_parts: bool = False) -> DataLoader[Any]:
+    log = logging.getLogger("flextrain")
+    return shared_loader(cfg, processes=2, shard=shard, in_parts=in_parts, seed=3, logger=log)
+
+
+def epoch(*args: Any, **kwargs: Any) -> list[list[float]]:
+    return [torch.as_tensor(batch).tolist() for batch in load(*args, **kwargs)]
+
+
+def learning_rate_size(*args: Any, **kwargs: Any) -> int | None:
+    """What auto_scale_lr takes for the batch size."""
+    return batch_size(load(*args, **kwargs))
+
+
+def test_the_parts_of_all_processes_are_the_global_batch_with_the_same_random_numbers() -> None:
+    cfg = dict(dataset=Noisy(), batch_size=4, collate_fn=torch.stack)
+    whole, first, second = epoch(cfg), epoch(cfg, (0, 2)), epoch(cfg, (1, 2))
+    assert [len(batch) for batch in whole] == [8, 8]  # 7 samples are left, which do not make two full batches
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
+    assert learning_rate_size(cfg) == 8
+    assert learning_rate_size(cfg, (0, 2)) == learning_rate_size(cfg, in_parts=True) == 4
+    assert epoch(cfg, in_parts=True) == [part for pair in zip(first, second, strict=True) for part in pair]
+
+
+def test_a_built_dataloader_can_be_divided_too() -> None:
+    loader = DataLoader(
+        TensorDataset(torch.arange(12)), batch_size=3, collate_fn=lambda samples: torch.stack([s[0] for s in samples])
+    )
+    assert epoch(loader) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert epoch(loader, (1, 2)) == [[3, 4, 5], [9, 10, 11]]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    "cfg, message",
+    [
+        (dict(dataset=Stream(), batch_size=1), "train_dataloader.dataset: an IterableDataset splits itself"),
+        (dict(dataset=Noisy(), batch_size=None), "train_dataloader.batch_size: None makes no batches"),
+    ],
+)
+def test_data_that_cannot_be_divided(cfg: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        epoch(cfg)
+
+
+# The verdict
+
+
+@pytest.mark.distributed
+def test_the_classifier_example_is_the_same(group: WorkerGroup) -> None:
+    pytest.importorskip("sklearn")
+    report = verify(str(EXAMPLE), ["ddp", "fsdp"], arguments=["--batch-size", "16"], steps=5, workers=group)
+    assert report.exit_status == 0, report
+    for row in report.rows:
+        assert row.status == "same"
+        assert row.tolerance == 1e-5
+        assert all(value is not None and value < 1e-4 for value in row.differences.values())
+
+
+@pytest.mark.distributed
+def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["ddp", "AveragesTwice"], steps=4, workers=group)
+    good, bad = report.rows
+    assert (good.status, bad.status, report.exit_status) == ("same", "differs", 1)
+    assert bad.differences["grad_norm"] == pytest.approx(0.5, abs=0.05)
+    assert bad.first is not None
+    assert (bad.first.step, bad.first.parameter) == (1, "net.0.weight")
+    assert "the gradient norm is 0.5 times what it should be" in str(bad.first)
+
+
+@pytest.mark.distributed
+def test_the_first_step_and_parameter_are_named(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["WrongLater", "OneStrays"], arguments=["--optimizer", "AdamW"], steps=4, workers=group)
+    later, strays = (row.first for row in report.rows)
+    assert later is not None
+    assert (later.step, later.parameter) == (3, "net.3.weight")
+    assert strays is not None
+    assert (strays.step, strays.parameter) == (1, "net.0.bias")
+
+
+@pytest.mark.distributed
+def test_a_strategy_that_cannot_be_run_has_its_row(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["ddpp", "no.such:Strategy", "Fails", "single"], steps=1, workers=group)
+    typo, missing, fails, single = report.rows
+    assert [row.status for row in report.rows] == ["not run", "not run", "not run", "same"]
+    assert 'did you mean "ddp"?' in typo.message
+    assert "cannot be imported" in missing.message
+    assert "OSError: its library is missing" in fails.message
+    assert set(single.differences.values()) == {0.0}
+    assert report.exit_status == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "part, note",
+    [("Dropout", "Dropout: set to 0 in 1 modules"), ("BatchNorm", "Batch normalisation: 1 modules use their")],
+)
+def test_what_depends_on_the_split_is_turned_off_and_said(
+    script: str, group: WorkerGroup, part: str, note: str
+) -> None:
+    report = verify(script, ["ddp"], arguments=["--part", part], steps=6, workers=group)
+    assert report.exit_status == 0, report
+    assert any(note in line for line in report.notes)
+
+
+@pytest.mark.distributed
+def test_a_loss_that_is_no_mean_is_explained(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["ddp"], arguments=["--sum"], steps=2, workers=group)
+    assert report.rows[0].status == "differs"
+    assert any("loss_weight(data)" in line for line in report.notes)
+
+
+@pytest.mark.distributed
+def test_bfloat16_has_its_own_tolerance(script: str, group: WorkerGroup) -> None:
+    report = verify(
+        script, ["ddp", "AveragesTwice"], arguments=["--wrapper", "AmpOptimWrapper"], steps=4, workers=group
+    )
+    good, bad = report.rows
+    assert (good.status, good.dtype, bad.status) == ("same", "bfloat16", "differs")
+    assert 5e-3 < good.tolerance < 5e-2
+
+
+@pytest.mark.distributed
+def test_the_scripts_own_options_reach_its_strategy(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["ddp", "fsdp"], arguments=["--broken"], steps=1, workers=group)
+    assert [row.status for row in report.rows] == ["not run", "same"]
+    assert "strategy.oops" in report.rows[0].message
+
+
+@pytest.mark.distributed
+def test_what_fails_on_one_device_already(tmp_path: Path, group: WorkerGroup) -> None:
+    with pytest.raises(ConfigError, match="train_dataloader: missing"):
+        verify(write(tmp_path, "cfg = dict(model=1)"), workers=group)
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        verify(write(tmp_path, "1 / 0"), workers=group)
+
+
+@pytest.mark.parametrize("wrong", [dict(processes=1), dict(steps=0)])
+def test_wrong_numbers(script: str, wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"verify.{next(iter(wrong))}: . is not allowed"):
+        verify(script, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    first = FirstDifference(3, "net.weight", "model.net.weight", float("inf"), 1e-5, others=2)
+    differences = dict(loss=1e-7, grad_norm=None, weights=float("inf"), optimizer=0.0)
+    report = Report(
+        "train.py", 2, 20, ["a note"], dict(differences), [Row("ddp", "differs", "float32", 1e-5, differences, first)]
+    )
+    text = str(report)
+    for words in (
+        "train.py: 20 steps on 2 processes",
+        "differs",
+        "1.0e-07",
+        "after step 3: model.net.weight differs by inf",
+        "a note",
+    ):
+        assert words in text
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+# The command
+
+
+@pytest.mark.distributed
+def test_the_command_prints_json_and_its_status_tells(
+    script: str, group: WorkerGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The session's processes: others would take longer to start than everything else here.
+    monkeypatch.setattr("flextrain.verify.WorkerGroup", lambda *args, **kwargs: Lent(group))
+    options = ["--strategies", "ddp, AveragesTwice", "--steps", "2", "--json"]
+    status = main(["verify", script, *options, "--", "--optimizer", "AdamW"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == report["exit_status"] == 1
+    assert [row["status"] for row in report["rows"]] == ["same", "differs"]
+    first = report["rows"][1]["first"]
+    assert (first["step"], first["entry"]) == (1, "optim.state.net.0.weight.exp_avg")
+    assert first["hint"] == ", it is 0.5 times what it should be"
+
+
+class Lent:
+    """A group that its borrower does not end."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.run = group.run
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "train.py", "--strategies", ","]) == 2
+    assert capsys.readouterr().err == "flextrain: verify.strategies: is empty, give names with commas between them\n"
+    with pytest.raises(SystemExit):
+        main(["list", "--", "--amp"])
