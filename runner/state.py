@@ -39,6 +39,7 @@ def save(
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
     state["data"] = _data_facts(runner)
+    state["aliases"] = dict(strategy.aliases())  # exports write tied tensors under all of their names
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
         "experiment_name": runner.experiment_name,

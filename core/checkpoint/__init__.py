@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, save_checkpoint
+from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .weights import MatchReport, match_weights, open_weights
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "FlatShard",
     "MatchReport",
+    "export_weights",
     "find_latest",
     "is_checkpoint",
     "mark_latest",

@@ -105,7 +105,8 @@ class _Reader:
         model = self.files[self.models[0]].content
         self._add_module(model)
         states = [self.files[index].content["optimizer_state_dict"] for index in self.optims]
-        if states and "param_shapes" in model:
+        shapes = model.get("param_shapes") or []
+        if states and shapes:
             self._check_world(states)
             if "fp32_flat_groups" in states[0]:
                 self._add_frozen_parts()
@@ -113,14 +114,12 @@ class _Reader:
             else:
                 groups = [state["single_partition_of_fp32_groups"] for state in states]
                 self._add_stages_1_and_2(model, groups, states[0].get("param_alignment_paddings"))
-        if "param_shapes" in model:
-            wanted = [name for shapes in model["param_shapes"] for name in shapes]
-            wanted += list(model.get("frozen_param_shapes") or ())
-            if lost := [name for name in wanted if MODEL + name not in self.entries]:
-                raise CheckpointError(f"{self.folder}: lacks {lost[0]}, its optimizer states are not all there")
+        wanted = [name for group in (*shapes, model.get("frozen_param_shapes") or {}) for name in group]
+        if lost := [name for name in wanted if MODEL + name not in self.entries]:
+            raise CheckpointError(f"{self.folder}: lacks {lost[0]}, its optimizer states are not all there")
         for name, original in (model.get("shared_params") or {}).items():
             if MODEL + original in self.entries:
-                self.entries.setdefault(MODEL + name, self.entries[MODEL + original])
+                self.entries[MODEL + name] = self.entries[MODEL + original]
         return Checkpoint(self.folder, self.entries, {}, self._source)
 
     def _check_world(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -132,15 +131,14 @@ class _Reader:
     # What the files hold
 
     def _add_module(self, model: Mapping[str, Any]) -> None:
-        """Buffers, and whatever parameters are there in one piece, in the precision that they were computed with."""
-        module = model["module"] or {}
-        shapes = {name: shape for group in model.get("param_shapes") or () for name, shape in group.items()}
-        shapes |= model.get("frozen_param_shapes") or {}
-        module = {**module, **(model.get("frozen_param_fragments") or {})}
+        """Buffers, and the parameters that are there in one piece, in the precision that they were computed with."""
+        module = dict(model["module"] or {})
+        if self.files[self.models[0]].path.name.startswith("zero_"):  # one per process: parameters are cut up
+            module = {name: tensor for name, tensor in module.items() if name in model["buffer_names"]}
+        else:
+            module |= model.get("frozen_param_fragments") or {}
         for name, tensor in module.items():
-            # Under ZeRO-3 a parameter's place is held by an empty tensor, or by a part.
-            is_whole = isinstance(tensor, StoredTensor) and tuple(shapes.get(name, tensor.shape)) == tensor.shape
-            if is_whole:
+            if isinstance(tensor, StoredTensor):
                 self._add(name, tensor.shape, [(self.models[0], tensor, 0, 0, math.prod(tensor.shape))])
 
     def _add_frozen_parts(self) -> None:

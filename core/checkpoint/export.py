@@ -1,0 +1,198 @@
+"""Weights for other programs: ``.safetensors``, several of them with Hugging Face's index, or ``.pth``.
+
+Whatever is written has another name until it is complete, and holds one tensor at a time in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, one_of, suggest
+from .checkpoint import Checkpoint
+from .export_files import Pending, write_safetensors, write_torch
+from .layout import DTYPES, sync_directory
+from .reading import reading
+from .sources.entries import MODEL
+from .weights import open_weights
+
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+_AVERAGED = re.compile(r"hook\.([^/]+)/averaged\.(.+)")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_STEM, _SUFFIX = "model", ".safetensors"
+_INDEX = f"{_STEM}{_SUFFIX}.index.json"
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def export_weights(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    averaged: bool | str = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    tied: bool = True,
+) -> list[Path]:
+    """Write a model's weights to files that other programs read; for one process.
+
+    Args:
+        checkpoint: a checkpoint directory, whatever wrote it, or anything else that ``open_weights`` takes.
+        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; any other name is
+            a folder for ``model.safetensors``, in several files with Hugging Face's index where ``max_shard_size`` asks for it.
+        averaged: the averages that EMAHook keeps in place of the weights that they are of; the hook's name where several
+            keep some.
+        dtype: of the floating-point tensors; default: as they are, float32 wherever the training had masters.
+        max_shard_size: bytes, or a number with KB, MB, GB, KiB, MiB or GiB, that no file exceeds unless one tensor does;
+            default: no limit.
+        tied: write tied tensors under all of their names; False: under the first of them, as Hugging Face does. In a ``.pth``
+            they share their memory, in ``.safetensors`` they take it twice.
+
+    Returns:
+        The files that were written, the index last.
+
+    Raises:
+        CheckpointError: there are no such weights, or a folder for several files holds weights already.
+    """
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
+    path = Path(path)
+    limit = _parse_size(max_shard_size)
+    names = _weights(source, averaged, dtype)
+    aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
+    if path.suffix in (_SUFFIX, *TORCH_SUFFIXES):
+        if limit is not None:
+            raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
+        if path.is_dir():
+            raise CheckpointError(f"{path}: is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with reading(source) as reader, Pending(path) as pending:
+            fetch = _fetch(reader.read)
+            if path.suffix == _SUFFIX:
+                write_safetensors(pending, _with_aliases(names, aliases), fetch)
+            else:
+                write_torch(pending, names, aliases, fetch)
+        return [path]
+    return _write_folder(source, path, _with_aliases(names, aliases), limit)
+
+
+def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[_Weight]:
+    keys = {key.removeprefix(MODEL): key for key in source.entries if key.startswith(MODEL)}
+    if averaged:
+        keys |= _averages(source, averaged, keys)
+    if not keys:
+        raise CheckpointError(f"{source.path}: holds no weights of a model")
+    weights = []
+    for name, key in keys.items():
+        own = DTYPES[source.entries[key].dtype]
+        target = dtype if dtype is not None and own.is_floating_point else own
+        weights.append(_Weight(name, key, source.entries[key].shape, target))
+    return weights
+
+
+def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) -> dict[str, str]:
+    """Name to the key of its average."""
+    found: dict[str, dict[str, str]] = {}
+    for key in source.entries:
+        if match := _AVERAGED.fullmatch(key):
+            found.setdefault(match[1], {})[match[2]] = key
+    if not found:
+        raise CheckpointError(f"{source.path}: holds no averaged weights, the training had no EMAHook")
+    hook = averaged if isinstance(averaged, str) else next(iter(found))
+    if hook not in found:
+        raise CheckpointError(f'averaged: "{hook}" is not allowed, give {one_of(found)}{suggest(hook, found)}')
+    if averaged is True and len(found) > 1:
+        raise CheckpointError(f"{source.path}: holds averages of several hooks, give averaged={one_of(found)}")
+    if not source.values.get(f"hook.{hook}/updates"):
+        raise CheckpointError(f"{source.path}: the averages of {hook} had not begun")
+    known = set(names)
+    return {name: key for name, key in found[hook].items() if name in known}
+
+
+def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
+    """Further names of tied tensors, to the name that they are stored under."""
+    aliases = source.values.get("aliases", {})
+    if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for pair in aliases.items() for name in pair):
+        raise CheckpointError(f"{source.path}: aliases is damaged, it is no mapping of names")
+    return {alias: name for alias, name in aliases.items() if name in names and alias not in names}
+
+
+def _with_aliases(weights: Sequence[_Weight], aliases: Mapping[str, str]) -> list[_Weight]:
+    by_name = {weight.name: weight for weight in weights}
+    twice = [_Weight(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
+    return [*weights, *twice]
+
+
+def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[_Weight], Tensor]:
+    return lambda weight: read(weight.key, weight.dtype)
+
+
+def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[_Weight], limit: int | None) -> list[Path]:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
+    if folder.is_dir() and (present := sorted(folder.glob(f"*{_SUFFIX}*"))):
+        raise CheckpointError(f"{present[0]}: is there already, give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _shards(weights, limit)
+    files = [folder / _shard_name(number, len(shards)) for number in range(len(shards))]
+    with reading(source) as reader:
+        for file, shard in zip(files, shards, strict=True):
+            with Pending(file) as pending:
+                write_safetensors(pending, shard, _fetch(reader.read))
+    if len(shards) > 1:
+        total = sum(weight.nbytes for weight in weights)
+        places = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        with Pending(folder / _INDEX) as pending:
+            pending.write_bytes(text.encode())
+        files.append(folder / _INDEX)
+    sync_directory(folder)
+    return files
+
+
+def _shards(weights: Sequence[_Weight], limit: int | None) -> list[list[_Weight]]:
+    """In their order, as many in each as fit."""
+    shards: list[list[_Weight]] = [[]]
+    filled = 0
+    for weight in weights:
+        if limit is not None and shards[-1] and filled + weight.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += weight.nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"{_STEM}{_SUFFIX}" if count == 1 else f"{_STEM}-{number + 1:05d}-of-{count:05d}{_SUFFIX}"
+
+
+def _parse_size(given: int | str | None) -> int | None:
+    """Bytes.
+
+    Raises:
+        CheckpointError: it is no size.
+    """
+    if given is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", str(given).upper())
+    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and (match[2] or "B") in _UNITS else 0
+    if size < 1:
+        raise CheckpointError(f'max_shard_size: "{given}" is not allowed, give bytes or a number with one of KB to GiB')
+    return size
