@@ -1,0 +1,151 @@
+"""How two checkpoints differ: keys, shapes, dtypes, the values of tensors, and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .layout import DTYPES
+from .reading import TensorReader, reading
+
+# Differences are taken of so many elements at a time, in float64.
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs.
+
+    Attributes:
+        key: of both.
+        shapes: of a and b.
+        dtypes: of a and b, as ``float32``.
+        absolute: the largest difference; infinite where only one is a number; None where the shapes differ.
+        relative: the largest difference, divided by the larger of the two magnitudes there; None where the shapes differ.
+        count: elements that differ; None where the shapes differ.
+        numel: elements; of a.
+    """
+
+    key: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    absolute: float | None
+    relative: float | None
+    count: int | None
+    numel: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two checkpoints differ.
+
+    Attributes:
+        only_a: keys of tensors and paths of plain values that only the first has.
+        only_b: keys of tensors and paths of plain values that only the second has.
+        tensors: those that differ.
+        values: path of a plain value to what it is in the first and in the second.
+        equal: number of tensors and plain values that are the same.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    equal: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.only_a or self.only_b or self.tensors or self.values)
+
+
+def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
+    """Compare two checkpoints in one process, with one tensor of each in memory at a time.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    values_a, values_b = dict(_leaves(a.values)), dict(_leaves(b.values))
+    tensors = []
+    with ExitStack() as stack:
+        readers = [stack.enter_context(reading(checkpoint)) for checkpoint in (a, b)]
+        shared = [key for key in a.entries if key in b.entries]
+        for key in shared:
+            if (difference := _compare_tensor(key, *readers)) is not None:
+                tensors.append(difference)
+    paths = [path for path in values_a if path in values_b]
+    values = {path: (values_a[path], values_b[path]) for path in paths if not _same(values_a[path], values_b[path])}
+    keys_a, keys_b = [*a.entries, *values_a], [*b.entries, *values_b]
+    in_a, in_b = set(keys_a), set(keys_b)
+    return Comparison(
+        only_a=tuple(key for key in keys_a if key not in in_b),
+        only_b=tuple(key for key in keys_b if key not in in_a),
+        tensors=tuple(tensors),
+        values=values,
+        equal=len(shared) + len(paths) - len(tensors) - len(values),
+    )
+
+
+def _compare_tensor(key: str, a: TensorReader, b: TensorReader) -> TensorDifference | None:
+    infos = (a.checkpoint.entries[key], b.checkpoint.entries[key])
+    shapes = (infos[0].shape, infos[1].shape)
+    dtypes = (_name(DTYPES[infos[0].dtype]), _name(DTYPES[infos[1].dtype]))
+    numel = math.prod(shapes[0])
+    if shapes[0] != shapes[1]:
+        return TensorDifference(key, shapes, dtypes, None, None, None, numel)
+    absolute, relative, count = difference_of(a.read(key), b.read(key))
+    if not count and dtypes[0] == dtypes[1]:
+        return None
+    return TensorDifference(key, shapes, dtypes, absolute, relative, count, numel)
+
+
+def difference_of(a: Tensor, b: Tensor) -> tuple[float, float, int]:
+    """(largest absolute difference, largest relative one, number of elements that differ) of tensors of one shape.
+
+    Two NaN are the same; a NaN and a number are infinitely far from each other.
+    """
+    absolute = relative = 0.0
+    count = 0
+    for begin in range(0, a.numel(), _BLOCK):
+        one, other = (tensor.reshape(-1)[begin : begin + _BLOCK] for tensor in (a, b))
+        x, y = one.double(), other.double()
+        # Integers beyond 2^53 are not all in float64; bits say whether they are the same.
+        is_exact = one.dtype == other.dtype and not one.is_floating_point()
+        same = (one == other) if is_exact else (x == y) | (x.isnan() & y.isnan())
+        if bool(same.all()):
+            continue
+        distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+        magnitude = torch.maximum(x.abs(), y.abs())
+        share = (distance / magnitude).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+        absolute, relative = max(absolute, float(distance.max())), max(relative, float(share.max()))
+        count += int((~same).sum())
+    return absolute, relative, count
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values by their path; lists of plain values stay whole."""
+    items: Iterator[tuple[Any, Any]] | None = None
+    if isinstance(value, Mapping) and (value or not path):
+        items = iter(value.items())
+    elif isinstance(value, Sequence) and any(isinstance(item, (Mapping, list)) for item in value):
+        items = iter(enumerate(value)) if not isinstance(value, str) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def _same(a: Any, b: Any) -> bool:
+    # NaN is a value here, and 1, 1.0 and True are three.
+    return a is b or repr(a) == repr(b)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,325 @@
+"""`flextrain checkpoint`: what is in checkpoints, whether they are whole, how they differ, and their weights for others."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from ..core.errors import CheckpointError, ConfigError
+from .output import print_json
+
+if TYPE_CHECKING:
+    from ..core.checkpoint import Checkpoint
+    from ..core.checkpoint.compare import Comparison
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_SHOWN_CHARACTERS = 120
+_PARTS = {"model": "model.", "optimizer": "optim."}
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's."""
+    command = commands.add_parser("checkpoint", help="list, show, verify, export and compare checkpoints")
+    actions = command.add_subparsers(title="actions", required=True, metavar="ACTION")
+    listing = _action(actions, "ls", _list, "the checkpoints in a directory")
+    listing.add_argument("folder", metavar="DIR", help="a work directory")
+    show = _action(actions, "show", _show, "tensors and values of a checkpoint, or of a file of weights")
+    show.add_argument("checkpoint", metavar="CHECKPOINT")
+    show.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
+    verify = _action(actions, "verify", _verify, "whether a checkpoint is complete; exit status 1: it is damaged")
+    verify.add_argument("checkpoint", metavar="CHECKPOINT")
+    export = _action(
+        actions, "export", _export, "write weights to .safetensors, .pth, or a folder as Hugging Face does"
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or weights that load_from takes")
+    export.add_argument("out", metavar="OUT", help="x.safetensors, x.pth, or a folder")
+    export.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; default: their own")
+    export.add_argument(
+        "--max-shard-size", metavar="SIZE", help="bytes of a file in a folder, as 5GB; default: one file"
+    )
+    export.add_argument(
+        "--averaged", nargs="?", const=True, default=False, metavar="HOOK", help="the averages of EMAHook instead"
+    )
+    export.add_argument("--tied-once", action="store_true", help="tied tensors under the first of their names only")
+    diff = _action(actions, "diff", _diff, "how two checkpoints differ; exit status 1: they do")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B")
+
+
+def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    action.add_argument("--json", action="store_true", help="print JSON")
+    action.set_defaults(run=run)
+    return action
+
+
+# ls
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint ls: {folder} is no directory")
+    rows = list_checkpoints(folder)
+    if arguments.json:
+        print_json(rows)
+        return 0
+    table = _table(
+        "checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=escape(str(folder))
+    )
+    for row in rows:
+        notes = [mark for mark in ("latest", "best") if row[mark]] + (
+            [f"[red]{row['damage']}[/]"] if row["damage"] else []
+        )
+        numbers = (_text(row[key]) for key in ("epoch", "iter"))
+        about = (_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
+        table.add_row(escape(row["name"]), *numbers, human_size(row["bytes"]), *about, ", ".join(notes))
+    Console().print(table if rows else f"{escape(str(folder))}: has no checkpoints")
+    return 0
+
+
+def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The checkpoints in a directory, oldest first, a dict each."""
+    from ..core.checkpoint import find_latest, is_checkpoint
+
+    try:
+        latest = find_latest(folder)
+    except CheckpointError:
+        latest = None
+    found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and is_checkpoint(path)]
+    rows = [_describe(path, latest is not None and latest.name == path.name) for path in found]
+    return sorted(rows, key=lambda row: (row["time"] or "", row["iter"] or 0, row["name"]))
+
+
+def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
+    from ..core.checkpoint import Checkpoint
+    from ..core.checkpoint.layout import read_manifest
+    from ..core.checkpoint.structure import size_of
+
+    row: dict[str, Any] = dict.fromkeys(("epoch", "iter", "time", "strategy", "processes", "torch", "damage"))
+    row = {"name": path.name, "bytes": size_of(path), **row, "latest": is_latest, "best": path.name.startswith("best_")}
+    try:
+        written_by, values = read_manifest(path).written_by, Checkpoint.open(path).values
+    except CheckpointError as error:
+        return {**row, "damage": str(error)}
+    loop, meta = _mapping(values.get("loop")), _mapping(values.get("meta"))
+    row |= {"epoch": loop.get("epoch"), "iter": loop.get("iter"), "time": meta.get("time")}
+    row |= {"strategy": written_by.get("strategy"), "processes": written_by.get("world_size")}
+    row["torch"] = written_by.get("torch")
+    row["time"] = row["time"] or _time(path)
+    return row
+
+
+def _time(path: Path) -> str:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# show
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from ..core.checkpoint import open_weights
+
+    checkpoint = open_weights(arguments.checkpoint)
+    found = describe(checkpoint, arguments.pattern)
+    if arguments.json:
+        print_json(_finite(found))
+        return 0
+    console = Console()
+    table = _table("tensor", "shape", "dtype", "size", "pieces", title=escape(str(checkpoint.path)))
+    for key, info in found["tensors"].items():
+        shape = " x ".join(map(str, info["shape"])) or "scalar"
+        table.add_row(escape(key), shape, info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
+    if found["tensors"]:
+        console.print(table)
+    totals = _table("", "tensors", "elements", "size", title="in all")
+    for part, total in found["totals"].items():
+        totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
+    console.print(totals)
+    if found["values"]:
+        values = _table("value", "", title="values")
+        for key, value in found["values"].items():
+            values.add_row(escape(key), escape(_short(value)))
+        console.print(values)
+    return 0
+
+
+def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, Any]:
+    """Tensors, totals by part, and values, of the keys that match a pattern.
+
+    Args:
+        checkpoint: an open one.
+        pattern: of the shell, or a part of the keys; None: all.
+    """
+    tensors: dict[str, dict[str, Any]] = {
+        key: {
+            "shape": list(info.shape),
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "bytes": math.prod(info.shape) * info.dtype.itemsize,
+            "pieces": len(checkpoint.entries[key].chunks),
+        }
+        for key, info in checkpoint.tensors.items()
+        if _matches(key, pattern)
+    }
+    totals: dict[str, dict[str, int]] = {}
+    for key, shape_and_size in tensors.items():
+        part = next((name for name, prefix in _PARTS.items() if key.startswith(prefix)), "other")
+        total = totals.setdefault(part, {"tensors": 0, "elements": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["elements"] += math.prod(shape_and_size["shape"])
+        total["bytes"] += shape_and_size["bytes"]
+    values = {key: value for key, value in checkpoint.values.items() if _matches(key, pattern)}
+    return {"path": str(checkpoint.path), "tensors": tensors, "totals": totals, "values": values}
+
+
+def _matches(key: str, pattern: str | None) -> bool:
+    return pattern is None or pattern in key or fnmatch.fnmatchcase(key, pattern)
+
+
+# verify
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ..core.checkpoint.structure import damages
+
+    path = Path(arguments.checkpoint)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is no checkpoint directory")
+    found = list(damages(path))
+    if arguments.json:
+        print_json({"path": str(path), "ok": not found, "damages": found})
+    else:
+        for damage in found:
+            Console().print(escape(damage), soft_wrap=True)
+        Console().print(f"{escape(str(path))}: {'[red]is damaged[/]' if found else 'is complete'}", soft_wrap=True)
+    return 1 if found else 0
+
+
+# export
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from ..core.checkpoint import export_weights
+
+    files = export_weights(
+        arguments.checkpoint,
+        arguments.out,
+        averaged=arguments.averaged,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        max_shard_size=arguments.max_shard_size,
+        tied=not arguments.tied_once,
+    )
+    written = {str(file): file.stat().st_size for file in files}
+    if arguments.json:
+        print_json([{"path": path, "bytes": size} for path, size in written.items()])
+        return 0
+    for path, size in written.items():
+        Console().print(f"{escape(path)}  {human_size(size)}", soft_wrap=True)
+    return 0
+
+
+# diff
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from ..core.checkpoint import open_weights
+    from ..core.checkpoint.compare import compare
+
+    found = compare(open_weights(arguments.a), open_weights(arguments.b))
+    print_json(_finite(_as_json(found))) if arguments.json else _print_comparison(found, Console())
+    return 1 if found else 0
+
+
+def _as_json(found: Comparison) -> dict[str, Any]:
+    tensors = {
+        difference.key: {
+            "shapes": difference.shapes,
+            "dtypes": difference.dtypes,
+            "absolute": difference.absolute,
+            "relative": difference.relative,
+            "count": difference.count,
+        }
+        for difference in found.tensors
+    }
+    only = {"only_a": found.only_a, "only_b": found.only_b}
+    return {"equal": found.equal, **only, "tensors": tensors, "values": dict(found.values)}
+
+
+def _print_comparison(found: Comparison, console: Console) -> None:
+    for title, keys in (("only in A", found.only_a), ("only in B", found.only_b)):
+        if keys:
+            table = _table(title)
+            for key in keys:
+                table.add_row(escape(key))
+            console.print(table)
+    if found.tensors:
+        table = _table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
+        for d in found.tensors:
+            differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
+            sizes = (_number(d.absolute), _number(d.relative))
+            table.add_row(escape(d.key), _both(*d.shapes), _both(*d.dtypes), differing, *sizes)
+        console.print(table)
+    if found.values:
+        table = _table("value", "A", "B")
+        for key, (a, b) in found.values.items():
+            table.add_row(escape(key), escape(_short(a)), escape(_short(b)))
+        console.print(table)
+    count = len(found.only_a) + len(found.only_b) + len(found.tensors) + len(found.values)
+    console.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
+
+
+def _both(a: object, b: object) -> str:
+    return str(a) if a == b else f"{a} | {b}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+# Words
+
+
+def _table(*headers: str, title: str | None = None) -> Table:
+    """A table that breaks what is too long for the terminal, where rich would leave it out."""
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else escape(str(value))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."
+
+
+def human_size(size: int) -> str:
+    """Bytes in the unit that suits them: ``1.5 MB``."""
+    if size < 1000:
+        return f"{size} bytes"
+    exponent = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON for all readers has no numbers for these: "inf", "-inf" and "nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
