@@ -78,7 +78,7 @@ def initial_weights(kit: Kit) -> None:
         found = run(session, []).weights[0]
         same_tensors(found, expected, "weights after setup")
         # What each process really computes with, not only what it would save.
-        parts = kit.all_gather({name: p.detach() for name, p in module.items() if type(p.detach()) is Tensor})
+        parts = kit.all_gather({name: p.detach().cpu() for name, p in module.items() if type(p.detach()) is Tensor})
         for rank, part in enumerate(parts):
             for name, value in part.items():
                 require(

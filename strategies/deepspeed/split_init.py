@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +33,14 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
                 "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
                 "(1,), or strategy.zero_init=False to have the model built whole"
             ) from error
+
+
+def restore_linear() -> None:
+    """Take back the linear layer that stage 3 leaves in torch for good: it fails under another device's autocast."""
+    module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
+    if original is not None:
+        torch.nn.functional.linear = original
 
 
 class _NoWritingIntoNothing(TorchFunctionMode):

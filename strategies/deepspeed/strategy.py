@@ -27,7 +27,7 @@ from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
 from .optimizers import check_supported
 from .running_statistics import keep_running_statistics
-from .split_init import split_at_once
+from .split_init import restore_linear, split_at_once
 from .wrapper import DeepSpeedOptimWrapper
 
 logger = logging.getLogger("flextrain")
@@ -264,6 +264,7 @@ class DeepSpeedStrategy(Strategy):
         super().teardown()
         if began:
             state.forget_process_groups()
+            restore_linear()
         if self._set_local_rank:
             os.environ.pop("LOCAL_RANK", None)
             self._set_local_rank = False

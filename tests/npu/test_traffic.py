@@ -1,0 +1,139 @@
+"""Between two log lines nothing is copied from the device, and nothing waits for it: counted through the whole runner."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain import FlexibleRunner, Hook
+from flextrain.testing import fresh_rendezvous
+
+sys.path.append(str(Path(__file__).parent))
+from training import ADAMW, make_runner
+
+pytestmark = [pytest.mark.npu, pytest.mark.distributed]
+INTERVAL = 4  # of the log lines; eight updates in an epoch
+
+
+class Marks(Hook):
+    """Knows which update the loop is in, 0 between epochs: one begins when the last hook of the one before is done."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.done = self.update = 0
+
+    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+        self.update = self.done + 1
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.done += 1
+        self.update = self.done + 1
+
+
+class EndsEpoch(Hook):
+    """Comes before the hooks that write checkpoints at the end of an epoch."""
+
+    priority = "HIGHEST"
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+
+    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+        self.marks.update = 0
+
+
+class ReadsTheLoss(Hook):
+    """What must not be done: a look at the loss at every update."""
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        assert outputs is not None
+        outputs["loss"].item()
+
+
+def waits(folder: Path, strategy: Mapping[str, Any], **changes: Any) -> dict[int, list[str]]:
+    """For each update, what made the host wait for the device: the kind, and the line of the library that did it."""
+    import torch_npu
+
+    fresh_rendezvous()
+    marks = Marks()
+    hooks = [*changes.pop("custom_hooks", []), marks, EndsEpoch(marks)]
+    seen: dict[int, list[str]] = {}
+
+    def note(what: str) -> None:
+        own = [frame for frame in traceback.extract_stack() if "torch/" not in frame.filename][:-1]
+        place = f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].line}" if own else "?"
+        seen.setdefault(marks.update, []).append(f"{what} at {place}")
+
+    defaults = dict(logger=dict(interval=INTERVAL))
+    runner = make_runner(
+        folder, strategy, int(os.environ["WORLD_SIZE"]), custom_hooks=hooks, default_hooks=defaults, **changes
+    )
+    torch_npu.watch(note)
+    try:
+        runner.train()
+    finally:
+        torch_npu.watch(None)
+        runner.strategy.teardown()
+    return {update: found for update, found in seen.items() if update}
+
+
+NPU, FSDP = dict(type="NPUStrategy"), dict(type="FSDPStrategy", device="npu", wrap=["Sequential"])
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": dict(optim_wrapper=dict(optimizer=ADAMW)),
+    "clipped": dict(optim_wrapper=dict(optimizer=ADAMW, clip_grad=dict(max_norm=0.5))),
+    "accumulated": dict(optim_wrapper=dict(optimizer=ADAMW, accumulative_counts=2)),
+    "bfloat16": dict(optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=ADAMW)),
+    "averaged and scheduled": dict(custom_hooks=[dict(type="EMAHook")], param_scheduler=dict(type="LinearLR")),
+}
+
+
+def between_lines(found: Mapping[int, list[str]]) -> dict[int, list[str]]:
+    return {update: waits for update, waits in found.items() if update % INTERVAL}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_waits_in_one_process(npu1: Any, tmp_path: Path, recipe: str) -> None:
+    (found,) = npu1.run(waits, tmp_path, NPU, **RECIPES[recipe])
+    assert not between_lines(found)
+    assert found[INTERVAL]  # the line's own figures come from the device
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("strategy", [pytest.param(NPU, id="npu"), pytest.param(FSDP, id="fsdp")])
+def test_nothing_waits_in_two_processes(npu2: Any, tmp_path: Path, strategy: Any, recipe: str) -> None:
+    for found in npu2.run(waits, tmp_path, strategy, **RECIPES[recipe]):
+        between = between_lines(found)
+        if strategy is NPU:
+            # Once in its life torch's DDP has rank 0 say which gradients travel together: in the second forward, in C++.
+            once = between.pop(2, [])
+            assert len(once) == 2, once
+            assert all("copy to host at model.py" in wait for wait in once)
+        assert not between
+        assert found[INTERVAL]
+
+
+def test_float16_asks_once_per_update_whether_to_make_it(npu1: Any, tmp_path: Path) -> None:
+    amp = dict(type="AmpOptimWrapper", dtype="float16", optimizer=ADAMW, clip_grad=dict(max_norm=0.5))
+    (found,) = npu1.run(waits, tmp_path, NPU, optim_wrapper=amp)
+    others = {
+        update: waits for update, waits in between_lines(found).items() if update > 1
+    }  # the scale is made at first
+    assert {len(waits) for waits in others.values()} == {1}
+    assert all("amp.py" in waits[0] for waits in others.values())
+
+
+def test_a_hook_that_reads_the_loss_is_found(npu1: Any, tmp_path: Path) -> None:
+    (found,) = npu1.run(waits, tmp_path, NPU, custom_hooks=[ReadsTheLoss()])
+    assert len(between_lines(found)) == 12
+    assert "item at test_traffic.py:" in found[1][0]
