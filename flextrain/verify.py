@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +75,7 @@ class Report:
 
     Attributes:
         rounding: the largest differences between one device with whole batches and with the same batches in parts, which is
-            what the order of summation makes; empty where it could not be measured.
+            what the order of summation makes; empty where that could not be measured.
     """
 
     script: str
@@ -101,19 +101,19 @@ class Report:
         caption = "the largest relative difference over all steps"
         table.add_column("strategy", overflow="fold")
         table.add_column("verdict", no_wrap=True)
-        for heading in ("loss", "grad norm", "weights", "optimizer", "allowed"):
+        for heading in ("loss", "grad norm", "weights", "optimizer"):
             table.add_column(heading, justify="right")
         if self.rounding:
             cells = [_number(self.rounding.get(quantity)) for quantity in QUANTITIES]
-            table.add_row("(rounding)", "", *cells, "", style="dim")
+            table.add_row("(rounding)", "", *cells, style="dim")
             caption += f"\n(rounding): one device, the same batches in {self.processes} parts"
         table.caption = caption
         for row in self.rows:
             cells = [_number(row.differences.get(quantity)) for quantity in QUANTITIES]
-            allowed = f"{row.tolerance:.1e}" if row.tolerance else ""
-            table.add_row(row.strategy, Text(row.status, style=_STYLES[row.status]), *cells, allowed)
-        dtypes = sorted({row.dtype for row in self.rows if row.dtype})
-        lines = [Text(f"Computed in {', '.join(dtypes)}", style="dim")] if dtypes else []
+            table.add_row(row.strategy, Text(row.status, style=_STYLES[row.status]), *cells)
+        allowed = sorted({f"{row.tolerance:.1e} in {row.dtype}" for row in self.rows if row.dtype})
+        more = f", or {MARGIN:g} times (rounding)" if self.rounding else ""
+        lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
         lines += [Text(f"{row.strategy}: {row.first}", style="red") for row in self.rows if row.first]
         lines += [Text(f"{row.strategy}: {row.message}", style="yellow") for row in self.rows if row.message]
         lines += [Text(note, style="dim") for note in self.notes]
@@ -137,6 +137,7 @@ def verify(
     tolerance: float | None = None,
     timeout_s: float = 600.0,
     workers: WorkerGroup | None = None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Report:
     """Train a script's model on one device and under each strategy with the same global batches, and compare every step.
 
@@ -155,6 +156,7 @@ def verify(
         tolerance: relative difference that counts as rounding; None: chosen by the dtype.
         timeout_s: how long one training may take.
         workers: processes to use, of that number; default: new ones, ended afterwards.
+        on_progress: called with the name of what is trained next.
 
     Raises:
         ConfigError: the script cannot be verified.
@@ -169,14 +171,22 @@ def verify(
     try:
         with tempfile.TemporaryDirectory(prefix="flextrain-verify-") as folder:
             job = Job(script, tuple(arguments), processes, steps, device, folder)
-            _fill(report, job, group, strategies, tolerance)
+            _fill(report, job, group, strategies, tolerance, on_progress)
     finally:
         if workers is None:
             group.close()
     return report
 
 
-def _fill(report: Report, job: Job, group: WorkerGroup, strategies: Sequence[str], tolerance: float | None) -> None:
+def _fill(
+    report: Report,
+    job: Job,
+    group: WorkerGroup,
+    strategies: Sequence[str],
+    tolerance: float | None,
+    on_progress: Callable[[str], object],
+) -> None:
+    on_progress("one device")
     try:
         reference = group.run(train_alone, job, False)[0]
         in_parts = group.run(train_alone, job, True)[0]
@@ -189,9 +199,8 @@ def _fill(report: Report, job: Job, group: WorkerGroup, strategies: Sequence[str
     floor: list[dict[str, float]] = []
     if in_parts is not None:
         measured = _measured([in_parts], reference)
-        report.rounding = _largest(measured)
         if measured[1].get("loss", 0.0) <= _tolerance(in_parts, tolerance):
-            floor = _running_largest(measured)
+            report.rounding, floor = _largest(measured), _running_largest(measured)
         else:
             report.notes.append(
                 f"The loss of a batch is not the mean of the losses of its {job.processes} parts (it differs by "
@@ -199,6 +208,7 @@ def _fill(report: Report, job: Job, group: WorkerGroup, strategies: Sequence[str
                 "the parts are weighed"
             )
     for name in strategies:
+        on_progress(name)
         report.rows.append(_row(name, job, group, reference, floor, tolerance))
 
 

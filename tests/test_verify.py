@@ -286,6 +286,7 @@ def test_a_loss_that_is_no_mean_is_explained(script: str, group: WorkerGroup) ->
     report = verify(script, ["ddp"], arguments=["--sum"], steps=2, workers=group)
     assert report.rows[0].status == "differs"
     assert any("loss_weight(data)" in line for line in report.notes)
+    assert not report.rounding, "what the loss makes of the parts is no rounding"
 
 
 @pytest.mark.distributed
@@ -331,6 +332,7 @@ def test_the_table_fits_a_narrow_terminal() -> None:
         "differs",
         "1.0e-07",
         "after step 3: model.net.weight differs by inf",
+        "Allowed: 1.0e-05 in float32, or 4 times (rounding)",
         "a note",
     ):
         assert words in text

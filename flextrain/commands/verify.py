@@ -57,15 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     if not names:
         raise ConfigError("verify.strategies: is empty, give names with commas between them")
-    report = verify(
-        arguments.script,
-        names,
-        arguments=arguments.script_arguments,
-        processes=arguments.processes,
-        steps=arguments.steps,
-        device=arguments.device,
-        tolerance=arguments.tolerance,
-        timeout_s=arguments.timeout,
-    )
+    with Console(stderr=True).status("Starting processes") as status:
+        report = verify(
+            arguments.script,
+            names,
+            arguments=arguments.script_arguments,
+            processes=arguments.processes,
+            steps=arguments.steps,
+            device=arguments.device,
+            tolerance=arguments.tolerance,
+            timeout_s=arguments.timeout,
+            on_progress=lambda what: status.update(f"Training: {what}"),
+        )
     print_json(report.as_json()) if arguments.json else Console().print(report)
     return report.exit_status

@@ -14,6 +14,10 @@ def accuracies(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"Epoch\(val\).*accuracy: (\d+\.\d+)", output)]
 
 
+def figures(name: str, output: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"\b{name}: (\d+\.\d+)", output)]
+
+
 def test_train_classifier_alone_then_resumed(run_example: RunExample) -> None:
     first = run_example("train_classifier.py", "--epochs", "2")
     assert accuracies(first.stdout)[-1] > 85
@@ -78,6 +82,27 @@ def test_hugging_face(run_example: RunExample) -> None:
     done = run_example("hugging_face.py", "--max-iters", "40")
     (accuracy,) = [float(value) for value in re.findall(r"\(val\).*accuracy: (\d+\.\d+)", done.stdout)]
     assert accuracy > 60
+
+
+@pytest.mark.distributed
+def test_language_model(run_example: RunExample) -> None:
+    """Alone, and sharded over two processes with the same 16 sequences per update."""
+    size = ("--layers", "2", "--dim", "32", "--heads", "2", "--context", "32", "--steps", "40", "--sample-length", "20")
+    alone = run_example("language_model.py", *size).stdout
+    flags = ("--use-fsdp", "--batch-size", "8", "--peak-tflops", "0.01")
+    sharded = run_example("language_model.py", *size, *flags, processes=2).stdout
+    assert "2 x Block" in sharded
+    for output in (alone, sharded):
+        losses = figures("loss", output)
+        assert losses[-1] < 3.8 < losses[0], "the loss of a guess is log(256) = 5.5"
+        assert len(figures("bits_per_byte", output)) == 4
+        assert min(figures("mfu", output)) > 0
+        assert output.count('\nThe "with" statement') == 1, "the sample, by rank 0 alone"
+    assert figures("loss", sharded) == pytest.approx(figures("loss", alone), abs=0.02)
+    # The head, two blocks and the last norm; 6 for each parameter and 12 * 2 * 32 * 32 for attention.
+    parameters = 256 * 32 + 2 * (12 * 32**2 + 4 * 32) + 2 * 32
+    utilisations = [rate * (6 * parameters + 24576) / (2 * 0.01e12) for rate in figures("tokens_per_s", sharded)]
+    assert figures("mfu", sharded) == pytest.approx(utilisations, abs=1e-4)
 
 
 @pytest.mark.slow
