@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from . import layout
 from .layout import DTYPES, TensorEntry
 from .planners import ShardLoadPlanner, ShardSavePlanner
 from .storage import ChunkReader, ShardWriter, Source, safetensors_source
+from .untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ class Checkpoint:
         """
         path = Path(path).absolute()
         manifest = layout.read_manifest(path)
-        try:
-            values = json.loads((path / layout.VALUES).read_bytes())
-        except ValueError as error:
-            raise CheckpointError(f"{path / layout.VALUES}: is damaged, {error}") from None
+        values = read_json(path / layout.VALUES)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path / layout.VALUES}: is damaged, it is no mapping")
         return cls(path, manifest.tensors, values, safetensors_source(path))
 
     @property

@@ -28,6 +28,7 @@ import pydantic
 import torch
 
 from ..errors import CheckpointError
+from .untrusted import MAX_JSON_BYTES, check_disjoint, check_shape, one_line, read_name, sibling
 
 FORMAT, VERSION = "flextrain-checkpoint", 1
 MANIFEST, VALUES, LATEST = "manifest.json", "values.json", "latest"
@@ -89,6 +90,7 @@ class TensorEntry(_Strict):
 
     @pydantic.model_validator(mode="after")
     def _whole(self) -> TensorEntry:
+        check_shape(self.shape)
         # What no piece covers would stay as the memory was before.
         if sum(math.prod(chunk.shape) for chunk in self.chunks) != math.prod(self.shape):
             raise ValueError("its pieces are not all there")
@@ -96,6 +98,7 @@ class TensorEntry(_Strict):
             ends = zip(chunk.offsets, chunk.shape, self.shape, strict=True)
             if any(offset < 0 or length < 0 or offset + length > size for offset, length, size in ends):
                 raise ValueError("a piece lies outside of it")
+        check_disjoint([(chunk.offsets, chunk.shape) for chunk in self.chunks])
         return self
 
 
@@ -109,6 +112,20 @@ class Manifest(_Strict):
     files: dict[str, int]
     """Size of every file in bytes."""
     tensors: dict[str, TensorEntry]
+
+    @pydantic.model_validator(mode="after")
+    def _held(self) -> Manifest:
+        # Memory is taken for what is declared here before any of it is read.
+        declared = dict.fromkeys(self.files, 0)
+        for key, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file not in declared:
+                    raise ValueError(f"{key} is in {chunk.file}, which is not listed")
+                declared[chunk.file] += math.prod(chunk.shape) * DTYPES[entry.dtype].itemsize
+        for file, size in declared.items():
+            if size > self.files[file]:
+                raise ValueError(f"{file} has {self.files[file]} bytes and would hold tensors of {size}")
+        return self
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -186,10 +203,10 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     pointer = Path(folder) / LATEST
     if not pointer.is_file():
         return None
-    name = pointer.read_text().strip()
+    name = read_name(pointer)
+    if name is None:
+        raise CheckpointError(f"{pointer}: holds no name of a checkpoint beside it")
     path = Path(folder) / name
-    if Path(name).name != name:
-        raise CheckpointError(f'{pointer}: "{name}" is no name of a checkpoint beside it')
     recover(path)
     if not is_checkpoint(path):
         raise CheckpointError(f'{pointer}: names "{name}", which is no complete checkpoint; name another one in it')
@@ -253,12 +270,17 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: does not exist")
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}")
+    file = sibling(path / MANIFEST, MANIFEST)
+    if file.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        manifest = Manifest.model_validate_json(file.read_bytes())
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {reason}") from None
+        place, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(
+            f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {one_line(reason)}"
+        ) from None
     if manifest.format != FORMAT or manifest.version > VERSION:
         raise CheckpointError(
             f"{path / MANIFEST}: is {manifest.format} version {manifest.version}, this flextrain reads {FORMAT} {VERSION}"
@@ -267,11 +289,8 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
     for name, size in manifest.files.items():
         if name != VALUES and not SHARD.fullmatch(name):
-            raise CheckpointError(f'{path / MANIFEST}: "{name}" is no name of a file of a checkpoint')
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise CheckpointError(
-                f"{file}: {'is missing' if found is None else f'has {found} bytes instead of {size}'}"
-            )
+            raise CheckpointError(f'{path / MANIFEST}: "{one_line(name)}" is no name of a file of a checkpoint')
+        file = sibling(path / MANIFEST, name)
+        if (found := file.stat().st_size) != size:
+            raise CheckpointError(f"{file}: has {found} bytes instead of {size}")
     return manifest

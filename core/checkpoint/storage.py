@@ -214,7 +214,10 @@ class ChunkReader(StorageReader):
                 for item in items:
                     part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(fetch(self.places[item.storage_index].name, part).view(target.shape))
+                    found = fetch(self.places[item.storage_index].name, part)
+                    if found.numel() != target.numel():
+                        raise CheckpointError(f"{file}: is damaged, it has another shape of {item.storage_index.fqn}")
+                    target.copy_(found.view(target.shape))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

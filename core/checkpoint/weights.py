@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import nearest
+from ..errors import CheckpointError, nearest
 from .checkpoint import Checkpoint
 from .layout import TensorEntry, is_checkpoint
 from .sources import deepspeed, hugging_face
@@ -47,6 +47,11 @@ def _open_directory(path: Path) -> Checkpoint:
         return deepspeed.open_directory(found)
     if (found := hugging_face.find(path)) is not None:
         return open_weights(found)
+    if (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path}: was written by torch.distributed.checkpoint, whose index is a pickle and could execute code; "
+            "save the state dict with torch.save"
+        )
     return Checkpoint.open(path)  # which says what is missing
 
 

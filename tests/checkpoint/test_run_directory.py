@@ -86,7 +86,7 @@ def check_contents(path: Path, processes: int) -> None:
         assert values[f"optim.group.{name}.lr"] == 0.01
         assert values[f"optim.group.{name}.optimizer"] == "AdamW"
     plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
-    assert plain == {"scheduler", "loop", "data", "message_hub", "meta", "rng", "optim.wrapper"}
+    assert plain == {"scheduler", "loop", "data", "aliases", "message_hub", "meta", "rng", "optim.wrapper"}
     assert len(values["rng"]) == values["data"]["processes"] == processes
     assert values["loop"] == {"epoch": 2, "iter": 14, "inner": 0, "validated": 0}
     assert values["meta"]["seed"] == 1

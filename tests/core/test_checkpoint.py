@@ -336,7 +336,8 @@ def without_values(path: Path) -> None:
 
 def outside_file(path: Path) -> None:
     (path.parent.parent / "secret").write_text("abc")
-    change("top", files={"../../secret": 3, "values.json": (path / "values.json").stat().st_size})(path)
+    own = {name: (path / name).stat().st_size for name in (SHARD, "values.json")}
+    change("top", files={"../../secret": 3, **own})(path)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from ..checkpoint import Checkpoint
 from ..flat_shard import boxes
 from ..layout import Chunk, TensorEntry
 from ..storage import Fetch
-from ..untrusted import sibling
-from .entries import MODEL, dtype_name, label
+from ..untrusted import one_line, read_name, sibling
+from .entries import MODEL, dtype_name, entry, label
 from .torch_files import StoredTensor, TorchFile
 
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -33,20 +33,12 @@ Slice = tuple[int, StoredTensor]
 
 
 def find(folder: Path) -> Path | None:
-    """The directory with DeepSpeed's files: ``folder``, or the one that its ``latest`` names; None: they are not there.
-
-    Raises:
-        CheckpointError: ``latest`` names no directory beside it, or one that has been converted or split further.
-    """
+    """The directory with DeepSpeed's files: ``folder``, or the one in it that ``latest`` names; None: they are not there."""
     if _model_states(folder):
         return folder
     pointer = folder / "latest"
-    if not pointer.is_file() or pointer.stat().st_size > 4096:
-        return None
-    tag = pointer.read_text(errors="replace").strip()
-    if not tag or Path(tag).name != tag or not _model_states(folder / tag):
-        return None
-    return folder / tag
+    tag = read_name(pointer) if pointer.is_file() else None
+    return folder / tag if tag is not None and _model_states(folder / tag) else None
 
 
 def _model_states(folder: Path) -> list[Path]:
@@ -71,7 +63,7 @@ def open_directory(folder: Path) -> Checkpoint:
     try:
         return _Reader(folder).checkpoint()
     except _DAMAGE as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise CheckpointError(
             f"{folder}: is no checkpoint of DeepSpeed's ZeRO, {type(error).__name__}: {reason}"
         ) from None
@@ -97,7 +89,7 @@ class _Reader:
         self.optims = [self._open(path) for path in _by_rank(folder, _OPTIM_STATES)]
 
     def _open(self, path: Path) -> int:
-        self.files.append(TorchFile(sibling(self.folder / "its directory", path.name)))
+        self.files.append(TorchFile(sibling(path, path.name)))
         return len(self.files) - 1
 
     def checkpoint(self) -> Checkpoint:
@@ -194,7 +186,7 @@ class _Reader:
         if dtype is None and not math.prod(shape):
             dtype = "F32"
         if dtype is not None:
-            self.entries[MODEL + name] = TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
+            self.entries[MODEL + name] = entry(self.folder, name, dtype, shape, chunks)
 
     @contextmanager
     def _source(self, file: str) -> Iterator[Fetch]:

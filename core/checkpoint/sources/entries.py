@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pydantic
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
 from ..layout import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
+from ..untrusted import one_line
 from .torch_files import StoredTensor
 
 MODEL = "model."
@@ -27,7 +30,20 @@ def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEn
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
     chunk = Chunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
-    return TensorEntry(dtype=dtype, shape=shape, chunks=(chunk,))
+    return entry(path, name, dtype, shape, [chunk])
+
+
+def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> TensorEntry:
+    """A tensor of pieces.
+
+    Raises:
+        CheckpointError: there is no such tensor, or the pieces don't make it up.
+    """
+    try:
+        return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
+    except pydantic.ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {one_line(name)} is damaged, {reason}") from None
 
 
 def dtype_name(path: Path, name: str, tensor: StoredTensor) -> str:
@@ -56,10 +72,10 @@ def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str,
     numbers = {file: index for index, file in enumerate(parts)}
     entries = {}
     for name, file in weight_map.items():
-        entry = parts[file].entries.get(MODEL + name)
-        if entry is None:
-            raise CheckpointError(f"{path}: says that {name} is in {file}, which lacks it")
-        chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in entry.chunks)
-        entries[MODEL + name] = entry.model_copy(update={"chunks": chunks})
+        found = parts[file].entries.get(MODEL + name)
+        if found is None:
+            raise CheckpointError(f"{path}: says that {one_line(name)} is in {file}, which lacks it")
+        chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in found.chunks)
+        entries[MODEL + name] = found.model_copy(update={"chunks": chunks})
     sources = {label(numbers[file]): part.source for file, part in parts.items()}
     return Checkpoint(path, entries, {}, lambda file: sources[file](label(0)))
