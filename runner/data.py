@@ -19,6 +19,9 @@ from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
 from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler
 
+Splittable = DefaultSampler | InfiniteSampler
+"""Samplers whose epoch can be dealt out anew from any position."""
+
 
 @FUNCTIONS.register_module()
 def pseudo_collate(samples: Sequence[Any]) -> Any:
@@ -161,6 +164,10 @@ class TrainData:
     No sample is read that does not come before ``stop``, and none that lies before ``start``; only a stream
     (IterableDataset) has to be read from its beginning.
 
+    With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can go on
+    from there in windows of another size (``resume_at``). The order of other samplers, of batch samplers of the user's
+    own and of streams belongs to their batches and cannot be dealt out anew.
+
     Args:
         loader: from ``build_dataloader``.
         accumulate: micro-batches per window.
@@ -173,6 +180,13 @@ class TrainData:
         # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
         self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self.infinite = isinstance(self._sampler, InfiniteSampler)
+        self._batch_size = getattr(loader.batch_sampler, "batch_size", 1)
+        self._drop_last = getattr(loader.batch_sampler, "drop_last", False)
+        self._origin = (
+            -1,
+            0,
+            0,
+        )  # an epoch that was resumed with other windows: its number, a window, that one's place
         self._feed: DataLoader[Any] = loader
         self._order: Repeatable | None = None
         if isinstance(loader.dataset, IterableDataset):
@@ -180,7 +194,7 @@ class TrainData:
         elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
             self._order = Repeatable(cast(BatchSampler, loader.batch_sampler))
             self._feed = _rebuilt(loader, batch_sampler=self._order)
-        elif not isinstance(loader.sampler, ShardedSampler):
+        elif not isinstance(self._sampler, ShardedSampler):
             in_batches = loader.batch_sampler is not None
             self._order = Repeatable(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
             sampling = {"batch_sampler": self._order} if in_batches else {"sampler": self._order, "batch_size": None}
@@ -205,11 +219,64 @@ class TrainData:
         """Windows of one epoch."""
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
 
+    # The place in an epoch
+
+    @property
+    def splittable(self) -> Splittable | None:
+        """The sampler, if what is left of its epoch can be dealt out anew."""
+        is_fed = self._order is None and not isinstance(self.loader.dataset, IterableDataset)
+        return self._sampler if is_fed and isinstance(self._sampler, Splittable) else None
+
+    @property
+    def sampler_name(self) -> str:
+        """The class that says which batch comes when."""
+        if isinstance(self.loader.dataset, IterableDataset):
+            return type(self.loader.dataset).__name__
+        own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
+        return type(self.loader.batch_sampler if own_batches else self._sampler).__name__
+
+    def position(self, epoch: int, window: int) -> int | None:
+        """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""
+        sampler = self.splittable
+        if sampler is None:
+            return None
+        place = self._place(epoch, window)
+        return place if self.infinite else min(place, sampler.num_samples)
+
+    def resume_at(self, epoch: int, position: int) -> int:
+        """Let an epoch go on at a position, in windows of this size; returns the number of the window that begins there.
+
+        Windows are numbered as if all of the epoch had been in these, so that the one that begins is rounded down.
+        """
+        window = position // self._stride
+        self._origin = (epoch, window, position)
+        return window
+
+    def length(self, epoch: int) -> int | None:
+        """Windows of an epoch, up to the number of the last; of a resumed one not always ``epoch_length``."""
+        if self.splittable is None or self.infinite or epoch != self._origin[0]:
+            return self.epoch_length
+        _, window, position = self._origin
+        samples = cast(DefaultSampler, self.splittable).length_from(position)
+        batches = samples // self._batch_size if self._drop_last else math.ceil(samples / self._batch_size)
+        return window + math.ceil(batches / self.accumulate)
+
+    @property
+    def _stride(self) -> int:
+        """Samples per window, over all processes."""
+        return int(self.accumulate * self._batch_size * cast(ShardedSampler, self._sampler).count)
+
+    def _place(self, epoch: int, window: int) -> int:
+        first, position = self._origin[1:] if epoch == self._origin[0] else (0, 0)
+        return position + (window - first) * self._stride
+
+    # Reading
+
     def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
         """The windows of an epoch from number ``start`` up to ``stop``; the last of the epoch may be shorter."""
         size = self.accumulate
         window: list[Any] = []
-        for batch in self._batches(epoch, start * size, None if stop is None else stop * size):
+        for batch in self._batches(epoch, start, stop):
             window.append(batch)
             if len(window) == size:
                 yield window
@@ -217,7 +284,8 @@ class TrainData:
         if window:
             yield window
 
-    def _batches(self, epoch: int, start: int, stop: int | None) -> Iterator[Any]:
+    def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
+        """The batches of an epoch from window ``first`` up to window ``end``."""
         loader = self._feed
         seed = self.seed + 1_000_003 * (epoch + 1)
         # Workers draw their seeds from it; the process's own generator is left to the model.
@@ -227,13 +295,13 @@ class TrainData:
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
+        start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if isinstance(loader.dataset, IterableDataset):
             return _part_of_stream(loader, order_seed, start, stop)
         if self._order is not None:
             self._order.position(order_seed, start, stop)
-        elif isinstance(loader.sampler, ShardedSampler):
-            stride = (loader.batch_size or 1) * loader.sampler.count
-            loader.sampler.set_span(start * stride, None if stop is None else stop * stride)
+        else:
+            self._sampler.set_span(self._place(epoch, first), None if end is None else self._place(epoch, end))
         return iter(loader)
 
 

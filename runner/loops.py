@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +67,8 @@ class TrainLoop(BaseLoop):
         self._done = 0
         self._inner = 0  # of the epoch
         self._validated = 0  # after how many epochs or iterations the last validation came
+        # By how many updates a resumed run whose epochs had other lengths is ahead of one that always had these.
+        self._ahead = 0
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
         self._intervals = [val_interval, *(interval for _, interval in later)]
@@ -82,6 +84,11 @@ class TrainLoop(BaseLoop):
         return self._iter
 
     @property
+    def inner(self) -> int:
+        """Updates done of the epoch, also in the hooks of the update that was just done."""
+        return self._inner
+
+    @property
     def max_epochs(self) -> int:
         """Epochs to do."""
         raise NotImplementedError
@@ -93,7 +100,7 @@ class TrainLoop(BaseLoop):
 
     @property
     def epoch_length(self) -> int:
-        """Updates per epoch."""
+        """Updates of the epoch under way; of one that was resumed with other batches, counted as if all were like these."""
         raise NotImplementedError
 
     def validate(self, done: int) -> None:
@@ -124,15 +131,29 @@ class TrainLoop(BaseLoop):
             hook(runner, batch_idx, batch, outputs)
         self._iter = self._done
 
-    def state_dict(self) -> dict[str, int]:
-        """Where training stands, correct inside hooks too: epochs and updates done, and updates done of the epoch."""
-        return {"epoch": self._epoch, "iter": self._done, "inner": self._inner, "validated": self._validated}
+    def state_dict(self) -> dict[str, int | None]:
+        """Where training stands, correct inside hooks too.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue there."""
+        ``epoch`` and ``iter``: epochs and updates done; ``inner`` and ``left``: updates done and left of the epoch, None
+        for one without an end; ``validated``: after how many of them the last validation came.
+        """
+        epoch, inner = self._place()
+        length = self.data.length(epoch)
+        left = None if length is None else max(0, length - inner)
+        return {"epoch": epoch, "iter": self._done, "inner": inner, "left": left, "validated": self._validated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there; ``left`` follows from the data."""
         self._epoch, self._iter, self._inner = state["epoch"], state["iter"], state["inner"]
         self._validated = state["validated"]
         self.start_iter = self._done = self._iter
+        usual, length = self.data.epoch_length, self.data.length(self._epoch)
+        if usual is not None and length is not None:
+            self._ahead = self._iter + (length - self._inner) - (self._epoch + 1) * usual
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch, and updates done of it."""
+        return self._epoch, self._inner
 
 
 @LOOPS.register_module()
@@ -174,12 +195,12 @@ class EpochBasedTrainLoop(TrainLoop):
     @property
     def max_iters(self) -> int:
         """See TrainLoop."""
-        return self._max_epochs * self._length
+        return self._max_epochs * self._length + self._ahead
 
     @property
     def epoch_length(self) -> int:
         """See TrainLoop."""
-        return self._length
+        return self.data.length(self._epoch) or self._length
 
     def run(self) -> None:
         """Train; validation comes after the epochs that it is due after."""
@@ -205,10 +226,9 @@ class EpochBasedTrainLoop(TrainLoop):
         self._epoch += 1
         self._inner = 0
 
-    def state_dict(self) -> dict[str, int]:
-        """See TrainLoop; in the hooks after an epoch that epoch is done."""
-        state = super().state_dict()
-        return state if self._in_epoch or not self._inner else {**state, "epoch": self._epoch + 1, "inner": 0}
+    def _place(self) -> tuple[int, int]:
+        """In the hooks after an epoch that epoch is done."""
+        return (self._epoch, self._inner) if self._in_epoch or not self._inner else (self._epoch + 1, 0)
 
 
 @LOOPS.register_module()
@@ -244,7 +264,7 @@ class IterBasedTrainLoop(TrainLoop):
     @property
     def max_epochs(self) -> int:
         """See TrainLoop."""
-        return math.ceil(self._max_iters / self._length)
+        return math.ceil((self._max_iters - self._ahead) / self._length)
 
     @property
     def max_iters(self) -> int:
@@ -254,7 +274,7 @@ class IterBasedTrainLoop(TrainLoop):
     @property
     def epoch_length(self) -> int:
         """See TrainLoop."""
-        return self._length
+        return self.data.length(self._epoch) or self._length
 
     def run(self) -> None:
         """Train; validation comes after the iterations that it is due after."""

@@ -63,6 +63,10 @@ class DefaultSampler(ShardedSampler):
     Args:
         round_up: repeat samples from the beginning of the order until every process has as many; with False processes
             may have one less, which evaluation can do with and training cannot.
+
+    In an epoch that goes on in its middle with another number of processes it is what was left that is dealt out, and what
+    fills it up comes at its end: no sample is lost, and fewer are repeated, of the first of the order, than there are
+    processes.
     """
 
     def __init__(
@@ -76,16 +80,24 @@ class DefaultSampler(ShardedSampler):
     ) -> None:
         super().__init__(dataset, shuffle, seed, shard=shard)
         self.round_up = round_up
-        self.total = math.ceil(self.num_samples / self.count) * self.count if round_up else self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.epoch)
+        order, end = self.order(self.epoch), self._end(self.start)
         if order:
-            order = (order * math.ceil(self.total / len(order)))[: self.total]
+            order = (order * math.ceil(end / len(order)))[:end]
         return iter(order[self.start : self.stop][self.index :: self.count])
 
     def __len__(self) -> int:
-        return max(0, math.ceil((self.total - self.index) / self.count))
+        return self.length_from(0)
+
+    def length_from(self, start: int) -> int:
+        """Samples that this process gets of an epoch that continues at the global position ``start``."""
+        return max(0, math.ceil((self._end(start) - start - self.index) / self.count))
+
+    def _end(self, start: int) -> int:
+        """The global position after the last sample, repeated ones included."""
+        left = max(0, self.num_samples - start)
+        return start + (math.ceil(left / self.count) * self.count if self.round_up else left)
 
 
 @DATA_SAMPLERS.register_module()

@@ -89,16 +89,19 @@ class LoggerHook(Hook):
                 reporter.on_start(config)
 
     def before_train(self, runner: FlexibleRunner) -> None:
-        """Open the reporters, have enough history kept, and show the bar."""
+        """Open the reporters and show the bar."""
         self._open(runner)
-        runner.log_processor.prepare(runner, "train")
-        loop = runner.train_loop
-        self._by_epoch = loop.by_epoch
-        self._length = loop.epoch_length if loop.by_epoch else loop.max_iters
+        self._by_epoch = runner.train_loop.by_epoch
         wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
         if runner.rank == 0 and wants_bar:
             self._bar = ProgressBar(runner)
             self._bar.start()
+
+    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+        """Note how long the epoch is, and have enough history kept; a resumed one may have another length than the next."""
+        loop = runner.train_loop
+        runner.log_processor.prepare(runner, "train")
+        self._length = loop.epoch_length if loop.by_epoch else loop.max_iters
 
     def after_train_iter(
         self,

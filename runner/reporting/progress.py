@@ -74,7 +74,7 @@ class ProgressBar:
         elif runner.train_loop.by_epoch:
             total = runner.train_loop.epoch_length
             epoch = min(runner.epoch, runner.max_epochs - 1)
-            done = min(max(runner.iter - epoch * total, 0), total)
+            done = total if runner.epoch > epoch else min(runner.train_loop.inner, total)
             head = f"Epoch {epoch + 1}/{runner.max_epochs}"
         else:
             done, total, head = runner.iter, runner.max_iters, "train"

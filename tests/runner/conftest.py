@@ -42,7 +42,9 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "iter": 0,
         "max_epochs": 2,
         "max_iters": 20,
-        "train_loop": SimpleNamespace(by_epoch=True, epoch_length=10, max_iters=20, stop_training=False, start_iter=0),
+        "train_loop": SimpleNamespace(
+            by_epoch=True, epoch_length=10, inner=0, max_iters=20, stop_training=False, start_iter=0
+        ),
         "val_loop": SimpleNamespace(num_batches=4),
         "test_loop": SimpleNamespace(num_batches=4),
         "train_dataloader": SimpleNamespace(batch_size=8, sampler=None, batch_sampler=None, dataset=[]),

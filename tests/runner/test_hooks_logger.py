@@ -23,6 +23,7 @@ from flextrain.testing import WorkerGroup
 def logged_at(hook: LoggerHook, runner: Any, epochs: int = 1) -> list[int]:
     """The iterations, counted from 1, that get a line."""
     hook.before_train(runner)
+    hook.before_train_epoch(runner)
     length = runner.train_loop.epoch_length
     for runner.iter in range(epochs * length):
         runner.epoch = runner.iter // length
@@ -55,6 +56,7 @@ def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
     runner.train_loop.epoch_length, runner.max_iters = 7, 25
     hook = LoggerHook(ignore_last=False)
     hook.before_train(runner)
+    hook.before_train_epoch(runner)
     for runner.iter in range(25):
         hook.after_train_iter(runner, runner.iter % 7)
     hook.after_train_epoch(runner)
@@ -266,6 +268,7 @@ def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
     hook = LoggerHook(interval=1)
     hook.before_run(runner)
     hook.before_train(runner)
+    hook.before_train_epoch(runner)
     steps = lambda: [event[1] for event in runner.reporters[0].events if event[0] == "train"]  # noqa: E731
 
     def iteration(seconds: float) -> None:

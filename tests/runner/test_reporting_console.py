@@ -104,6 +104,7 @@ def drawn(runner: Any, tag: dict[str, Any] | None = None, evaluation: tuple[str,
 
 def test_the_bar_shows_where_training_stands(new_runner: Callable[..., Any]) -> None:
     runner = new_runner(epoch=1, iter=13)
+    runner.train_loop.inner = 3
     runner.message_hub.update_info("eta", 65.0)
     text = drawn(runner, {"loss": 0.12345, "lr": 1e-3, "time": 0.02})
     assert text.startswith("Epoch 2/2 ")
