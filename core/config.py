@@ -8,7 +8,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -26,6 +26,8 @@ PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 """An int that is 1 or more; as an annotation of a constructor it is checked with the configuration."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def validate(model: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT:
@@ -263,3 +265,17 @@ def check_call(
         ]
         if problems:
             raise ConfigError(explain(problems, where, model, kwargs, provided)) from None
+
+
+def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, with a ConfigError that offers the nearest name in place of the TypeError for an unknown keyword."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names:
+                raise ConfigError(f"{name}: unknown key{suggest(name, names)}")
+        return function(*args, **kwargs)
+
+    return checked

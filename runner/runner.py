@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..core.checkpoint import find_latest, mark_latest
-from ..core.config import check_call
+from ..core.config import check_call, known_keywords
 from ..core.distributed import broadcast_object
 from ..core.errors import ConfigError
 from ..core.registry import LOOPS
@@ -67,6 +67,7 @@ class FlexibleRunner:
         ConfigError: anything that can be known to be wrong before a process group or a model exists.
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
@@ -277,6 +278,7 @@ class FlexibleRunner:
         self._setup_schedulers()
         with self._running():
             self._load_or_resume()
+            self._say_if_done()
             loop.run()
         return self.strategy.module
 
@@ -405,6 +407,14 @@ class FlexibleRunner:
         elif resumes:
             self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
         self._started = True
+
+    def _say_if_done(self) -> None:
+        loop = self.train_loop
+        key, done, goal = (
+            ("max_epochs", loop.epoch, loop.max_epochs) if loop.by_epoch else ("max_iters", loop.iter, loop.max_iters)
+        )
+        if done >= goal:
+            self.logger.info(f"Nothing is left to train: {done} of {key}={goal} are done")
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
         loop = self.val_loop if mode == "val" else self.test_loop

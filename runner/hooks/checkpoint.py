@@ -104,6 +104,8 @@ class CheckpointHook(Hook):
         """Take over what a resumed run had kept."""
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
+        if runner.iter == 0:
+            self._warn_of_others(runner)
         self._prune(runner)
 
     def after_train_epoch(self, runner: FlexibleRunner) -> None:
@@ -205,6 +207,18 @@ class CheckpointHook(Hook):
             except OSError as error:
                 runner.logger.warning("Checkpoint %s could not be deleted: %s", path, error)
         return True
+
+    def _warn_of_others(self, runner: FlexibleRunner) -> None:
+        """Nothing that another run has left is replaced without a word."""
+        folder = self.out_dir(runner)
+        others = sorted(path.name for path in folder.glob(self.filename_tmpl.format("*")) if is_checkpoint(path))
+        if others:
+            runner.logger.warning(
+                "%s holds checkpoints of another run (%s), and those of the same names will be replaced; resume=True "
+                "continues that run, another work_dir keeps it",
+                folder,
+                ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
+            )
 
     # State
 

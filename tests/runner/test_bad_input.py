@@ -724,6 +724,12 @@ def test_from_cfg(changes: dict[str, Any], key: str, says: str, _as_under_torchr
     assert not model.calls
 
 
+def test_a_mistyped_keyword_of_the_runner_itself(_as_under_torchrun: list[str]) -> None:
+    wrong = {"modle": Model(), **right()}
+    check(lambda: FlexibleRunner(**wrong), "modle", 'unknown key, did you mean "model"?')
+    assert not _as_under_torchrun
+
+
 def test_from_cfg_wants_a_dict() -> None:
     check(lambda: FlexibleRunner.from_cfg("config.py"), "from_cfg", "'config.py' is not allowed")  # type: ignore[arg-type]
 

@@ -74,6 +74,20 @@ class Stage:
         return self.saved
 
 
+def test_checkpoints_of_another_run_are_not_replaced_without_a_word(
+    runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.logger.addHandler(caplog.handler)
+    Stage(runner, interval=1).train()
+    assert "another run" not in caplog.text
+    Stage(runner, interval=1)
+    assert "another run" not in caplog.text, "the same run goes on"
+    runner.epoch = runner.iter = 0
+    Stage(runner, interval=1)
+    assert "another run (epoch_1, epoch_2, epoch_3), and those of the same names will be replaced" in caplog.text
+    runner.logger.removeHandler(caplog.handler)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -306,12 +306,14 @@ def test_no_validation_is_left_out_or_repeated(tmp_path: Path, saved_after: int 
     assert counted.seen == left
 
 
-def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = with_(default_hooks=dict(checkpoint=dict(interval=1)))
     _, runner = run(tmp_path, changes)
     expected = whole_state(runner)
-    rest, resumed = run(tmp_path, changes, resume=True)
+    assert "Nothing is left" not in capsys.readouterr().out
+    rest, resumed = run(tmp_path, changes, resume=True, log_level="INFO")
     assert rest.trained == []
+    assert "Nothing is left to train: 3 of max_epochs=3 are done" in capsys.readouterr().out
     assert not differences(whole_state(resumed), expected)
 
 
