@@ -73,7 +73,9 @@ def resume(runner: FlexibleRunner, path: Path, *, optimizer: bool = True, param_
             raise CheckpointError(f"{path}: cannot be resumed, it has no {key}; use load_from for its weights")
     saved = {k: v for k, v in checkpoint.saved.items() if optimizer or not k.startswith("optim.")}
     template = strategy.load_template(saved)
-    _, _, report = match_weights(checkpoint, _live_model(runner), strategy.aliases())
+    absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
+    live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
+    _, _, report = match_weights(checkpoint, live, strategy.aliases())
     if report:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     with _damage(path, "data"):

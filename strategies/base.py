@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pydantic
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..core import distributed as dist
 from ..core.config import Config, check_call, validate
@@ -56,6 +55,8 @@ class StrategyConfig(Config):
     """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``."""
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
+    exclude_frozen_parameters: bool | None = None
+    """Leave frozen parameters out of checkpoints; a run that resumes has them from its model, as that is built. None: False."""
 
     @pydantic.field_validator("compile")
     @classmethod
@@ -158,7 +159,17 @@ class Strategy:
             )
             self._owns_group = True
             dist.leave_at_exit()
+        dist.side_group()  # made now, where all processes are
         self._spec = spec
+
+    def _join_alone(self) -> None:
+        """Form a group of this process alone if there is none; for engines that cannot do without."""
+        if dist.is_initialized():
+            return
+        assert self._spec is not None
+        dist.init_alone(self.config.backend or self._spec.group_backend)
+        self._owns_group = True
+        dist.leave_at_exit()
 
     def _check_world(self, world_size: int) -> None:
         """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
@@ -261,6 +272,17 @@ class Strategy:
         state = {name: optim.master(p) if optim else p for name, p in self.module.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
 
+    def left_out(self) -> frozenset[str]:
+        """Names of the parameters that checkpoints lack and the model brings along: frozen ones, if they are excluded."""
+        if not self.config.exclude_frozen_parameters:
+            return frozenset()
+        return frozenset(name for name, parameter in self.module.named_parameters() if not parameter.requires_grad)
+
+    def _offered(self) -> dict[str, Tensor]:
+        """``model.<name>`` for what a checkpoint gets from this process."""
+        skipped = self.left_out().union(self._buffers() if self.rank > 0 else ())
+        return {f"model.{name}": tensor for name, tensor in self.model_state().items() if name not in skipped}
+
     def _buffers(self) -> dict[str, Tensor]:
         persistent = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
@@ -268,21 +290,18 @@ class Strategy:
     def state_dict(self) -> dict[str, Any]:
         """The canonical state: tensors without copying them, and plain values.
 
-        - ``model.<name>``: parameters and persistent buffers;
+        - ``model.<name>``: parameters and persistent buffers, but for ``left_out()``;
         - ``optim.state.<name>.<key>``: what the optimizer keeps of a parameter, if it has created it;
         - ``optim.group.<name>.<key>``: the hyper-parameters in force for it, and its optimizer's class as ``optimizer``.
 
         Needs no communication. Whole buffers are rank 0's: those of other ranks are overwritten before the next forward.
         """
-        state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
-        if self.rank > 0:
-            for name in self._buffers():
-                del state[f"model.{name}"]
-        for name, optimizer, parameter, group in self._optimized():
-            for key, value in optimizer.state.get(parameter, {}).items():
+        state: dict[str, Any] = dict(self._offered())
+        for name, wrapper, parameter, group in self._optimized():
+            for key, value in wrapper.adapter.state_of(parameter).items():
                 state[f"optim.state.{name}.{key}"] = value
-            state[f"optim.group.{name}.optimizer"] = type(optimizer).__name__
-            for key, value in group.items():
+            state[f"optim.group.{name}.optimizer"] = wrapper.adapter.name
+            for key, value in wrapper.adapter.settings_of(group).items():
                 if key not in _IMPLEMENTATION_KEYS:
                     # torch takes a 0-dim tensor as learning rate, which the next run may want as a number.
                     state[f"optim.group.{name}.{key}"] = value.item() if isinstance(value, Tensor) else value
@@ -335,32 +354,32 @@ class Strategy:
         self, wrapper: OptimWrapper, states: dict[str, dict[str, Any]], hyper: dict[str, dict[str, Any]]
     ) -> None:
         names = {id(parameter): name for name, _, parameter, _ in self._optimized()}
-        optimizer = wrapper.optimizer
+        optimizer, adapter = wrapper.optimizer, wrapper.adapter
         packed = optimizer.state_dict()
         packed["state"] = {}
         for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
                 name = names[id(parameter)]
                 if name in states:
-                    packed["state"][index] = states[name]
+                    packed["state"][index] = adapter.own_state(states[name])
                 values = dict(hyper.get(name, {}))
-                kind = values.pop("optimizer", type(optimizer).__name__)
-                if kind != type(optimizer).__name__:
+                kind = values.pop("optimizer", adapter.name)
+                if kind != adapter.name:
                     raise CheckpointError(
                         f"optimizer: the checkpoint's is {kind}, the configuration's is {type(optimizer).__name__}; "
                         "resume with the same one, or start from the weights alone with load_from"
                     )
-                for key, value in values.items():
+                for key, value in adapter.own_settings(values).items():
                     packed_group[key] = _in_form_of(group.get(key), value)
-        optimizer.load_state_dict(packed)
+        adapter.load(packed)
 
-    def _optimized(self) -> list[tuple[str, Optimizer, Tensor, dict[str, Any]]]:
-        """(name, its optimizer, the tensor that is optimized, its group) for every parameter of every optimizer."""
+    def _optimized(self) -> list[tuple[str, OptimWrapper, Tensor, dict[str, Any]]]:
+        """(name, its wrapper, the tensor that is optimized, its group) for every parameter of every optimizer."""
         if self.optim is None:
             return []
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return [
-            (names[id(wrapper.model_parameter(parameter))], wrapper.optimizer, parameter, group)
+            (names[id(wrapper.model_parameter(parameter))], wrapper, parameter, group)
             for wrapper in self.optim.wrappers.values()
             for group in wrapper.param_groups
             for parameter in group["params"]
@@ -375,8 +394,8 @@ class Strategy:
         compute = self.precision.compute
         states = [
             value
-            for _, optimizer, parameter, _ in self._optimized()
-            for value in optimizer.state.get(parameter, {}).values()
+            for _, wrapper, parameter, _ in self._optimized()
+            for value in wrapper.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Tensor) and value.dim() > 0
         ]
         return PrecisionReport(

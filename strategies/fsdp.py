@@ -164,6 +164,11 @@ class FSDPConfig(StrategyConfig):
 
     @pydantic.model_validator(mode="after")
     def _one_home(self) -> FSDPConfig:
+        if self.skip_init_weights and self.exclude_frozen_parameters:
+            raise ConfigError(
+                "strategy.exclude_frozen_parameters: a checkpoint without them leaves them at zero with "
+                "strategy.skip_init_weights=True, give one of them"
+            )
         inner = self.model_wrapper
         if inner is None:
             return self
@@ -226,11 +231,7 @@ class FSDPStrategy(Strategy):
     def setup_environment(self) -> None:
         """See Strategy; one process alone forms a group too, which a device mesh needs."""
         super().setup_environment()
-        if not dist.is_initialized():
-            assert self._spec is not None
-            dist.init_alone(self.config.backend or self._spec.group_backend)
-            self._owns_group = True
-            dist.leave_at_exit()
+        self._join_alone()
 
     def _check_world(self, world_size: int) -> None:
         if world_size % self.config.replicate_size:

@@ -218,8 +218,6 @@ class DeepSpeedConfig(StrategyConfig):
     """Micro-batches per update, as optim_wrapper.accumulative_counts gives it too."""
     steps_per_print: PositiveInt | None = None
     """Updates between two of DeepSpeed's own log lines; None prints none."""
-    exclude_frozen_parameters: Literal[False] | None = None
-    """Only False: a checkpoint holds the whole model."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """In what gradients travel; None is what they are computed in."""
     prescale_gradients: bool = False

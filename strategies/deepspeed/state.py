@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import StrategyError
@@ -180,6 +182,44 @@ def scalars_as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
             parameter.ds_shape = torch.Size(())
         if parameter.numel():
             parameter.data = parameter.data.view(())
+
+
+@contextlib.contextmanager
+def no_spare_memory(device: torch.device) -> Iterator[None]:
+    """Engines of stage 3 made inside have neither of what 0.19.8 sets up for nothing.
+
+    - Copies of float32 weights as their masters. It means to share them, and compares a device with a device's name.
+    - A gradient for a trial update that it no longer makes, as large as the largest sub-group.
+
+    On the CPU, buffers of zeros take memory when they are first written to.
+    """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    make_masters, prepare = Stage3._create_fp32_partitions, Stage3.initialize_optimizer_states
+
+    def share_masters(optimizer: Any) -> None:
+        name, optimizer.device = optimizer.device, torch.device(str(optimizer.device))
+        make_masters(optimizer)
+        optimizer.device = name
+
+    Stage3._create_fp32_partitions = share_masters
+    Stage3.initialize_optimizer_states = lambda self: prepare(self) if self.offload_optimizer else None
+    try:
+        with _ZerosOnDemand() if device.type == "cpu" else contextlib.nullcontext():
+            yield
+    finally:
+        Stage3._create_fp32_partitions, Stage3.initialize_optimizer_states = make_masters, prepare
+
+
+class _ZerosOnDemand(TorchFunctionMode):
+    """``torch.zeros`` gives memory that the system has not handed out yet, as ``calloc`` does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros or kwargs.keys() != {"dtype", "device"} or torch.device(kwargs["device"]).type != "cpu":
+            return func(*args, **kwargs)
+        like = func(*args, dtype=kwargs["dtype"], device="meta")
+        return torch.from_numpy(numpy.zeros(like.nbytes, dtype=numpy.uint8)).view(like.dtype).view(like.shape)
 
 
 def forget_trial_step(engine: Any) -> None:

@@ -89,16 +89,7 @@ class DeepSpeedStrategy(Strategy):
                 f'strategy.device: "{self.device.type}" was chosen and DeepSpeed works on "{accelerator}", set '
                 f"DS_ACCELERATOR={self.device.type} in the environment"
             )
-        if not dist.is_initialized():
-            dist.init_process_group(
-                self.config.backend or spec.group_backend,
-                rank=0,
-                world_size=1,
-                init_method="tcp://127.0.0.1:0",  # whichever port is free
-                timeout_s=float(self.config.timeout_s),
-            )
-            self._owns_group = True
-            dist.leave_at_exit()
+        self._join_alone()
         # DeepSpeed looks for it there throughout, and only some launchers set it.
         if "LOCAL_RANK" not in os.environ:
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
@@ -170,7 +161,7 @@ class DeepSpeedStrategy(Strategy):
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
         logger.info("DeepSpeed's configuration: %s", keys)
         scalars = model.parameters() if stage == 3 else ()
-        with state.weights_agree(), state.scalars_as_vectors(scalars):
+        with state.weights_agree(), state.scalars_as_vectors(scalars), state.no_spare_memory(self.device):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
@@ -199,9 +190,9 @@ class DeepSpeedStrategy(Strategy):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         frozen_groups: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups:
-            rest = {key: value for key, value in group.items() if key != "params"}
+            # The group itself, so that frozen parameters have the rates that a scheduler gives to the others in it.
             frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-            frozen_groups |= {names[id(parameter)]: rest for parameter in frozen}
+            frozen_groups |= {names[id(parameter)]: group for parameter in frozen}
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if not optimizer.param_groups:
@@ -292,11 +283,7 @@ class DeepSpeedStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """See Strategy."""
-        found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
-        if self.rank > 0:
-            for name in self._buffers():
-                del found[f"model.{name}"]
-        return found | (self._engine_state.optimizer_state() if self._wrapper else {})
+        return self._offered() | (self._engine_state.optimizer_state() if self._wrapper else {})
 
     def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """See Strategy."""
