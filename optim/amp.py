@@ -31,8 +31,13 @@ class LossScaler:
         self._fixed = None if isinstance(loss_scale, (dict, str)) else float(loss_scale)
         if self._fixed is not None:
             arguments = {"init_scale": self._fixed}
+        self._arguments = arguments
         self._scaler = GradScaler(device_type, **arguments)
         self._applied = False
+
+    def use(self, kind: Callable[..., GradScaler]) -> None:
+        """Take another class of scaler, as long as nothing was scaled."""
+        self._scaler = kind(**self._arguments)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current factor."""
@@ -64,8 +69,8 @@ class LossScaler:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        self._scaler.load_state_dict(state)
+        """Continue from ``state_dict``, also that of another class of scaler."""
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **state})
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -127,6 +132,12 @@ class AmpOptimWrapper(OptimWrapper):
                 )
         if self._dtype is torch.float16 and self._scaler is None:
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
+
+    def build(self, model: nn.Module) -> None:
+        """See OptimWrapper."""
+        super().build(model)
+        if self._scaler and self.adapter.grad_scaler is not None:
+            self._scaler.use(self.adapter.grad_scaler)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""

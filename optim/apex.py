@@ -151,6 +151,11 @@ class ApexOptimWrapper(OptimWrapper):
         if self.opt_level == "O2" and self.is_built:
             raise ConfigError(f"{self.where}.optimizer: O2 makes its own float32 masters, give dict(type=...)")
         super().build(model)
+        if self.opt_level == "O2" and self.adapter.owns_gradients:
+            raise StrategyError(
+                f"{self.where}.opt_level: O2 gives {type(self.optimizer).__name__} new gradients at every update, which it "
+                "does not see; choose O1, or one of torch's optimizers"
+            )
 
     def model_parameter(self, parameter: Tensor) -> Tensor:
         """See OptimWrapper."""

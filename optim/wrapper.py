@@ -16,6 +16,8 @@ from ..core.config import Config, validate
 from ..core.errors import ConfigError, StrategyError
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
+from .adapter import OptimizerAdapter
+from .npu_fused import adapter_for
 from .param_groups import check_optimizer, make_optimizer
 
 
@@ -93,6 +95,7 @@ class OptimWrapper:
         self.last_step = StepInfo()
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
+        self._adapter: OptimizerAdapter | None = None
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._index, self._size, self._driven = 0, accumulative_counts, False
@@ -112,10 +115,12 @@ class OptimWrapper:
         """Make the torch optimizer from the named parameters of ``model``, which are wrapped and sharded by now.
 
         Raises:
-            StrategyError: the optimizer was built before and holds parameters that are not the model's.
+            StrategyError: the optimizer was built before and holds parameters that are not the model's, or it cannot train
+                parameters such as these.
         """
         if self._optimizer is None:
             self._optimizer = self._make(model)
+            self.adapter.check(model)
             return
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
@@ -123,6 +128,7 @@ class OptimWrapper:
                 f"{self.where}.optimizer: holds parameters that are not the model's, give dict(type=...) instead of a "
                 "built optimizer so that it is made after the model is placed"
             )
+        self.adapter.check(model)
 
     def _make(self, model: nn.Module) -> Optimizer:
         return make_optimizer(self._recipe, model)
@@ -139,6 +145,13 @@ class OptimWrapper:
         if self._optimizer is None:
             raise StrategyError(f"{self.where}: the optimizer is not built yet, Strategy.setup(model, optim) builds it")
         return self._optimizer
+
+    @property
+    def adapter(self) -> OptimizerAdapter:
+        """What this optimizer needs beyond torch's interface."""
+        if self._adapter is None or self._adapter.optimizer is not self._optimizer:
+            self._adapter = adapter_for(self.optimizer, self.where)
+        return self._adapter
 
     @property
     def is_built(self) -> bool:
@@ -201,6 +214,7 @@ class OptimWrapper:
         """Unscale, clip, update and zero: once per window."""
         for hook in self._step_pre_hooks:
             hook(self)
+        self.adapter.begin_update()
         self._unscale()
         norm = self._clip()
         applied = self._apply()
@@ -230,6 +244,10 @@ class OptimWrapper:
         clip = self.clip_grad
         if clip is None:
             return None
+        if clip.max_norm is not None and not clip.error_if_nonfinite:
+            norm = self.adapter.clip(clip.max_norm, clip.norm_type)
+            if norm is not None:
+                return norm
         grads = gradients.gradients(self.param_groups)
         if clip.max_norm is not None:
             return gradients.clip_by_norm(grads, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)

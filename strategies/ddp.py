@@ -134,10 +134,23 @@ class DDPStrategy(Strategy):
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         called, optim = super().setup(model, optim)
+        self._check_gradients_stay(optim)
         if self.world_size > 1 and optim is not None and overrides(self.module, "train_step"):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(average_gradients)
         return called, optim
+
+    def _check_gradients_stay(self, optim: Optim | None) -> None:
+        """Raise StrategyError if gradients would move, or be missing, under an optimizer that keeps them to itself."""
+        arguments = self.config.wrapper_arguments()
+        key = next((key for key in ("gradient_as_bucket_view", "find_unused_parameters") if arguments.get(key)), None)
+        for wrapper in optim.wrappers.values() if optim and key else ():
+            if wrapper.adapter.owns_gradients:
+                kind = type(wrapper.optimizer).__name__
+                raise StrategyError(
+                    f"strategy.{key}: {kind} keeps all gradients in memory of its own, leave it out or choose one of "
+                    "torch's optimizers"
+                )
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """See Strategy; ``DistributedDataParallel.no_sync`` while disabled."""

@@ -64,6 +64,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """See OptimWrapper; nothing happens once the engine has the optimizer."""
         if self._engine is None:
             super().build(model)
+            if self.adapter.owns_gradients:
+                raise StrategyError(
+                    f"{self.where}.optimizer: {type(self.optimizer).__name__} keeps parameters and gradients in memory of "
+                    "its own, and so does DeepSpeed; choose one of torch's optimizers"
+                )
 
     def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool, marks_boundary: bool) -> None:
         """Let ``engine`` do the work from now on.

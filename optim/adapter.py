@@ -1,0 +1,71 @@
+"""What OptimWrapper and strategies need of an optimizer beyond torch's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+class OptimizerAdapter:
+    """Suits torch's own optimizers, which need nothing; a subclass speaks for a family of others.
+
+    Args:
+        optimizer: the optimizer, built.
+        where: the configuration key of its wrapper, for messages.
+    """
+
+    owns_gradients = False
+    """Whether it keeps gradients in memory of its own, which nobody may replace."""
+
+    def __init__(self, optimizer: Optimizer, where: str) -> None:
+        self.optimizer = optimizer
+        self.where = where
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint calls the optimizer: the one of torch's that computes the same, if there is one."""
+        return type(self.optimizer).__name__
+
+    def check(self, model: nn.Module) -> None:
+        """Raise StrategyError unless it can train the parameters of ``model`` where they are."""
+
+    def begin_update(self) -> None:
+        """Called before every update; raises StrategyError if the gradients are not what it can use."""
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor | None:
+        """Clip by the total norm and return it as it was, 0-dim on the device; None where it has no clipping of its own."""
+        return None
+
+    @property
+    def grad_scaler(self) -> Callable[..., GradScaler] | None:
+        """Its own class of loss scaler, if it has one."""
+        return None
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What it keeps of a parameter, in the form in which a checkpoint has it."""
+        state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        return state
+
+    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The hyper-parameters of a group, in the form in which a checkpoint has them."""
+        return group
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of ``state_of``."""
+        return state
+
+    def own_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of ``settings_of``.
+
+        Raises:
+            CheckpointError: they ask for something that the optimizer does not do.
+        """
+        return settings
+
+    def load(self, packed: dict[str, Any]) -> None:
+        """Continue from a ``state_dict`` of the optimizer, also in the middle of training."""
+        self.optimizer.load_state_dict(packed)

@@ -1,0 +1,220 @@
+"""torch_npu's fused optimizers: by name, with what they need of a training loop, and in the checkpoints of torch's own.
+
+They move all parameters, gradients and states into one block of memory each, at the first update. What a parameter or
+gradient does outside of its block afterwards, they do not see; most of what is refused here follows from that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core.errors import CheckpointError, ConfigError, StrategyError
+from ..core.registry import OPTIMIZERS
+from .adapter import OptimizerAdapter
+
+TWINS = {
+    "NpuFusedAdadelta": "Adadelta",
+    "NpuFusedAdam": "Adam",
+    "NpuFusedAdamW": "AdamW",
+    "NpuFusedRMSprop": "RMSprop",
+    "NpuFusedSGD": "SGD",
+}
+"""Those that compute what one of torch's own does, with its name."""
+
+NEAREST = {
+    "NpuFusedAdamP": "AdamW",
+    "NpuFusedBertAdam": "AdamW",
+    "NpuFusedLamb": "AdamW",
+    "NpuFusedRMSpropTF": "RMSprop",
+}
+"""The others, with the one of torch's own that comes nearest."""
+
+_NAMES = sorted({**TWINS, **NEAREST})
+_BASE = "NpuFusedOptimizerBase"
+
+
+def alternative(name: str) -> str:
+    """The advice at the end of a message: which of torch's optimizers to choose instead."""
+    if name in TWINS:
+        return f'choose "{TWINS[name]}", which computes the same'
+    return f'choose "{NEAREST.get(name, "AdamW")}", which comes nearest'
+
+
+def register_optimizers() -> None:
+    """Make the nine known to the registry, by their names."""
+    OPTIMIZERS.add_lookup(_find, lambda: _NAMES)
+
+
+def _find(name: str) -> Callable[..., Any] | None:
+    if name not in _NAMES:
+        return None
+    if importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            f'optimizer "{name}": is torch_npu\'s, which is not installed; {alternative(name)}, or install torch_npu'
+        )
+    try:
+        return getattr(importlib.import_module("torch_npu.optim"), name)  # type: ignore[no-any-return]
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f'optimizer "{name}": torch_npu is installed and cannot be imported ({reason}); {alternative(name)}, or see '
+            "`flextrain doctor`"
+        ) from error
+
+
+def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
+    """The adapter that an optimizer needs."""
+    # By name: importing torch_npu to ask would make a call into it.
+    fused = any(kind.__name__ == _BASE for kind in type(optimizer).__mro__)
+    return FusedAdapter(optimizer, where) if fused else OptimizerAdapter(optimizer, where)
+
+
+class FusedAdapter(OptimizerAdapter):
+    """What torch_npu's fused optimizers need; refuses what they would do wrong in silence, or fail at later.
+
+    Its clipping and loss scaling are torch_npu's own, over one block of memory. Both read from the device at each update.
+    """
+
+    owns_gradients = True
+    optimizer: Any  # the class is torch_npu's, which mypy does not see
+
+    def __init__(self, optimizer: Optimizer, where: str) -> None:
+        super().__init__(optimizer, where)
+        self._names: dict[int, str] = {}
+
+    @property
+    def _kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def name(self) -> str:
+        """See OptimizerAdapter."""
+        return TWINS.get(self._kind, self._kind)
+
+    def refuse(self, reason: str) -> StrategyError:
+        """The error that says why it cannot be used here, and what to use."""
+        return StrategyError(f"{self.where}.optimizer: {self._kind} {reason}; {alternative(self._kind)}")
+
+    def check(self, model: nn.Module) -> None:
+        """See OptimizerAdapter."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            if group.get("schedule") == "warmup_cosine":
+                raise self.refuse('cannot do schedule="warmup_cosine", in which torch_npu takes the cosine of a number')
+            for parameter in group["params"]:
+                self._check_parameter(self._name_of(parameter), parameter)
+        if getattr(self.optimizer, "use_global_grad_norm", False):
+            raise self.refuse("cannot do use_global_grad_norm=True, which calls a method that torch_npu lacks")
+
+    def _check_parameter(self, name: str, parameter: Tensor) -> None:
+        if isinstance(parameter, DTensor):
+            raise self.refuse(f"needs whole parameters and {name} is sharded")
+        if parameter.device.type != "npu":
+            raise self.refuse(f"works on npu only and {name} is on {parameter.device.type}")
+        if parameter.dtype not in (torch.float32, torch.float16):
+            raise self.refuse(f"takes float32 and float16 only and {name} is {parameter.dtype}")
+        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+            raise self.refuse(f"moves parameters to memory of its own and {name} shares its memory with others")
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+
+    def begin_update(self) -> None:
+        """See OptimizerAdapter: every parameter takes part from the first update on, with its gradient where it was put."""
+        blocks = [_extent(block) for block in self.optimizer.get_combined_grads() if block is not None]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                name, grad = self._name_of(parameter), parameter.grad
+                if grad is None and not blocks:
+                    raise self.refuse(f"needs a gradient of every parameter at the first update and {name} has none")
+                if grad is not None and grad.is_sparse:
+                    raise self.refuse(f"takes no sparse gradients and {name} has one")
+                if blocks and not _lies_in(grad, blocks):
+                    raise self.refuse(
+                        f"knows the gradients of its first update only, and {name} had none then, or it was dropped since "
+                        "(by module.zero_grad(), say)"
+                    )
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """See OptimizerAdapter."""
+        return self.optimizer.clip_grad_norm_fused_(max_norm, norm_type)  # type: ignore[no-any-return]
+
+    @property
+    def grad_scaler(self) -> Callable[..., GradScaler]:
+        """See OptimizerAdapter."""
+        return importlib.import_module("torch_npu.npu.amp").GradScaler  # type: ignore[no-any-return]
+
+    # Checkpoints
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """See OptimizerAdapter: as torch's own have it, the number of steps as a 0-dim float32 tensor."""
+        state = dict(self.optimizer.state.get(parameter, {}))
+        if "step" in state:
+            state["step"] = torch.tensor(float(self._steps(parameter, state["step"])))
+        return state
+
+    def _steps(self, parameter: Tensor, of_state: int) -> int:
+        """The updates that were made; NpuFusedBertAdam leaves a parameter's own count at where it began."""
+        if self._kind != "NpuFusedBertAdam" or not self.optimizer.is_states_combined:
+            return of_state
+        for index, group in enumerate(self.optimizer.param_groups):
+            if any(parameter is own for own in group["params"]):
+                by_dtype = self.optimizer.combined_param_states_indexed_by_group[index]
+                return int(by_dtype[0 if parameter.dtype is torch.float32 else 1]["step"])
+        return of_state
+
+    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See OptimizerAdapter."""
+        return {**_twin_settings(self._kind), **group}
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See OptimizerAdapter."""
+        return {key: int(value) if key == "step" else value for key, value in state.items()}
+
+    def own_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """See OptimizerAdapter."""
+        settings = dict(settings)
+        known = self.optimizer.param_groups[0]
+        for key, default in _twin_settings(self._kind).items():
+            if key in settings and key not in known:
+                value = settings.pop(key)
+                if value != default:
+                    raise CheckpointError(
+                        f"optimizer: the checkpoint's {self.name} has {key}={value}, which {self._kind} cannot do; "
+                        f'choose "{self.name}"'
+                    )
+        return settings
+
+    def load(self, packed: dict[str, Any]) -> None:
+        """See OptimizerAdapter."""
+        super().load(packed)
+        self.optimizer.is_states_combined = False  # or what is loaded would not be looked at
+
+
+@functools.cache
+def _twin_settings(kind: str) -> dict[str, Any]:
+    """The defaults of the optimizer of torch's own that computes the same; nothing where there is none."""
+    if kind not in TWINS:
+        return {}
+    twin = getattr(torch.optim, TWINS[kind])([nn.Parameter(torch.zeros(()))], lr=1.0)
+    return dict(twin.defaults)
+
+
+def _extent(block: Tensor) -> tuple[int, int]:
+    return block.data_ptr(), block.data_ptr() + block.numel() * block.element_size()
+
+
+def _lies_in(grad: Tensor | None, blocks: list[tuple[int, int]]) -> bool:
+    return grad is not None and (not grad.numel() or any(begin <= grad.data_ptr() < end for begin, end in blocks))
