@@ -7,6 +7,7 @@ import datetime
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -153,6 +154,22 @@ def gather_object(value: T) -> list[T] | None:
     return box
 
 
+def side_group() -> Any:
+    """A gloo group of all processes beside the main one, for messages that come while that one is in use.
+
+    Made by the first call, which every process must make; None for one process.
+    """
+    if get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _side_groups:
+        _side_groups[world] = dist.new_group(backend="gloo")
+    return _side_groups[world]
+
+
+_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def group_of(ranks: Sequence[int]) -> Iterator[Any]:
     """A process group of some of the processes for the time of a ``with``; every process must come here."""
@@ -184,6 +201,7 @@ def destroy_process_group() -> None:
     """Leave the process group; nothing happens when there is none."""
     if is_initialized():
         time.sleep(_GLOO_LETS_GO_S)
+        _side_groups.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
 
 

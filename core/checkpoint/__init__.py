@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint, save_checkpoint
+from .checkpoint import Checkpoint
 from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .saving import PendingSave, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights
 
 __all__ = [
     "Checkpoint",
     "FlatShard",
     "MatchReport",
+    "PendingSave",
     "export_weights",
     "find_latest",
     "is_checkpoint",
@@ -20,4 +22,5 @@ __all__ = [
     "open_weights",
     "remove_checkpoint",
     "save_checkpoint",
+    "save_in_background",
 ]

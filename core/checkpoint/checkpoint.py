@@ -1,4 +1,4 @@
-"""Saving and opening checkpoints, on all processes together."""
+"""Opening checkpoints and reading them, on all processes together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..distributed import all_gather_object, gather_object, get_world_size
+from ..distributed import all_gather_object, get_rank, get_world_size
 from ..errors import CheckpointError
 from . import layout
-from .layout import DTYPES, TensorEntry
-from .planners import ShardLoadPlanner, ShardSavePlanner
-from .storage import ChunkReader, ShardWriter, Source, safetensors_source
+from .layout import DTYPES, FileEntry, TensorEntry
+from .planners import ShardLoadPlanner
+from .storage import ChunkReader, Source, safetensors_source
 from .untrusted import read_json
 
 
@@ -33,52 +32,6 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    per_rank: Mapping[str, Any] | None = None,
-    written_by: Mapping[str, str | int] | None = None,
-) -> Path:
-    """Write a checkpoint directory; every process must call it, and writes its own part.
-
-    Args:
-        path: the directory; a checkpoint of this name is replaced once the new one is complete.
-        state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
-            JSON-able value (rank 0's counts).
-        per_rank: JSON-able values that differ by process; read back as a list by rank.
-        written_by: facts for people, such as the strategy's name.
-
-    Raises:
-        CheckpointError: on every process, if any failed; a checkpoint that was there before still is.
-    """
-    path = Path(path).absolute()
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    values: dict[str, Any] = {key: value for key, value in state.items() if key not in tensors}
-    problems = all_gather_object(_not_plain(per_rank or {}))
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise CheckpointError(f"{path}: could not be saved on rank {rank}: {problem}")
-    gathered = {key: gather_object(value) for key, value in (per_rank or {}).items()}
-    facts = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
-    with _own_errors(path, "could not be saved"):
-        save(
-            tensors,
-            storage_writer=ShardWriter(path, values | gathered, facts),
-            planner=ShardSavePlanner(),
-        )
-    return path
-
-
-def _not_plain(values: Mapping[str, Any]) -> str | None:
-    """What is wrong with values that are to be sent to rank 0, where one that cannot be sent would be waited for."""
-    try:
-        layout.to_json(dict(values), "per_rank")
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 class Checkpoint:
     """A source of tensors by key, and plain values; reading it executes nothing that was stored.
 
@@ -87,6 +40,7 @@ class Checkpoint:
         entries: the tensors and their pieces.
         values: everything that is not a tensor.
         source: opens the files that hold the pieces.
+        files: files beside ``path``'s index whose checksums are compared before anything is read from them.
     """
 
     def __init__(
@@ -95,8 +49,10 @@ class Checkpoint:
         entries: Mapping[str, TensorEntry],
         values: Mapping[str, Any],
         source: Source,
+        files: Mapping[str, FileEntry] | None = None,
     ) -> None:
         self.path, self.entries, self.values, self.source = path, dict(entries), dict(values), source
+        self._unchecked = dict(files or {})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -107,10 +63,12 @@ class Checkpoint:
         """
         path = Path(path).absolute()
         manifest = layout.read_manifest(path)
+        layout.check_file(path / layout.VALUES, manifest.files[layout.VALUES])
         values = read_json(path / layout.VALUES)
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / layout.VALUES}: is damaged, it is no mapping")
-        return cls(path, manifest.tensors, values, safetensors_source(path))
+        shards = {name: entry for name, entry in manifest.files.items() if name != layout.VALUES}
+        return cls(path, manifest.tensors, values, safetensors_source(path), shards)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -125,8 +83,10 @@ class Checkpoint:
     def load(self, template: Mapping[str, Tensor]) -> None:
         """Fill the tensors of a template in place, each process its own part; collective.
 
+        All files are compared with their checksums before the first of them is read; the processes divide that work.
+
         Raises:
-            CheckpointError: a key is not in the checkpoint, a shape differs, or bytes cannot be read.
+            CheckpointError: a key is not in the checkpoint, a shape differs, or a file is damaged or cannot be read.
         """
         for key, tensor in template.items():
             if key not in self.entries:
@@ -137,9 +97,30 @@ class Checkpoint:
                 )
         if not template:
             return
+        self.check_files()
         reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
         with _own_errors(self.path, "could not be read"):
             load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
+
+    def check_files(self) -> None:
+        """Compare every file with its checksum, once; collective, each process reads some of them.
+
+        Raises:
+            CheckpointError: on every process, naming the first file that is damaged.
+        """
+        names = sorted(self._unchecked)
+        if not names:
+            return
+        problem = None
+        try:
+            for name in names[get_rank() :: get_world_size()]:
+                layout.check_file(self.path / name, self._unchecked[name])
+        except CheckpointError as error:
+            problem = str(error)
+        for found in all_gather_object(problem):
+            if found is not None:
+                raise CheckpointError(found)
+        self._unchecked.clear()
 
 
 @contextmanager

@@ -5,7 +5,7 @@
     work_dir/
         latest                      the name of the newest complete checkpoint
         epoch_3/
-            manifest.json           format, files with their sizes, and for each tensor dtype, shape and pieces
+            manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and pieces
             values.json             everything that is not a tensor
             rank-00000.safetensors  what rank 0 wrote, and so on; read by any safetensors reader
 
@@ -21,6 +21,8 @@ import math
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,15 @@ class TensorEntry(_Strict):
         return self
 
 
+class FileEntry(_Strict):
+    """A file of the checkpoint, as it was written."""
+
+    size: int
+    """In bytes."""
+    crc32: str
+    """Checksum of all of it (as zlib computes it), eight hexadecimal digits."""
+
+
 class Manifest(_Strict):
     """The index of a checkpoint; its presence is what makes a directory one."""
 
@@ -109,8 +120,7 @@ class Manifest(_Strict):
     version: int = VERSION
     written_by: dict[str, str | int]
     """Versions, strategy and world size, for people; nothing is decided by it."""
-    files: dict[str, int]
-    """Size of every file in bytes."""
+    files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
     @pydantic.model_validator(mode="after")
@@ -123,8 +133,8 @@ class Manifest(_Strict):
                     raise ValueError(f"{key} is in {chunk.file}, which is not listed")
                 declared[chunk.file] += math.prod(chunk.shape) * DTYPES[entry.dtype].itemsize
         for file, size in declared.items():
-            if size > self.files[file]:
-                raise ValueError(f"{file} has {self.files[file]} bytes and would hold tensors of {size}")
+            if size > self.files[file].size:
+                raise ValueError(f"{file} has {self.files[file].size} bytes and would hold tensors of {size}")
         return self
 
 
@@ -219,13 +229,65 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def write_file(path: Path, content: bytes) -> int:
-    """Write a file down to the disk; returns its size in bytes."""
+def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a file, given whole or in parts, down to the disk."""
+    size, crc = 0, 0
     with path.open("wb") as file:
-        file.write(content)
+        for part in (content,) if isinstance(content, bytes) else content:
+            file.write(part)
+            size, crc = size + len(part), zlib.crc32(part, crc)
         file.flush()
         os.fsync(file.fileno())
-    return len(content)
+    return FileEntry(size=size, crc32=f"{crc:08x}")
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and checksum of a file, which is read through."""
+    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size, crc = size + count, zlib.crc32(block[:count], crc)
+    return FileEntry(size=size, crc32=f"{crc:08x}")
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Read a file through, and compare it with what was written.
+
+    Raises:
+        CheckpointError: it cannot be read, has another size, or its checksum differs.
+    """
+    try:
+        _check_size(path, entry)
+        found = file_entry(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
+    if found != entry:
+        raise CheckpointError(f"{path}: is damaged, its checksum is {found.crc32} instead of {entry.crc32}")
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    if (found := path.stat().st_size) != entry.size:
+        raise CheckpointError(f"{path}: has {found} bytes instead of {entry.size}")
+
+
+_BLOCK = 2**22
+
+
+def seal(folder: Path, manifest: bytes) -> None:
+    """Write the index, a JSON object, with a checksum of itself as its first entry."""
+    write_file(folder / MANIFEST, (b'{"crc32":"%08x",' % zlib.crc32(manifest[1:]), manifest[1:]))
+
+
+# The checksum, and all that follows it.
+_MANIFEST_TEXT = re.compile(rb'\{"crc32":"([0-9a-f]{8})",(.*)', re.DOTALL)
+
+
+def _manifest_text(path: Path) -> bytes:
+    """The JSON of an index without its checksum, which it agrees with."""
+    found = _MANIFEST_TEXT.fullmatch(path.read_bytes())
+    if found is None or zlib.crc32(found[2]) != int(found[1], 16):
+        raise CheckpointError(f"{path}: is damaged, its checksum is not that of its content")
+    return b"{" + found[2]
 
 
 def sync_directory(path: Path) -> None:
@@ -274,7 +336,7 @@ def read_manifest(path: Path) -> Manifest:
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
+        manifest = Manifest.model_validate_json(_manifest_text(file))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         place, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
@@ -287,10 +349,8 @@ def read_manifest(path: Path) -> Manifest:
         )
     if VALUES not in manifest.files:
         raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
-    for name, size in manifest.files.items():
+    for name, entry in manifest.files.items():
         if name != VALUES and not SHARD.fullmatch(name):
             raise CheckpointError(f'{path / MANIFEST}: "{one_line(name)}" is no name of a file of a checkpoint')
-        file = sibling(path / MANIFEST, name)
-        if (found := file.stat().st_size) != size:
-            raise CheckpointError(f"{file}: has {found} bytes instead of {size}")
+        _check_size(sibling(path / MANIFEST, name), entry)
     return manifest

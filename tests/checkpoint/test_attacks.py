@@ -24,6 +24,7 @@ from flextrain.core.checkpoint import (
     export_weights,
     find_latest,
     is_checkpoint,
+    layout,
     open_weights,
     save_checkpoint,
 )
@@ -306,8 +307,9 @@ def test_a_cache_whose_links_leave_it(tmp_path: Path, secret: Path) -> None:
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["crc32"]
     change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    layout.seal(path, json.dumps(manifest).encode())  # whoever attacks can do that too
 
 
 @pytest.fixture
@@ -320,7 +322,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_that_leads_elsewhere(checkpoint: Path, secret: Path, name: str, where: str) -> None:
     def change(manifest: Any) -> None:
         if where == "files":
-            manifest["files"][name] = 1
+            manifest["files"][name] = {"size": 1, "crc32": "00000000"}
         else:
             manifest["tensors"]["model.w"]["chunks"][0]["file"] = name
 
@@ -378,7 +380,7 @@ def many_small_pieces(manifest: Any) -> None:
 
 def one_terabyte_on_paper(manifest: Any) -> None:
     one_terabyte(manifest)
-    manifest["files"][SHARD] = TERABYTE + 1000
+    manifest["files"][SHARD]["size"] = TERABYTE + 1000
 
 
 def unlisted(manifest: Any) -> None:
@@ -397,7 +399,7 @@ def twice(manifest: Any) -> None:
     entry = manifest["tensors"]["model.w"]
     entry["shape"] = [6, 2]
     entry["chunks"] *= 2
-    manifest["files"][SHARD] += 24
+    manifest["files"][SHARD]["size"] += 24
 
 
 @pytest.mark.parametrize(
@@ -583,7 +585,10 @@ def test_json_that_is_nonsense(checkpoint: Path, name: str, text: str) -> None:
         pytest.skip("may stand there")
     (checkpoint / name).write_bytes(text.encode("latin-1"))
     if name != "manifest.json":
-        edit(checkpoint, lambda manifest: manifest["files"].update({name: len(text)}))
+        edit(
+            checkpoint,
+            lambda manifest: manifest["files"].update({name: layout.file_entry(checkpoint / name).model_dump()}),
+        )
     refused(checkpoint, f"{name}: is damaged")
 
 
@@ -592,7 +597,10 @@ def test_json_that_is_huge(checkpoint: Path, name: str) -> None:
     size = MAX_JSON_BYTES + 1
     os.truncate(checkpoint / name, size)  # takes no room on the disk
     if name != "manifest.json":
-        edit(checkpoint, lambda manifest: manifest["files"].update({name: size}))
+        edit(
+            checkpoint,
+            lambda manifest: manifest["files"].update({name: layout.file_entry(checkpoint / name).model_dump()}),
+        )
     refused(checkpoint, f"{MAX_JSON_BYTES} bytes, which are not read", f"more than {MAX_JSON_BYTES} are not read")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from flextrain.cli import main
 from flextrain.commands.checkpoint import human_size
-from flextrain.core.checkpoint import Checkpoint, mark_latest, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, layout, mark_latest, save_checkpoint
 from flextrain.core.checkpoint.compare import compare, difference_of
 
 from .test_export import trained
@@ -150,7 +150,8 @@ def other_shape(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     entry = manifest["tensors"]["model.weight"]
     entry["shape"] = entry["chunks"][0]["shape"] = [3, 2]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["crc32"]
+    layout.seal(path, json.dumps(manifest).encode())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,11 @@ def test_the_files_are_what_the_documentation_says(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["version"]) == ("flextrain-checkpoint", 1)
     assert manifest["written_by"]["strategy"] == "Some"
-    assert manifest["files"] == {name: (path / name).stat().st_size for name in (SHARD, "values.json")}
+    for name in (SHARD, "values.json"):
+        content = (path / name).read_bytes()
+        assert manifest["files"][name] == {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    assert manifest["files"].keys() == {SHARD, "values.json"}
+    assert int(manifest["crc32"], 16) == zlib.crc32((path / "manifest.json").read_bytes().partition(b",")[2])
     with safe_open(path / SHARD, framework="pt") as file:  # any reader of safetensors reads it
         assert torch.equal(file.get_tensor("model.weight"), example()["model.weight"])
 
@@ -316,9 +321,26 @@ def change(part: str, **values: Any) -> Callable[[Path], None]:
         manifest = json.loads((path / "manifest.json").read_text())
         tensor = manifest["tensors"]["model.weight"]
         {"top": manifest, "tensor": tensor, "piece": tensor["chunks"][0]}[part].update(values)
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        seal(path, manifest)
 
     return damage
+
+
+def seal(path: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest whose checksum is right."""
+    layout.seal(path, json.dumps({key: value for key, value in manifest.items() if key != "crc32"}).encode())
+
+
+def sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    """With checksums that are right, so that what lies behind them is looked at."""
+
+    def do(path: Path) -> None:
+        damage(path)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"] = {name: layout.file_entry(path / name).model_dump() for name in manifest["files"]}
+        seal(path, manifest)
+
+    return do
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -330,14 +352,14 @@ def overwrite(name: str, byte: bytes) -> Callable[[Path], None]:
 
 
 def without_values(path: Path) -> None:
-    change("top", files={SHARD: (path / SHARD).stat().st_size})(path)
+    change("top", files={SHARD: layout.file_entry(path / SHARD).model_dump()})(path)
     (path / "values.json").unlink()
 
 
 def outside_file(path: Path) -> None:
     (path.parent.parent / "secret").write_text("abc")
-    own = {name: (path / name).stat().st_size for name in (SHARD, "values.json")}
-    change("top", files={"../../secret": 3, **own})(path)
+    names = ("../../secret", SHARD, "values.json")
+    change("top", files={name: layout.file_entry(path / name).model_dump() for name in names})(path)
 
 
 @pytest.mark.parametrize(
@@ -345,12 +367,15 @@ def outside_file(path: Path) -> None:
     [
         (cut(SHARD), f"a/{SHARD}: has [0-9]+ bytes instead of [0-9]+"),
         (cut("values.json"), "a/values.json: has [0-9]+ bytes instead of"),
-        (cut("manifest.json"), "a/manifest.json: is damaged at its beginning, Invalid JSON"),
+        (cut("manifest.json"), "a/manifest.json: is damaged, its checksum is not that of its content"),
+        (lambda path: layout.seal(path, b"{[}"), "a/manifest.json: is damaged at its beginning, Invalid JSON"),
         (lambda path: (path / SHARD).unlink(), f"a/{SHARD}: is missing"),
         (without_values, "a/manifest.json: is damaged at files, it lacks values.json"),
-        (overwrite(SHARD, b"\0"), f"a/{SHARD}: is damaged"),
-        (overwrite(SHARD, b"\xff"), f"a/{SHARD}: is damaged"),
-        (overwrite("values.json", b"x"), "a/values.json: is damaged"),
+        (overwrite(SHARD, b"\0"), f"a/{SHARD}: is damaged, its checksum is"),
+        (sealed(overwrite(SHARD, b"\0")), f"a/{SHARD}: is damaged"),
+        (sealed(overwrite(SHARD, b"\xff")), f"a/{SHARD}: is damaged"),
+        (overwrite("values.json", b"x"), "a/values.json: is damaged, its checksum is"),
+        (sealed(overwrite("values.json", b"x")), "a/values.json: is damaged"),
         (change("top", version=2), "is flextrain-checkpoint version 2, this flextrain reads flextrain-checkpoint 1"),
         (change("top", format="zip"), "is zip version 1"),
         (change("top", unknown=1), "is damaged at unknown"),

@@ -1,0 +1,231 @@
+"""Saving: all agree on who writes what, each process writes its part, and rank 0 makes it a checkpoint.
+
+torch.distributed.checkpoint's planners do the first: what several processes hold alike is written by one of them, shared
+out evenly.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ..distributed import get_rank, get_world_size
+from ..errors import CheckpointError
+from . import layout
+from .layout import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
+from .peers import Peers
+from .planners import ShardSavePlanner
+from .storage import name_in_file, write_shard
+
+TIMEOUT_S = 600.0
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    per_rank: Mapping[str, Any] | None = None,
+    written_by: Mapping[str, str | int] | None = None,
+    is_latest: bool = False,
+    verify: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> Path:
+    """Write a checkpoint directory; every process must call it, and writes its own part.
+
+    One tensor at a time is copied to the CPU, and nothing but the part of it that this process writes.
+
+    Args:
+        path: the directory; a checkpoint of this name is replaced once the new one is complete.
+        state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
+            JSON-able value (rank 0's counts).
+        per_rank: JSON-able values that differ by process; read back as a list by rank.
+        written_by: facts for people, such as the strategy's name.
+        is_latest: ``latest`` in the parent directory names it when it is complete.
+        verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
+        timeout_s: how many seconds the other processes may take to come here.
+
+    Raises:
+        CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
+    """
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
+    save.plan()
+    save.finish()
+    return save.path
+
+
+def save_in_background(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    per_rank: Mapping[str, Any] | None = None,
+    written_by: Mapping[str, str | int] | None = None,
+    is_latest: bool = False,
+    verify: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> PendingSave:
+    """``save_checkpoint``, except that it returns as soon as the state is copied; a thread writes it.
+
+    The copy takes as much memory on the CPU as this process writes: its shards, and its share of what all hold alike. It is
+    given back when they are written. Wait for one save before you begin another: they would talk over the same group.
+
+    Raises:
+        CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
+    """
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
+    save.plan()
+    save.stage()
+    return PendingSave(save)
+
+
+class PendingSave:
+    """A save that a thread is finishing. The interpreter does not end before it has."""
+
+    def __init__(self, save: _Save) -> None:
+        self.path = save.path
+        self.seconds = 0.0
+        """How long it took to write, once it is done."""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
+        self._thread.start()
+
+    def _run(self, save: _Save) -> None:
+        begin = time.perf_counter()
+        try:
+            save.finish()
+        except Exception as error:  # raised where it is waited for
+            self._error = error
+        self.seconds = time.perf_counter() - begin
+
+    def is_done(self) -> bool:
+        """Whether it has come to its end, good or bad; does not wait."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The checkpoint's path, when it is complete.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+class _Save:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        written_by: Mapping[str, str | int] | None,
+        is_latest: bool,
+        verify: bool,
+        timeout_s: float,
+    ) -> None:
+        self.path = Path(path).absolute()
+        self._is_latest, self._verify = is_latest, verify
+        self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        self._values = {key: value for key, value in state.items() if key not in self._tensors}
+        self._per_rank = dict(per_rank or {})
+        self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
+        self._planner = ShardSavePlanner()
+        self._items: list[WriteItem] = []
+        self._staged: list[Tensor] | None = None
+        self._entries: dict[str, TensorEntry] = {}
+        self._text = b""
+        self._peers = Peers(f"{self.path}: could not be saved")
+        self._peers.meet(timeout_s)
+
+    def plan(self) -> None:
+        """Agree on who writes what, and make the directory."""
+        own = self._peers.round(self._offer, self._divide)
+        self._items = self._planner.finish_plan(own).items
+
+    def _offer(self) -> tuple[SavePlan, dict[str, Any]]:
+        for key, tensor in self._tensors.items():
+            if tensor.dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
+        layout.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
+        self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
+        return self._planner.create_local_plan(), self._per_rank
+
+    def _divide(self, offers: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+        plans, metadata = self._planner.create_global_plan([plan for plan, _ in offers])
+        per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
+        self._text = layout.to_json(self._values | per_rank, "checkpoint")
+        self._entries = _entries(plans, metadata)
+        layout.begin(self.path)
+        return plans
+
+    def stage(self) -> None:
+        """Copy what this process writes, so that training may go on."""
+        self._peers.round(self._copy, lambda copied: copied)
+        self._tensors.clear()
+        del self._planner
+
+    def _copy(self) -> None:
+        self._staged = [
+            self._planner.resolve_data(item).detach().to("cpu", copy=True).contiguous()  # type: ignore[union-attr]
+            for item in self._items
+        ]
+
+    def finish(self) -> None:
+        """Write this process's part; rank 0 completes the checkpoint when all have."""
+        self._peers.round(self._write, self._complete)
+
+    def _write(self) -> tuple[str, FileEntry] | None:
+        folder = layout.temporary(self.path)
+        if not folder.is_dir():
+            raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
+        if not self._items:
+            return None
+        file = _file(get_rank())
+        resolve = iter(self._staged).__next__ if self._staged is not None else None
+        tensors = (resolve() if resolve else self._planner.resolve_data(item) for item in self._items)
+        entry = write_shard(folder / file, self._items, tensors)  # type: ignore[arg-type]
+        if self._verify:
+            layout.check_file(folder / file, entry)
+        return file, entry
+
+    def _complete(self, written: list[tuple[str, FileEntry] | None]) -> list[None]:
+        folder = layout.temporary(self.path)
+        files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
+        files |= dict(file for file in written if file is not None)
+        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._entries)
+        layout.seal(folder, manifest.model_dump_json().encode())
+        layout.commit(self.path)
+        if self._is_latest:
+            layout.mark_latest(self.path)
+        return [None] * len(written)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
+    """Of every tensor, its pieces and where they will be."""
+    chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            piece = item.tensor_data.chunk
+            chunks[item.index.fqn].append(
+                Chunk(offsets=tuple(piece.offsets), shape=tuple(piece.sizes), file=_file(rank), name=name_in_file(item))
+            )
+    entries = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = DTYPE_NAMES[entry.properties.dtype]
+        entries[key] = TensorEntry(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks[key]))
+    return entries
