@@ -128,7 +128,12 @@ def _listed(names: Sequence[str], others: Iterable[str], limit: int = 10) -> str
     others = list(others)
     shown = []
     for name in names[:limit]:
-        near = nearest(name, others)
+        near = _with_other_prefix(name, others) or nearest(name, others)
         shown.append(f"{name} (like {near})" if near else name)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(shown) + more
+
+
+def _with_other_prefix(name: str, others: Iterable[str]) -> str | None:
+    """The same name below another module, which is farther from it in letters than its neighbours are."""
+    return next((other for other in others if other.endswith(f".{name}") or name.endswith(f".{other}")), None)
