@@ -7,11 +7,12 @@ PIP := PYTHONWARNINGS=ignore $(PY) -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench format clean distclean
+.PHONY: help demo test test-full lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
 	@echo "make test    lint, type check and the whole test suite"
+	@echo "make test-full  the same with every combination of strategies and processes"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
@@ -23,6 +24,10 @@ demo: $(VENV)/.installed-examples
 	$(PY) examples/demo.py
 
 test: lint types unit
+
+# An empty expression for the marker puts back what pyproject.toml leaves out.
+test-full: PYTEST_ARGS += -m ""
+test-full: lint types unit
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -198,7 +198,7 @@ def no_spare_memory(device: torch.device) -> Iterator[None]:
     make_masters, prepare = Stage3._create_fp32_partitions, Stage3.initialize_optimizer_states
 
     def share_masters(optimizer: Any) -> None:
-        name, optimizer.device = optimizer.device, torch.device(str(optimizer.device))
+        name, optimizer.device = optimizer.device, torch.device(optimizer.device)
         make_masters(optimizer)
         optimizer.device = name
 
