@@ -338,10 +338,10 @@ class EvalLoop(BaseLoop):
         was_training = runner.model.training
         runner.model.eval()
         self.evaluator.to(runner.strategy.device)
-        batch: Any = None
+        batch, missing = None, self._num_missing()
         for i, batch in enumerate(self.dataloader):
             self.run_iter(i, batch)
-        self._even_out(batch)
+        self._even_out(batch, missing)
         metrics = self.evaluator.evaluate(self._num_kept())
         runner.model.train(was_training)
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
@@ -377,12 +377,15 @@ class EvalLoop(BaseLoop):
             )
         return size
 
-    def _even_out(self, last_batch: Any) -> None:
+    def _num_missing(self) -> int:
+        """How many batches this process has less than another; asked before any forward, which may communicate too."""
         own = len(self.dataloader)
-        most = int(dist.all_reduce(torch.tensor(own), "max"))
-        if own < most and last_batch is None:
+        return int(dist.all_reduce(torch.tensor(own), "max")) - own
+
+    def _even_out(self, last_batch: Any, missing: int) -> None:
+        if missing and last_batch is None:
             last_batch = self.dataloader.collate_fn([self.dataloader.dataset[0]])
-        for _ in range(most - own):
+        for _ in range(missing):
             self._forward(last_batch)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flextrain import BaseModel, Hook, StrategyError
+from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
 from .training import SGD, Net, Samples, SaveEvery, Watch, fresh_group, make_runner, validation, whole_state
@@ -19,31 +21,48 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
 DDP = dict(type="DDPStrategy")
 FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
+ZERO = [dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)) for stage in range(4)]
 SETTINGS: dict[str, Any] = dict(
     model=partial(Net, dropout=0.0),
     train_dataloader=dict(batch_size=2, dataset=Samples(26), collate_fn="default_collate"),
     optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.02), accumulative_counts=2, clip_grad=dict(max_norm=0.5)),
     param_scheduler=dict(type="LinearLR", start_factor=0.1, end=2, convert_to_iter_based=True),
     custom_hooks=[dict(type="EMAHook", momentum=0.1)],
-    **validation(),
+    **validation(9),  # five for one process and four for the other: a batch more and a batch less
 )
+
+
+def with_zero(*values: Any, name: str) -> Any:
+    """A case that needs DeepSpeed."""
+    return pytest.param(*values, id=name, marks=pytest.mark.deepspeed)
+
+
+class Metrics(Hook):
+    """The metrics of every validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
+        self.seen.append(metrics)
 
 
 def trained(folder: str, strategy: dict[str, Any], more: list[Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Everything that training has changed, whole, and what was seen on the way."""
     fresh_group()
-    watch = Watch()
-    hooks = [*SETTINGS["custom_hooks"], watch, *(more or [])]
+    watch, metrics = Watch(), Metrics()
+    hooks = [*SETTINGS["custom_hooks"], watch, metrics, *(more or [])]
     runner = make_runner(folder, **{**SETTINGS, "strategy": strategy, **changes, "custom_hooks": hooks})
     runner.train()
-    metrics = runner.val()
+    runner.val()
     state = {
-        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in whole_state(runner).items()
+        key: value.full_tensor() if isinstance(value, (DTensor, FlatShard)) else value
+        for key, value in whole_state(runner).items()
     }
     state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     runner.strategy.teardown()
     losses = [float(loss) for loss in watch.losses]
-    return {"state": state, "accuracy": metrics["accuracy"], "losses": losses, "trained": watch.trained}
+    return {"state": state, "metrics": metrics.seen, "losses": losses, "trained": watch.trained}
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -52,20 +71,35 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(
             found["state"][key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
-    assert found["accuracy"] == expected["accuracy"]
+    assert found["metrics"] == expected["metrics"][-len(found["metrics"]) :]
 
 
-def test_a_run_is_the_same_under_both(tmp_path: Path, workers2: WorkerGroup) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(FSDP, id="fsdp"), *(with_zero(ZERO[stage], name=f"zero{stage}") for stage in (1, 2, 3))],
+)
+def test_a_run_is_the_same_under_both(tmp_path: Path, workers2: WorkerGroup, strategy: dict[str, Any]) -> None:
     ddp = workers2.run(trained, str(tmp_path / "ddp"), DDP)
-    fsdp = workers2.run(trained, str(tmp_path / "fsdp"), FSDP)
-    for one, other in zip(fsdp, ddp, strict=True):
+    sharded = workers2.run(trained, str(tmp_path / "sharded"), strategy)
+    for one, other in zip(sharded, ddp, strict=True):
         same(one, other)
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
         assert one["trained"] == other["trained"]
+    assert [metrics["count"] for metrics in ddp[0]["metrics"]] == [9] * 4, "one after each epoch, and one at the end"
     assert any(key.startswith("hook.") for key in ddp[0]["state"]), "averages are compared too"
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(DDP, FSDP), (FSDP, DDP), (FSDP, FSDP)], ids=["to", "from", "itself"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(DDP, FSDP, id="ddp-fsdp"),
+        pytest.param(FSDP, DDP, id="fsdp-ddp"),
+        pytest.param(FSDP, FSDP, id="fsdp-fsdp"),
+        with_zero(DDP, ZERO[3], name="ddp-zero3"),
+        with_zero(ZERO[3], DDP, name="zero3-ddp"),
+        with_zero(ZERO[3], FSDP, name="zero3-fsdp"),
+    ],
+)
 def test_each_goes_on_in_the_middle_of_an_epoch(
     tmp_path: Path, workers2: WorkerGroup, saved: dict[str, Any], resumed: dict[str, Any]
 ) -> None:
@@ -85,3 +119,46 @@ def test_weights_of_a_file_are_dealt_out(tmp_path: Path, workers2: WorkerGroup) 
     for found in workers2.run(trained, str(tmp_path / "run"), FSDP, **changes):
         for name, value in weights.items():
             assert torch.equal(found["state"][f"model.{name}"], value)
+
+
+class OwnStep(Net, BaseModel):
+    """Says itself what a training step is."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(**data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+TWO_OPTIMIZERS = dict(one=dict(optimizer=SGD), two=dict(optimizer=SGD))
+
+
+def refusal(folder: str, strategy: dict[str, Any], changes: dict[str, Any]) -> str:
+    fresh_group()
+    runner = make_runner(folder, strategy=strategy, **changes)
+    with pytest.raises(StrategyError) as caught:
+        runner.train()
+    runner.strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(model=OwnStep),
+            "model: OwnStep defines its own train_step, which DeepSpeed's engine cannot see; define forward instead, or "
+            "choose another strategy",
+        ),
+        (
+            dict(model=OwnStep, optim_wrapper=TWO_OPTIMIZERS),
+            'optim_wrapper.type: "OptimWrapperDict" has several optimizers, DeepSpeed\'s engine has one',
+        ),
+    ],
+    ids=["own step", "two optimizers"],
+)
+def test_what_an_engine_cannot_train_is_refused(
+    tmp_path: Path, workers2: WorkerGroup, changes: dict[str, Any], message: str
+) -> None:
+    assert workers2.run(refusal, str(tmp_path), ZERO[2], changes) == [message, message]
