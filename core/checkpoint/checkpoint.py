@@ -102,6 +102,22 @@ class Checkpoint:
         with _own_errors(self.path, "could not be read"):
             load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
 
+    def renamed(self, entries: Mapping[str, TensorEntry]) -> Checkpoint:
+        """The same source with its tensors under other keys."""
+        other = Checkpoint(self.path, entries, self.values, self.source)
+        other._unchecked = self._unchecked
+        return other
+
+    def check_file(self, name: str) -> None:
+        """Compare one file with its checksum, once; on this process alone.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if (entry := self._unchecked.get(name)) is not None:
+            layout.check_file(self.path / name, entry)
+            del self._unchecked[name]
+
     def check_files(self) -> None:
         """Compare every file with its checksum, once; collective, each process reads some of them.
 

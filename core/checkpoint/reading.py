@@ -33,7 +33,7 @@ class TensorReader:
         """The tensor of this key, contiguous, on the CPU, in ``dtype`` or its own.
 
         Raises:
-            CheckpointError: it is not there, or cannot be read.
+            CheckpointError: it is not there, cannot be read, or a file that it is in does not have its checksum.
         """
         path, entry = self.checkpoint.path, self.checkpoint.entries.get(key)
         if entry is None:
@@ -60,6 +60,7 @@ class TensorReader:
 
     def _file(self, name: str) -> Fetch:
         if name not in self._files:
+            self.checkpoint.check_file(name)
             self._files[name] = self._stack.enter_context(self.checkpoint.source(name))
         return self._files[name]
 

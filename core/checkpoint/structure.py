@@ -8,24 +8,26 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .layout import Chunk, TensorEntry, read_manifest
+from .layout import Chunk, TensorEntry, check_file, read_manifest
 
 
 def damages(path: Path) -> Iterator[str]:
-    """What is wrong with the checkpoint at ``path``, a sentence each, naming the file; sizes and structure, not every byte."""
+    """What is wrong with the checkpoint at ``path``, a sentence each, naming the file; every byte is read."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         yield str(error)
         return
+    for file, written in manifest.files.items():
+        try:
+            check_file(path / file, written)
+        except CheckpointError as error:
+            yield str(error)
     by_file: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {}
     for key, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             by_file.setdefault(chunk.file, []).append((key, entry, chunk))
     for file, pieces in by_file.items():
-        if file not in manifest.files:
-            yield f"{path / file}: holds tensors, and the manifest does not list it"
-            continue
         yield from _file_damages(path / file, pieces)
 
 

@@ -121,7 +121,7 @@ def match_weights(
         misshaped=misshaped,
     )
     fits = {key: template[key] for key, shape in own.items() if key in entries and entries[key].shape == shape}
-    return Checkpoint(source.path, entries, source.values, source.source), fits, report
+    return source.renamed(entries), fits, report
 
 
 def _listed(names: Sequence[str], others: Iterable[str], limit: int = 10) -> str:

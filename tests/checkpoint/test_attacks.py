@@ -572,6 +572,18 @@ def test_programs_that_waste(tmp_path: Path, program: str) -> None:
     refused(tmp_path / "w.pth", "w.pth: ")
 
 
+def test_a_changed_byte_is_found_under_other_names_too(checkpoint: Path) -> None:
+    """Which load_from gives to what it reads."""
+    content = bytearray((checkpoint / SHARD).read_bytes())
+    content[-1] ^= 1
+    (checkpoint / SHARD).write_bytes(content)
+    source = open_weights(checkpoint)
+    renamed, fits, report = match_weights(source, {"model.v": torch.empty(3, 2)}, {}, [("w", "v")])
+    assert not report
+    with pytest.raises(CheckpointError, match=f"{SHARD}: is damaged, its checksum is"):
+        renamed.load(fits)
+
+
 # JSON
 
 

@@ -146,6 +146,12 @@ def rename_tensor(path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"model.bias", b"model.bAis"))
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray((path / "rank-00000.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "rank-00000.safetensors").write_bytes(content)
+
+
 def other_shape(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     entry = manifest["tensors"]["model.weight"]
@@ -158,6 +164,7 @@ def other_shape(path: Path) -> None:
     "damage, says",
     [
         (rename_tensor, "rank-00000.safetensors"),
+        (flip_a_bit, "rank-00000.safetensors: is damaged, its checksum is"),
         (other_shape, "rank-00000.safetensors: model.weight is F32 (2, 3) instead of F32 (3, 2)"),
         (lambda path: (path / "rank-00000.safetensors").write_bytes(b"x"), "rank-00000.safetensors: has 1 bytes instead"),
         (lambda path: (path / "values.json").unlink(), "values.json: is missing"),
@@ -189,6 +196,14 @@ def test_export(tmp_path: Path, path: Path, capsys: Capture) -> None:
     text = run(capsys, "export", path, tmp_path / "folder", "--max-shard-size", "24")
     assert "model-00001-of-00002.safetensors" in text
     assert "model.safetensors.index.json" in text
+
+
+def test_damage_is_not_exported_or_compared(tmp_path: Path, path: Path, capsys: Capture) -> None:
+    flip_a_bit(path)
+    for arguments in (["export", path, tmp_path / "w.pth"], ["diff", path, path]):
+        assert main(["checkpoint", *map(str, arguments)]) == 2
+        assert "rank-00000.safetensors: is damaged, its checksum is" in capsys.readouterr().err
+    assert not (tmp_path / "w.pth").exists()
 
 
 def test_export_says_what_cannot_be(tmp_path: Path, path: Path, capsys: Capture) -> None:
