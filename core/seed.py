@@ -29,10 +29,7 @@ def set_seed(seed: int | None = None, *, diff_rank_seed: bool = False, determini
         deterministic: choose deterministic kernels only; torch raises where it has none.
     """
     run_seed = draw_seed() if seed is None else seed
-    local = run_seed + get_rank() if diff_rank_seed else run_seed
-    random.seed(local)
-    np.random.seed(local % 2**32)
-    torch.manual_seed(local)
+    _seed(run_seed + get_rank() if diff_rank_seed else run_seed)
     if deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
@@ -40,6 +37,20 @@ def set_seed(seed: int | None = None, *, diff_rank_seed: bool = False, determini
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return run_seed
+
+
+def seed_process(*numbers: int) -> None:
+    """Seed this process's generators from several numbers; other numbers give unrelated streams.
+
+    Source: Python's and torch's generators get a number that ``numpy.random.SeedSequence`` makes of them.
+    """
+    _seed(int(np.random.SeedSequence([number % 2**64 for number in numbers]).generate_state(1)[0]))
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
 
 
 def rng_state() -> dict[str, Any]:

@@ -57,7 +57,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         )
     else:
         for key in ("param_scheduler", "auto_scale_lr", "resume"):
-            if given[key]:
+            if given[key] or isinstance(given[key], Mapping):
                 raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
     for mode in ("val", "test"):
         parts = _parts(given, f"{mode}_dataloader", f"{mode}_cfg", f"{mode}_evaluator")

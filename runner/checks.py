@@ -76,19 +76,47 @@ class Environment(Config):
     """Open files that the process may have, at least."""
 
 
+class Resume(Config):
+    """``resume`` as a dict: where from, and what of the checkpoint is left out. The model and the counters never are."""
+
+    path: str | Path | None = None
+    """The checkpoint; None: the newest in the work directory, if there is one."""
+    optimizer: bool = True
+    """Its state for each parameter, its settings (learning rates among them) and the loss scale."""
+    param_scheduler: bool = True
+    """How far the schedules are."""
+    random: bool = True
+    """The random states of the processes."""
+    hooks: bool = True
+    """What hooks have saved: averaged weights, the best scores, the patience of early stopping."""
+    logs: bool = True
+    """The history of the figures that log lines smooth."""
+    data: bool = True
+    """The place in the epoch and the seed of its order; without it the epoch under way begins anew."""
+
+
 class FixedOptions(Config):
     """The arguments of a runner that are plain values."""
 
     work_dir: str | Path
     experiment_name: str | None = None
     load_from: str | Path | None = None
-    resume: bool | str | Path = False
+    resume: bool | str | Path | Resume = False
     launcher: str | None = None
     auto_scale_lr: AutoScaleLR | None = None
     randomness: Randomness
     env_cfg: Environment
     compile: bool | dict[str, Any] | None = None
     cfg: dict[str, Any] | None = None
+
+    @property
+    def resume_options(self) -> Resume | None:
+        """``resume`` in its full form; None: nothing is resumed."""
+        if isinstance(self.resume, Resume):
+            return self.resume
+        if isinstance(self.resume, bool):
+            return Resume() if self.resume else None
+        return Resume(path=self.resume)
 
 
 def check_options(given: Mapping[str, Any]) -> FixedOptions:
@@ -98,19 +126,25 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         ConfigError: naming the argument.
     """
     data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
-    for key, model in (("auto_scale_lr", AutoScaleLR), ("randomness", Randomness), ("env_cfg", Environment)):
+    parts: dict[str, type[Config]] = {
+        "auto_scale_lr": AutoScaleLR,
+        "randomness": Randomness,
+        "env_cfg": Environment,
+        "resume": Resume,
+    }
+    for key, model in parts.items():
         if isinstance(data[key], Mapping):
             data[key] = validate(model, data[key], key)
     try:
         options = validate(FixedOptions, data, "runner")
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix("runner.")) from None
-    for key in ("load_from", "resume"):
-        path = getattr(options, key)
+    resumed = options.resume_options
+    for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
         # A replacement that was killed between its two renames is undone when the checkpoint is opened.
         if isinstance(path, (str, Path)) and not (Path(path).exists() or replaced(Path(path)).exists()):
             raise ConfigError(f'{key}: "{path}" does not exist')
-    if options.load_from is not None and isinstance(options.resume, (str, Path)):
+    if options.load_from is not None and resumed is not None and resumed.path is not None:
         raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
     return options
 

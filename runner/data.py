@@ -181,12 +181,9 @@ class TrainData:
         self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self.infinite = isinstance(self._sampler, InfiniteSampler)
         self._batch_size = getattr(loader.batch_sampler, "batch_size", 1)
-        self._drop_last = getattr(loader.batch_sampler, "drop_last", False)
-        self._origin = (
-            -1,
-            0,
-            0,
-        )  # an epoch that was resumed with other windows: its number, a window, that one's place
+        self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+        # An epoch that was resumed with other windows: its number, one of its windows, and the position of that one.
+        self._origin = (-1, 0, 0)
         self._feed: DataLoader[Any] = loader
         self._order: Repeatable | None = None
         if isinstance(loader.dataset, IterableDataset):
@@ -235,6 +232,14 @@ class TrainData:
         own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
         return type(self.loader.batch_sampler if own_batches else self._sampler).__name__
 
+    @property
+    def num_samples(self) -> int | None:
+        """Of the dataset; None for a stream that does not know."""
+        try:
+            return len(cast(Sized, self.loader.dataset))
+        except TypeError:
+            return None
+
     def position(self, epoch: int, window: int) -> int | None:
         """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""
         sampler = self.splittable
@@ -250,6 +255,9 @@ class TrainData:
         """
         window = position // self._stride
         self._origin = (epoch, window, position)
+        if not self.infinite and self.length(epoch) == window and self.epoch_length:
+            self._origin = (-1, 0, 0)  # what is left is less than a batch, and dropped: the epoch is at its end
+            return self.epoch_length
         return window
 
     def length(self, epoch: int) -> int | None:
@@ -258,7 +266,7 @@ class TrainData:
             return self.epoch_length
         _, window, position = self._origin
         samples = cast(DefaultSampler, self.splittable).length_from(position)
-        batches = samples // self._batch_size if self._drop_last else math.ceil(samples / self._batch_size)
+        batches = samples // self._batch_size if self.drop_last else math.ceil(samples / self._batch_size)
         return window + math.ceil(batches / self.accumulate)
 
     @property
@@ -301,7 +309,8 @@ class TrainData:
         if self._order is not None:
             self._order.position(order_seed, start, stop)
         else:
-            self._sampler.set_span(self._place(epoch, first), None if end is None else self._place(epoch, end))
+            sampler = cast(ShardedSampler, self._sampler)
+            sampler.set_span(self._place(epoch, first), None if end is None else self._place(epoch, end))
         return iter(loader)
 
 

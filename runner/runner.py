@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..core.checkpoint import find_latest, mark_latest
-from ..core.config import check_call, known_keywords
+from ..core.config import check_call, known_keywords, validate
 from ..core.distributed import broadcast_object
 from ..core.errors import ConfigError
 from ..core.registry import LOOPS
@@ -53,6 +53,8 @@ class FlexibleRunner:
         data_preprocessor: of a model that is given as a configuration, or has an attribute of this name.
         load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
         resume: True continues from the newest checkpoint in ``work_dir``, if there is one; a path from that one.
+            ``dict(path=None, optimizer=True, param_scheduler=True, random=True, hooks=True, logs=True, data=True)`` says
+            what of it is left out.
         launcher: who started the processes; None finds out.
         env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096)``.
         log_processor: what log lines show.
@@ -89,7 +91,7 @@ class FlexibleRunner:
         custom_hooks: Sequence[Any] | None = None,
         data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
         load_from: str | Path | None = None,
-        resume: bool | str | Path = False,
+        resume: bool | str | Path | Mapping[str, Any] = False,
         launcher: str | None = None,
         env_cfg: Mapping[str, Any] | None = None,
         log_processor: Any = None,
@@ -335,14 +337,45 @@ class FlexibleRunner:
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
-    def resume(self, filename: str | Path, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
-        """Bring everything to where the checkpoint was written."""
+    @known_keywords
+    def resume(
+        self,
+        filename: str | Path,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        *,
+        random: bool = True,
+        hooks: bool = True,
+        logs: bool = True,
+        data: bool = True,
+    ) -> None:
+        """Bring everything to where the checkpoint was written, but for what is left out; every process must call it.
+
+        In the middle of an epoch the run goes on with the next sample, on any number of processes and in batches of any
+        size. Random states come back among the same number of processes; among another, every process draws from a seed
+        made of the run's, the iteration and its rank.
+
+        Args:
+            filename: the checkpoint directory.
+            resume_optimizer, resume_param_scheduler, random, hooks, logs, data: see ``resume`` of the runner.
+
+        Raises:
+            CheckpointError: a piece is missing or damaged, or does not fit this run; it says how to leave the piece out.
+            ConfigError: an unknown keyword.
+        """
+        options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
+        options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
+        self._resume(Path(filename), validate(checks.Resume, options, "resume"))
+
+    def _resume(self, path: Path, options: checks.Resume) -> None:
         self._setup_model()
         self._setup_schedulers()
         self._begin()
-        state.resume(self, Path(filename), optimizer=resume_optimizer, param_scheduler=resume_param_scheduler)
+        state.resume(self, path, options)
         self._started = True
-        self.logger.info(f"Resumed from {filename}: epoch {self.epoch}, iteration {self.iter}")
+        left_out = [name for name, value in options if value is False]
+        but = f", without {', '.join(left_out)}" if left_out else ""
+        self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")
 
     def use_data_seed(self, seed: int) -> None:
         """Order the training data by another seed, that of a run which is continued."""
@@ -386,25 +419,23 @@ class FlexibleRunner:
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 
-    def _source(self) -> tuple[str | Path | None, bool]:
-        """The checkpoint or file to begin with, and whether it is to be resumed."""
-        options = self.options
-        if not options.resume:
-            return options.load_from, False
-        if isinstance(options.resume, (str, Path)):
-            return options.resume, True
-        return options.load_from or find_latest(self.work_dir), True
+    def _source(self) -> tuple[str | Path | None, checks.Resume | None]:
+        """The checkpoint or file to begin with, and what is to be resumed of it; None: it gives weights."""
+        resumed, load_from = self.options.resume_options, self.options.load_from
+        if resumed is None:
+            return load_from, None
+        return resumed.path or load_from or find_latest(self.work_dir), resumed
 
     def _load_or_resume(self) -> None:
         if self._started:
             return
-        source, resumes = self._source()
-        if source is not None and resumes:
-            self.resume(source)
+        source, resumed = self._source()
+        if source is not None and resumed:
+            self._resume(Path(source), resumed)
         elif source is not None:
             if not self._has_weights:
                 self.load_checkpoint(source)
-        elif resumes:
+        elif resumed:
             self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
         self._started = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,21 @@ import torch
 from torch import Tensor
 
 from ..core.checkpoint import Checkpoint, match_weights, open_weights, save_checkpoint
-from ..core.errors import CheckpointError, FlexTrainError
-from ..core.seed import load_rng_state, rng_state
-from .checks import batch_size
+from ..core.errors import CheckpointError
+from ..core.seed import rng_state
+from .checks import Resume
+from .resuming import (
+    advice,
+    begin_epoch_anew,
+    check_counts,
+    check_hooks,
+    check_optimizer,
+    continue_epoch,
+    data_facts,
+    load_random,
+    load_schedulers,
+    piece,
+)
 
 if TYPE_CHECKING:
     from .runner import FlexibleRunner
@@ -38,7 +49,8 @@ def save(
     if save_param_scheduler:
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
-    state["data"] = _data_facts(runner)
+    state["data"] = data_facts(runner, state["loop"]).model_dump()
+    state["processes"] = runner.world_size
     state["aliases"] = dict(strategy.aliases())  # exports write tied tensors under all of their names
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
@@ -47,8 +59,9 @@ def save(
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
         **(meta or {}),
     }
-    for name, hook in _named_hooks(runner):
-        state.update(_flatten(hook.state_dict(), f"hook.{name}"))
+    hooks = _hook_states(runner)
+    state["hooks"] = {name: sorted(part) for name, part in hooks.items() if part}
+    state.update({key: value for part in hooks.values() for key, value in part.items()})
     extra: dict[str, Any] = {}
     runner.call_hook("before_save_checkpoint", checkpoint=extra)
     state.update(_flatten(extra, "extra"))
@@ -60,65 +73,101 @@ def save(
     )
 
 
-def resume(runner: FlexibleRunner, path: Path, *, optimizer: bool = True, param_scheduler: bool = True) -> None:
+def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
     """Bring a run to where the checkpoint was written; every process must call it.
 
+    Args:
+        runner: the run.
+        path: the checkpoint.
+        options: which pieces are left out; those are not looked at.
+
     Raises:
-        CheckpointError: a part is missing, or does not fit the model, the optimizer or the data.
+        CheckpointError: a piece is missing or damaged, or does not fit the model, the optimizer or the data; it says under
+            which name the piece can be left out.
     """
     checkpoint = Checkpoint.open(path)
-    values, strategy = checkpoint.values, runner.strategy
-    for key in ("loop", "rng", "data", "message_hub", *(("optim.wrapper",) if optimizer else ())):
-        if key not in values:
-            raise CheckpointError(f"{path}: cannot be resumed, it has no {key}; use load_from for its weights")
-    saved = {k: v for k, v in checkpoint.saved.items() if optimizer or not k.startswith("optim.")}
-    template = strategy.load_template(saved)
+    values, strategy, loop = checkpoint.values, runner.strategy, runner.train_loop
+    for name, keys in _wanted(runner, options):
+        for key in keys:
+            if key not in values:
+                raise CheckpointError(f"{path}: cannot be resumed, it has no {key}; {advice(name)}")
+    saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
+    with piece(path, "optim", "optimizer"):
+        template = strategy.load_template(saved)
     absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
     _, _, report = match_weights(checkpoint, live, strategy.aliases())
     if report:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
-    with _damage(path, "data"):
-        _check_data(runner, values["data"], values["loop"], path)
+    with piece(path, "loop"):
+        check_counts(values["loop"])
+        place = begin_epoch_anew(loop.data, values["loop"])
+    if options.data:
+        with piece(path, "data", "data"):
+            place = continue_epoch(runner, values["data"], values["loop"])
 
-    hooks = {f"hook.{name}": _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
-    own = {key: value for part in hooks.values() for key, value in part.items() if isinstance(value, Tensor)}
-    extra = {k: torch.empty(i.shape, dtype=i.dtype) for k, i in checkpoint.tensors.items() if k.startswith(_EXTRA)}
-    others = {key: value for key, value in own.items() if key in checkpoint.entries} | extra
-    checkpoint.load({**template, **others})
+    hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
+    checkpoint.load({**template, **hooks})
 
-    with _damage(path, "optim"):
-        plain = {key: value for key, value in values.items() if optimizer and key.startswith("optim.")}
+    with piece(path, "optim", "optimizer"):
+        plain = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
         strategy.load_state_dict({**plain, **template})
-        if optimizer and runner.optim_wrapper is not None:
+        if options.optimizer and runner.optim_wrapper is not None:
+            check_optimizer(runner, values)
             runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
-    if param_scheduler:
-        with _damage(path, "scheduler"):
-            _load_schedulers(runner, values.get("scheduler", {}), path)
-    with _damage(path, "loop"):
-        runner.train_loop.load_state_dict(values["loop"])
-    with _damage(path, "message_hub"):
-        runner.message_hub.load_state_dict(values["message_hub"])
+    if options.param_scheduler:
+        with piece(path, "scheduler", "param_scheduler"):
+            load_schedulers(runner, values.get("scheduler", {}))
+    with piece(path, "loop"):
+        loop.load_state_dict(place)
+    if options.logs:
+        with piece(path, "message_hub", "logs"):
+            runner.message_hub.load_state_dict(values["message_hub"])
+    if options.hooks:
+        _load_hooks(runner, path, {**values, **hooks})
+    if options.random:
+        with piece(path, "rng", "random"):
+            load_random(runner, values["rng"], values["processes"])
+
+
+def _wanted(runner: FlexibleRunner, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:
+    """The pieces that a run takes from a checkpoint, by the names under which they can be left out, and their keys."""
+    yield None, ("loop",)
+    if options.data:
+        yield "data", ("data",)
+    if options.random:
+        yield "random", ("rng", "processes")
+    if options.logs:
+        yield "logs", ("message_hub",)
+    if options.optimizer:
+        yield "optimizer", ("optim.wrapper",)
+    if options.param_scheduler and any(runner.schedulers.values()):
+        yield "param_scheduler", ("scheduler",)
+    if options.hooks:
+        yield "hooks", ("hooks",)
+
+
+def _hook_tensors(runner: FlexibleRunner, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Where the tensors of hooks are loaded to: those of their states, and what they added by themselves."""
+    states = _hook_states(runner)
+    with piece(checkpoint.path, "hooks", "hooks"):
+        check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
+        saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
+    own = {key: value for state in states.values() for key, value in state.items() if isinstance(value, Tensor)}
+    new = {
+        key: torch.empty(info.shape, dtype=info.dtype)
+        for key, info in checkpoint.tensors.items()
+        if key.startswith(_EXTRA) or (key in saved and key not in own)
+    }
+    return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
+
+
+def _load_hooks(runner: FlexibleRunner, path: Path, loaded: Mapping[str, Any]) -> None:
     for name, hook in _named_hooks(runner):
-        found = _unflatten({**values, **others}, f"hook.{name}")
-        if found:
-            with _damage(path, f"hook.{name}"):
+        if found := _unflatten(loaded, f"hook.{name}"):
+            with piece(path, f"hook.{name}", "hooks"):
                 hook.load_state_dict(found)
-    runner.call_hook("after_load_checkpoint", checkpoint=_unflatten({**values, **extra}, "extra"))
-    with _damage(path, "rng"):
-        _load_rng(runner, values, path)
-
-
-@contextmanager
-def _damage(path: Path, key: str) -> Iterator[None]:
-    """Say which part of a checkpoint is not what was saved there."""
-    try:
-        yield
-    except FlexTrainError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: {key} is damaged, {type(error).__name__}: {reason}") from error
+    runner.call_hook("after_load_checkpoint", checkpoint=_unflatten(loaded, "extra"))
 
 
 def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
@@ -156,6 +205,11 @@ def _named_hooks(runner: FlexibleRunner) -> Iterator[tuple[str, Any]]:
         yield (f"{kind}_{number}" if number else kind), hook
 
 
+def _hook_states(runner: FlexibleRunner) -> dict[str, dict[str, Any]]:
+    """The states of all hooks by the hooks' names, flat."""
+    return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
+
+
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, Mapping) and any(map(_has_tensor, value.values())))
 
@@ -186,54 +240,3 @@ def _unflatten(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
                 place = place.setdefault(key, {})
             place[last] = value
     return nested
-
-
-def _data_facts(runner: FlexibleRunner) -> dict[str, Any]:
-    """How the position in the data is to be read: the batch size and over how many processes it was split."""
-    return {
-        "seed": runner.seed,
-        "processes": runner.world_size,
-        "shards": runner.strategy.data_shard[1],
-        "batch_size": batch_size(runner.train_dataloader),
-        "accumulate": runner.accumulate,
-        "epoch_length": runner.train_loop.data.epoch_length,
-    }
-
-
-def _check_data(runner: FlexibleRunner, saved: Mapping[str, Any], loop: Mapping[str, int], path: Path) -> None:
-    """Refuse to continue in the middle of an epoch whose batches would be others."""
-    now = _data_facts(runner)
-    for key in ("shards", "batch_size", "accumulate", "epoch_length"):
-        if saved.get(key) != now[key] and loop["inner"] > 0:
-            raise CheckpointError(
-                f"{path}: was saved in the middle of an epoch with {key}={saved.get(key)}, it is {now[key]} now; "
-                "resume from the end of an epoch to change it"
-            )
-    if saved.get("seed") != now["seed"]:
-        runner.logger.info(f"The data order continues with the checkpoint's seed {saved.get('seed')}")
-        runner.use_data_seed(saved["seed"])
-
-
-def _load_schedulers(runner: FlexibleRunner, saved: Mapping[str, list[Any]], path: Path) -> None:
-    for name, group in runner.schedulers.items():
-        states = saved.get(name, [])
-        if len(states) != len(group):
-            raise CheckpointError(
-                f"{path}: has {len(states)} parameter schedulers, the configuration has {len(group)}; "
-                "resume(..., resume_param_scheduler=False) starts them anew"
-            )
-        for scheduler, state in zip(group, states, strict=True):
-            scheduler.load_state_dict(state)
-
-
-def _load_rng(runner: FlexibleRunner, values: Mapping[str, Any], path: Path) -> None:
-    states, world_size, saved = values["rng"], runner.world_size, values["data"]["processes"]
-    if len(states) != saved:
-        raise CheckpointError(f"{path}: was written by {saved} processes and has random states of {len(states)}")
-    if saved != world_size:
-        runner.logger.warning(
-            f"The checkpoint was written by {len(states)} processes and there are {world_size}: "
-            "random states are not restored, dropout and augmentation draw other numbers"
-        )
-        return
-    load_rng_state(states[runner.rank])
