@@ -25,6 +25,7 @@ from flextrain.core.checkpoint import (
     find_latest,
     is_checkpoint,
     layout,
+    match_weights,
     open_weights,
     save_checkpoint,
 )
