@@ -560,7 +560,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(gradient_clipping=-1.0), "strategy.gradient_clipping: -1.0 is not allowed, give 0 or more"),
     (dict(gradient_accumulation_steps=0), "strategy.gradient_accumulation_steps: 0 is not allowed, give 1 or more"),
     (dict(train_micro_batch_size_per_gpu="auto"), 'strategy.train_micro_batch_size_per_gpu: "auto" is not allowed, give an integer'),
-    (dict(exclude_frozen_parameters=True), "strategy.exclude_frozen_parameters: True is not allowed, choose False"),
+    (dict(exclude_frozen_parameters="yes"), 'strategy.exclude_frozen_parameters: "yes" is not allowed'),
     (dict(aio=dict(block_size=1)), "strategy.aio: has no effect, offloading to a disk is not supported"),
     (dict(amp=dict(enabled=True)), "strategy.amp: Apex is not supported, give bf16 or fp16"),
     (dict(optimizer=dict(type="Adam")), "strategy.optimizer: belongs into optim_wrapper.optimizer"),

@@ -39,10 +39,15 @@ def peak_bytes(strategy: dict[str, Any], layers: int, width: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform != "darwin" else 1)
 
 
-STRATEGIES_THAT_SHARD = [dict(type="FSDPStrategy", wrap="blocks")]
+STRATEGIES_THAT_SHARD = [
+    pytest.param(dict(type="FSDPStrategy", wrap="blocks"), id="FSDP"),
+    pytest.param(
+        dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)), id="ZeRO-3", marks=pytest.mark.deepspeed
+    ),
+]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES_THAT_SHARD, ids=lambda strategy: strategy["type"])
+@pytest.mark.parametrize("strategy", STRATEGIES_THAT_SHARD)
 def test_400_million_parameters_on_two_processes(strategy: dict[str, Any]) -> None:
     base = max(run_distributed(peak_bytes, 2, 240.0, strategy, 2, 8))
     peak = max(run_distributed(peak_bytes, 2, 240.0, strategy, 24, 4096))
