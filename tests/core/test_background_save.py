@@ -1,0 +1,241 @@
+"""Saving in the background: what is written is what was there at the call, and nothing that goes wrong is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from flextrain.core import distributed
+from flextrain.core.checkpoint import (
+    Checkpoint,
+    FlatShard,
+    is_checkpoint,
+    layout,
+    save_checkpoint,
+    save_in_background,
+    saving,
+)
+from flextrain.core.errors import CheckpointError
+from flextrain.testing import WorkerGroup
+
+
+def load_all(path: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint.open(path)
+    found = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.tensors.items()}
+    checkpoint.load(found)
+    return found
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No shard is written before the event that this gives."""
+    may_write, write = threading.Event(), saving.write_shard
+
+    def later(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write_shard", later)
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+
+
+def test_what_changes_after_the_call_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {
+        "model.w": torch.arange(6.0).view(2, 3),
+        "model.view": torch.arange(12.0).view(3, 4).t()[1:],
+        "model.scalar": torch.tensor(2.0),
+        "loop": {"iter": 1, "history": [1, 2]},
+    }
+    expected = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+    with held_back(monkeypatch) as may_write:
+        pending = save_in_background(tmp_path / "a", state)
+        assert not pending.is_done()
+        assert not is_checkpoint(tmp_path / "a")
+        for key in expected:
+            state[key].fill_(-1)
+        state["loop"]["history"].append(3)
+        state["loop"]["iter"] = 2
+        may_write.set()
+        assert pending.wait() == tmp_path / "a"
+    assert pending.is_done()
+    found = load_all(tmp_path / "a")
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert Checkpoint.open(tmp_path / "a").values == {"loop": {"iter": 1, "history": [1, 2]}}
+
+
+def test_an_error_is_raised_by_wait_and_the_old_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)})
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_shard", full)
+    pending = save_in_background(tmp_path / "a", {"model.w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="a: could not be saved on rank 0: .*No space left on device"):
+        pending.wait()
+    assert load_all(tmp_path / "a")["model.w"].tolist() == [0, 0, 0]
+
+
+def test_latest_moves_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)}, is_latest=True)
+    with held_back(monkeypatch) as may_write:
+        pending = save_in_background(tmp_path / "b", {"model.w": torch.ones(3)}, is_latest=True)
+        assert (tmp_path / "latest").read_text() == "a"
+        may_write.set()
+        pending.wait()
+    assert (tmp_path / "latest").read_text() == "b"
+
+
+def test_what_was_written_wrong_does_not_become_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` reads what is there, and compares it with what was meant to be written."""
+    write = saving.write_shard
+
+    def lossy(path: Path, *args: Any) -> Any:
+        entry = write(path, *args)
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+        return entry
+
+    monkeypatch.setattr(saving, "write_shard", lossy)
+    with pytest.raises(CheckpointError, match=r"a: could not be saved on rank 0: .*its checksum is"):
+        save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)}, verify=True)
+    assert not is_checkpoint(tmp_path / "a")
+    save_checkpoint(tmp_path / "b", {"model.w": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="its checksum is"):
+        load_all(tmp_path / "b")
+
+
+def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
+    script = """
+        import sys, time, torch
+        from flextrain.core.checkpoint import saving
+        write = saving.write_shard
+        def slow(*args):
+            time.sleep(0.5)
+            return write(*args)
+        saving.write_shard = slow
+        saving.save_in_background(sys.argv[1], {"model.w": torch.ones(3)}, is_latest=True)
+        raise SystemExit(3)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "a")], check=False)
+    assert done.returncode == 3
+    assert load_all(tmp_path / "a")["model.w"].tolist() == [1, 1, 1]
+    assert (tmp_path / "latest").read_text() == "a"
+
+
+# Several processes
+
+
+@contextmanager
+def group() -> Iterator[int]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    try:
+        yield rank
+    finally:
+        distributed.destroy_process_group()
+
+
+def in_all_layouts(offset: float) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(15.0).view(5, 3) + offset
+    begin, end = (0, 8) if dist.get_rank() == 0 else (8, 15)
+    return {
+        "plain": whole.clone(),
+        "sharded": distribute_tensor(whole.clone(), mesh, [Shard(0)]),
+        "flat": FlatShard(whole.flatten()[begin:end].clone(), whole.shape, begin),
+    }
+
+
+def overwrite_at_once(path: Path) -> None:
+    with group():
+        state = in_all_layouts(0.0)
+        pending = save_in_background(path, state)
+        for tensor in state.values():
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(-1.0)
+        # Training talks over the main group meanwhile.
+        for _ in range(50):
+            dist.all_reduce(torch.ones(100))
+        pending.wait()
+
+
+@pytest.mark.distributed
+def test_overwriting_in_place_changes_nothing_on_disk(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(overwrite_at_once, tmp_path / "a")
+    expected = torch.arange(15.0).view(5, 3)
+    assert all(torch.equal(found, expected) for found in load_all(tmp_path / "a").values())
+
+
+def one_fails(path: Path) -> str:
+    with group() as rank, pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(saving, "write_shard", lambda *args: 1 / 0)
+        pending = save_in_background(path, in_all_layouts(0.0))
+        with pytest.raises(CheckpointError) as caught:
+            pending.wait()
+        return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_all_raise_what_one_could_not_write(workers2: WorkerGroup, tmp_path: Path) -> None:
+    expected = f"{tmp_path / 'a'}: could not be saved on rank 1: division by zero"
+    assert workers2.run(one_fails, tmp_path / "a") == [expected, expected]
+    assert not is_checkpoint(tmp_path / "a")
+
+
+def only_some(path: Path, savers: tuple[int, ...]) -> str:
+    with group() as rank:
+        distributed.side_group()  # a strategy makes it when it begins
+        if rank not in savers:
+            time.sleep(2)
+            return ""
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(path, {"model.w": torch.ones(3)}, timeout_s=1.0)
+        return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("savers, missing", [((0,), 1), ((1,), 0)])
+def test_who_does_not_come_is_named(
+    workers2: WorkerGroup, tmp_path: Path, savers: tuple[int, ...], missing: int
+) -> None:
+    (found,) = filter(None, workers2.run(only_some, tmp_path / "a", savers))
+    assert found == (
+        f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come to save within 1 s; every process has to call it"
+    )
+
+
+def share_of(path: Path) -> int:
+    """Bytes that this process wrote of what both hold alike."""
+    with group() as rank:
+        save_in_background(path, {f"model.{i}": torch.ones(1000) for i in range(10)}).wait()
+        return (path / f"rank-{rank:05d}.safetensors").stat().st_size
+
+
+@pytest.mark.distributed
+def test_processes_share_the_work_of_what_they_hold_alike(workers2: WorkerGroup, tmp_path: Path) -> None:
+    sizes = workers2.run(share_of, tmp_path / "a")
+    assert min(sizes) > 0.9 * max(sizes)
+    assert sum(sizes) < 1.1 * 10 * 4000
+    assert {file.name for file in (tmp_path / "a").iterdir()} == {
+        "rank-00000.safetensors", "rank-00001.safetensors", layout.VALUES, layout.MANIFEST
+    }  # fmt: skip
