@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,8 @@ from flextrain import FlexibleRunner
 from flextrain.core.checkpoint import Checkpoint, find_latest
 from flextrain.runner.hooks import Hook
 
-from ..runner.training import SaveEvery, Watch, differences, make_runner, whole_state
+from ..runner.training import SaveEvery, differences, make_runner
+from .kill import kill_again_and_again
 
 FORK = multiprocessing.get_context("fork")
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -108,42 +106,9 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
     assert set(found) == {2, 3}
 
 
-class Announce(Hook):
-    """Says so before every save."""
-
-    priority = "LOWEST"
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-
-    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
-        self.pipe.send(runner.iter)
-
-
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """Several times in one training; each time it goes on from a complete checkpoint, and ends as one that was not killed."""
-    long = dict(train_cfg=dict(max_epochs=12))
-    whole = make_runner(tmp_path / "whole", **long)
-    whole.train()
-    chance, begun = random.Random(0), [0]
-    for count in range(1, 7):
-        ours, theirs = FORK.Pipe(duplex=False)
-        process = in_a_process(tmp_path / "parts", Announce(theirs), SaveEvery(), **long)
-        theirs.close()
-        for _ in range(chance.randint(1, 3)):
-            assert ours.poll(60), "it does not come to its next save"
-            started = ours.recv()
-        time.sleep(chance.uniform(0, 0.03))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
-        latest = find_latest(tmp_path / "parts")
-        done = 0 if latest is None else Checkpoint.open(latest).values["loop"]["iter"]
-        # At most the save under way is lost, and nothing that was there before.
-        assert done >= max(started, begun[-1]), f"kill {count} lost more than one save"
-        begun.append(done)
-    assert begun[-1] > 6
-    watch = Watch()
-    rest = resumed(tmp_path / "parts", watch, **long)
-    assert len(watch.trained) == whole.iter - begun[-1]
-    assert not differences(whole_state(rest), whole_state(whole))
+@pytest.mark.parametrize("background", [False, True], ids=["synchronous", "asynchronous"])
+def test_killed_at_random_moments(tmp_path: Path, background: bool) -> None:
+    """Several times in one training, which goes on from a complete checkpoint each time, and loses no other save."""
+    figures = kill_again_and_again(tmp_path, runs=4, seed=1, background=background)
+    assert figures.kills == 4
+    assert figures.in_a_save > 0, "the kills come too late to try anything"
