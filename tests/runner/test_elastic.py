@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -19,7 +21,7 @@ from flextrain.runner.data import TrainData, build_dataloader
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Net, Samples, SaveEvery, Stop, StopAt, Watch, fresh_group, make_runner
+from .training import Net, Samples, SaveEvery, Stop, StopAt, Watch, fresh_group, make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -99,7 +101,8 @@ def on(group: WorkerGroup | None, folder: Path, changes: dict[str, Any], until: 
     parts = (
         group.run(train, str(folder), changes, until, **more) if group else [train(str(folder), changes, until, **more)]
     )
-    return {**parts[0], "parts": [part["trained"] for part in parts]}
+    losses = [sum(shares) / len(shares) for shares in zip(*(part["losses"] for part in parts), strict=True)]
+    return {**parts[0], "losses": losses, "parts": [part["trained"] for part in parts]}
 
 
 def together(parts: list[Updates]) -> Updates:
@@ -152,10 +155,218 @@ def test_an_interrupted_epoch_has_every_sample_once(
         part = on(group, tmp_path / "parts", setting(length, batch_size, accumulate), until, **own)
         found.append(together(part["parts"]))
         for inner, last, ends, _ in part["facts"]:
-            assert inner <= last and ends == (inner == last)
+            assert inner <= last
+            assert ends == (inner == last)
         if until is None:
             assert part["facts"][-1][3], "the last update knows that it is the last"
             assert part["place"][1] == part["place"][2] == sum(map(len, found))
             assert [fact[3] for fact in part["facts"]].count(True) == 1
             assert part["epochs"][-1] == (epochs - 1, part["place"][1])
     check(found, [plan[0] for plan in PLANS[name]], whole, length, epochs)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_losses_go_on_while_the_global_batch_stays(tmp_path: Path, workers: Any, strategy: dict[str, Any]) -> None:
+    """Six samples per update throughout: one process of six, two of three, three of two, one of three twice."""
+    loop: dict[str, Any] = dict(
+        train_cfg=dict(max_epochs=2),
+        param_scheduler=dict(type="LinearLR", start_factor=0.1, end=2, convert_to_iter_based=True),
+    )
+    whole = train(str(tmp_path / "whole"), setting(36, 6), **loop)
+    losses: list[float] = []
+    for processes, batch_size, accumulate, until in [(2, 3, 1, 2), (3, 2, 1, 5), (1, 3, 2, 8), (2, 3, 1, None)]:
+        group = workers(processes) if processes > 1 else None
+        options = {**loop, "strategy": strategy if group else None}
+        part = on(group, tmp_path / "parts", setting(36, batch_size, accumulate), until, **options)
+        assert not [line for line in part["said"] if line.startswith("An epoch has")]
+        losses += part["losses"]
+    assert losses == pytest.approx(whole["losses"], rel=1e-6)
+
+
+ITERATIONS = dict(by_epoch=False, max_iters=16)
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+def test_iterations_go_on_with_the_next_sample(tmp_path: Path, infinite: bool) -> None:
+    sampler = dict(sampler=dict(type="InfiniteSampler")) if infinite else {}
+    whole = train(str(tmp_path / "whole"), setting(20, 1, **sampler), train_cfg=dict(by_epoch=False, max_iters=60))
+    order = list(chain(*whole["trained"]))
+    parts = [(3, 1, 2), (2, 2, 6), (5, 1, 9), (1, 1, None)]
+    found: list[int] = []
+    for batch_size, accumulate, until in parts:
+        part = train(
+            str(tmp_path / "parts"), setting(20, batch_size, accumulate, **sampler), until, train_cfg=ITERATIONS
+        )
+        found += chain(*part["trained"])
+        assert part["place"][1:3] == (until - 1 if until else 16, 16)
+    # 6, then 16 (the epoch of a DefaultSampler ends with 2 of 4), then 15, then 7.
+    assert found == order[: len(found)]
+    assert len(found) == (6 + 16 + 15 + 7 if infinite else 6 + 14 + 15 + 7)
+
+
+def test_what_is_dropped_at_the_end_is_less_than_an_update_of_the_resumed_run(tmp_path: Path) -> None:
+    drop = dict(train_cfg=dict(max_epochs=2))
+    train(str(tmp_path / "run"), setting(26, 4, drop_last=True), 4, **drop)
+    rest = train(str(tmp_path / "run"), setting(26, 3, drop_last=True), **drop)
+    assert [len(update) for update in rest["trained"]] == [3] * (3 + 8)
+    assert rest["place"] == (2, 4 + 3 + 8, 4 + 3 + 8, 2)
+    train(str(tmp_path / "other"), setting(26, 4, drop_last=True), 5, **drop)
+    rest = train(str(tmp_path / "other"), setting(26, 8, drop_last=True), **drop)
+    assert len(rest["trained"]) == 3, "six are left, too few for a batch of eight: the epoch is at its end"
+    assert rest["place"] == (2, 5 + 3, 5 + 3, 2)
+    assert [epoch for epoch, _ in rest["epochs"]] == [0, 1], "and it does end"
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_an_epoch_that_is_over_stays_over(tmp_path: Path, by_epoch: bool, drop_last: bool) -> None:
+    """Saved after its last update, before the hooks of its end."""
+    loop = dict(train_cfg=dict(max_epochs=2) if by_epoch else dict(by_epoch=False, max_iters=20))
+    length = 6 if drop_last else 7
+    first = train(str(tmp_path / "run"), setting(26, 4, drop_last=drop_last), length, **loop)
+    assert len(first["trained"]) == length
+    rest = train(str(tmp_path / "run"), setting(26, 1, drop_last=drop_last), **loop)
+    assert len(rest["trained"]) == (26 if by_epoch else 20 - length)
+    whole = train(str(tmp_path / "whole"), setting(26, 1), train_cfg=dict(max_epochs=2))
+    assert rest["trained"] == whole["trained"][26 : 26 + len(rest["trained"])]
+    if by_epoch:
+        assert rest["place"] == (2, length + 26, length + 26, 2)
+        assert rest["epochs"] == [(0, length), (1, length + 26)]
+
+
+def test_the_log_says_where_the_epoch_goes_on_and_how_long_it_is(tmp_path: Path) -> None:
+    schedule = dict(param_scheduler=dict(type="LinearLR", by_epoch=False, end=100))
+    train(str(tmp_path / "run"), setting(26, 4), 3, **schedule)
+    rest = train(
+        str(tmp_path / "run"), setting(26, 5), default_hooks=dict(checkpoint=None, logger=dict(interval=1)), **schedule
+    )
+    said = "\n".join(rest["said"])
+    assert (
+        "An epoch has 6 iterations now, it had 7 (batch_size 4 -> 5): schedules by iteration go on by their count"
+        in said
+    )
+    assert "Epoch 1 goes on after 12 samples; its next update is number 3 in the batches that there are now" in said
+    heads = [line[:20] for line in rest["said"] if line.startswith("Epoch(train)")]
+    assert heads[:4] == [f"Epoch(train) {place}" for place in ("[1][3/5", "[1][4/5", "[1][5/5", "[2][1/6")]
+    assert rest["place"] == (3, 3 + 3 + 2 * 6, 18, 3)
+    assert [fact for fact in rest["facts"] if fact[2]] == [(5, 5, True, False), (6, 6, True, False), (6, 6, True, True)]
+
+
+class Backwards(BatchSampler):
+    """The batches of another sampler, last sample first."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield batch[::-1]
+
+
+def own_sampler(batch_size: int) -> DataLoader[Any]:
+    samples = Samples(26)
+    return DataLoader(samples, batch_size=batch_size, sampler=RandomSampler(samples, replacement=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            dict(train_dataloader=own_sampler(4)),
+            dict(train_dataloader=own_sampler(2)),
+            "batch_size=4, it is 2 now, and what a RandomSampler gives cannot be dealt out anew; resume from the end of an "
+            "epoch to change it; resume=dict(data=False) leaves it out, the epoch under way then begins anew",
+        ),
+        (
+            setting(26, 4, batch_sampler=dict(type=Backwards)),
+            setting(26, 4, 2, batch_sampler=dict(type=Backwards)),
+            "accumulate=1, it is 2 now, and what a Backwards gives cannot be dealt out anew; resume from the end",
+        ),
+        (
+            setting(26, 4, sampler=dict(type="DefaultSampler", seed=3)),
+            setting(26, 4, sampler=dict(type="DefaultSampler", seed=4)),
+            "sampler_seed=3, it is 4 now; resume from the end of an epoch to change it",
+        ),
+        (
+            setting(26, 4),
+            {**setting(26, 4), "train_dataloader": own_sampler(4)},
+            "sampler=DefaultSampler, it is RandomSampler now; resume from the end of an epoch to change it",
+        ),
+        (
+            setting(26, 4),
+            setting(27, 4),
+            "num_samples=26, it is 27 now; resume from the end of an epoch to change it",
+        ),
+    ],
+    ids=["own sampler", "own batches", "another order", "another sampler", "other data"],
+)
+def test_what_cannot_be_split_anew_is_refused(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    train(str(tmp_path), before, 3)
+    with pytest.raises(CheckpointError) as caught:
+        train(str(tmp_path), after)
+    assert str(caught.value).startswith(f"{tmp_path / 'iter_3'}: was saved in the middle of an epoch with ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # Begun anew, the epoch under way has all of its updates once more.
+    rest = train(str(tmp_path), after, resume=dict(data=False), train_cfg=dict(max_epochs=1))
+    assert len(rest["trained"]) == rest["place"][1] - 3 == rest["place"][2] - 3 == rest["facts"][0][1]
+
+
+@pytest.mark.distributed
+def test_uneven_parts_are_refused(tmp_path: Path, workers2: WorkerGroup) -> None:
+    train(str(tmp_path), setting(26, 3, sampler=dict(type="DefaultSampler", round_up=False)), 3)
+    for message in workers2.run(
+        refused, str(tmp_path), setting(26, 1, sampler=dict(type="DefaultSampler", round_up=False))
+    ):
+        assert "17 samples of the epoch are left, which round_up=False gives unevenly to 2 processes" in message
+
+
+def refused(folder: str, changes: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        train(folder, changes)
+    return str(caught.value)
+
+
+def draws(folder: str, name: str) -> list[float]:
+    """What this process draws first after resuming, from each generator."""
+    fresh_group()
+    runner = make_runner(folder, **setting(26, 2))
+    runner.resume(Path(folder) / name)
+    runner.strategy.teardown()
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@pytest.mark.distributed
+def test_among_other_processes_each_draws_its_own_numbers_and_the_same_ones_again(
+    tmp_path: Path, workers2: WorkerGroup
+) -> None:
+    train(str(tmp_path), setting(26, 4), 3)
+    first, second = workers2.run(draws, str(tmp_path), "iter_3")
+    assert not set(first) & set(second)
+    assert workers2.run(draws, str(tmp_path), "iter_3") == [first, second]
+    train(str(tmp_path), setting(26, 4), 4)
+    later, _ = workers2.run(draws, str(tmp_path), "iter_4")
+    assert not set(later) & set(first), "a run that is resumed later does not draw the same again"
+
+
+def test_windows_of_a_resumed_epoch() -> None:
+    """Every combination of a position and new windows: what is left, in order, and counted right."""
+    samples = list(range(11))
+    for position, batch_size, accumulate in product(range(1, 11), (1, 2, 3, 5, 12), (1, 2, 4)):
+        loader = build_dataloader(
+            dict(dataset=samples, batch_size=batch_size, shuffle=False),
+            training=True,
+            seed=0,
+            shard=(0, 1),
+            where="train_dataloader",
+            logger=logging.getLogger("flextrain"),
+        )
+        data = TrainData(loader, accumulate, seed=0)
+        start = data.resume_at(3, position)
+        windows = list(data.windows(3, start))
+        assert [i for window in windows for batch in window for i in batch] == samples[position:]
+        assert start == position // (batch_size * accumulate)
+        assert data.length(3) == start + len(windows)
+        assert data.position(3, start) == position
+        assert data.position(3, start + len(windows)) == 11
+        assert data.length(4) == data.epoch_length == len(list(data.windows(4)))
