@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.checkpoint import find_latest, mark_latest
+from ..core.checkpoint import PendingSave, find_latest
 from ..core.config import check_call, known_keywords, validate
 from ..core.distributed import broadcast_object
-from ..core.errors import ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.registry import LOOPS
 from ..core.seed import set_seed
 from ..optim.wrapper import OptimWrapper
@@ -143,6 +143,7 @@ class FlexibleRunner:
         self._has_weights = False  # whether the model has, which is enough for evaluation
         self._has_begun = False
         self._depth = 0
+        self._pending_save: PendingSave | None = None
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -308,21 +309,53 @@ class FlexibleRunner:
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         meta: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        verify: bool = False,
     ) -> str:
         """Write the checkpoint directory ``out_dir/filename``; every process must call it.
 
         One that can be resumed, with the optimizer, becomes what ``latest`` names.
+
+        Args:
+            meta: plain values to put beside the state.
+            async_save: return as soon as the state is copied to the CPU, and write it in the background; see
+                ``finish_saving``. The copy takes as much memory as this process writes.
+            verify: read what was written, before it counts as complete.
+
+        Raises:
+            CheckpointError: it could not be saved, or the one before could not, in the background.
         """
-        path = state.save(
+        self.finish_saving()
+        path = Path(out_dir) / filename
+        self._pending_save = state.save(
             self,
-            Path(out_dir) / filename,
+            path,
             save_optimizer=save_optimizer,
             save_param_scheduler=save_param_scheduler,
             meta=meta,
+            async_save=async_save,
+            verify=verify,
         )
-        if save_optimizer and self.rank == 0:
-            mark_latest(path)
         return str(path)
+
+    def finish_saving(self, wait: bool = True) -> bool:
+        """Wait for the checkpoint that is being written in the background; ``wait=False`` only looks whether it is done.
+
+        Returns:
+            Whether nothing is being written any more.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        pending = self._pending_save
+        if pending is None:
+            return True
+        if not wait and not pending.is_done():
+            return False
+        self._pending_save = None
+        pending.wait()
+        self.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
+        return True
 
     def load_checkpoint(
         self,
@@ -469,6 +502,7 @@ class FlexibleRunner:
         try:
             self._begin()
             yield
+            self.finish_saving()
             self.call_hook("after_run")
         except BaseException as error:
             self._on_exception(error)
@@ -478,6 +512,10 @@ class FlexibleRunner:
 
     def _on_exception(self, error: BaseException) -> None:
         """Tell every hook, also when another one fails at it; the first error is the one that is raised."""
+        try:
+            self.finish_saving()
+        except CheckpointError as second:
+            self.logger.error(str(second))
         if isinstance(error, KeyboardInterrupt) and self._train_loop is not None:
             newest = find_latest(self.work_dir)
             advice = f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.checkpoint import Checkpoint, match_weights, open_weights, save_checkpoint
+from ..core.checkpoint import Checkpoint, PendingSave, match_weights, open_weights, save_checkpoint, save_in_background
 from ..core.errors import CheckpointError
 from ..core.seed import rng_state
 from .checks import Resume
@@ -38,8 +38,10 @@ def save(
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
     meta: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the state of a run; every process must call it."""
+    async_save: bool = False,
+    verify: bool = False,
+) -> PendingSave | None:
+    """Write the state of a run; every process must call it. What comes back, with ``async_save``, is still being written."""
     strategy = runner.strategy
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
@@ -65,12 +67,16 @@ def save(
     extra: dict[str, Any] = {}
     runner.call_hook("before_save_checkpoint", checkpoint=extra)
     state.update(_flatten(extra, "extra"))
-    return save_checkpoint(
-        path,
-        state,
+    options: dict[str, Any] = dict(
         per_rank={"rng": rng_state()},
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
+        is_latest=save_optimizer,  # only such a one can be resumed
+        verify=verify,
     )
+    if async_save:
+        return save_in_background(path, state, **options)
+    save_checkpoint(path, state, **options)
+    return None
 
 
 def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:

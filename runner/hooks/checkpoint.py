@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ class CheckpointHook(Hook):
     deleted only after its successor is complete, and never while ``latest`` names it. What other runs left in the folder
     is not touched, unless a checkpoint takes the same name.
 
+    With ``async_save`` training waits only while the state is copied to the CPU, which takes as much memory as the process
+    writes. One save is under way at most: the next waits for it. An error of the writing is raised by the next iteration,
+    and training does not end before the last checkpoint is complete.
+
     Args:
         interval: epochs or iterations between two checkpoints; -1: none in between.
         by_epoch: the interval counts epochs.
@@ -32,6 +36,9 @@ class CheckpointHook(Hook):
         save_param_scheduler: the parameter schedulers' state is part of a checkpoint.
         out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory.
         max_keep_ckpts: how many of the newest to keep; -1: all.
+        keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
+        async_save: write in the background.
+        verify: read what was written, and compare it with its checksum, before a checkpoint counts as complete.
         save_last: save when training ends, whatever the interval.
         save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
         rule: "greater" or "less" is better, one for all or a list for the list of metrics; default: by their names.
@@ -61,6 +68,9 @@ class CheckpointHook(Hook):
         backend_args: dict[str, Any] | None = None,
         published_keys: str | list[str] | None = None,
         save_begin: int = 0,
+        keep_every: int = -1,
+        async_save: bool = False,
+        verify: bool = False,
     ) -> None:
         where = "CheckpointHook"
         refuse(where, file_client_args=file_client_args, backend_args=backend_args, published_keys=published_keys)
@@ -68,6 +78,10 @@ class CheckpointHook(Hook):
             raise ConfigError(f"{where}.interval: {interval} is not allowed, give 1 or more, or -1 for never")
         if max_keep_ckpts < 1 and max_keep_ckpts != -1:
             raise ConfigError(f"{where}.max_keep_ckpts: {max_keep_ckpts} is not allowed, give 1 or more, or -1 for all")
+        if keep_every < 1 and keep_every != -1:
+            raise ConfigError(f"{where}.keep_every: {keep_every} is not allowed, give 1 or more, or -1 for none")
+        if keep_every != -1 and max_keep_ckpts == -1:
+            raise ConfigError(f"{where}.keep_every: has no meaning without max_keep_ckpts, all are kept")
         if save_begin < 0:
             raise ConfigError(f"{where}.save_begin: {save_begin} is not allowed, give 0 or more")
         self.interval = interval
@@ -75,6 +89,9 @@ class CheckpointHook(Hook):
         self.save_optimizer = save_optimizer
         self.save_param_scheduler = save_param_scheduler
         self.max_keep_ckpts = max_keep_ckpts
+        self.keep_every = keep_every
+        self.async_save = async_save
+        self.verify = verify
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
@@ -83,6 +100,7 @@ class CheckpointHook(Hook):
         self._kept: list[int] = []
         self._last: int | None = None
         self._is_training = False
+        self._deletions: list[Callable[[], object]] = []  # due when what is being written is complete
 
     @property
     def saves_best(self) -> bool:
@@ -124,6 +142,8 @@ class CheckpointHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Save if it is due."""
+        if self.async_save:
+            self._settle(runner, wait=False)
         if not self.by_epoch and (
             self.every_n_train_iters(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_iter(runner))
@@ -148,6 +168,7 @@ class CheckpointHook(Hook):
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
             self._save(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
+        self._settle(runner)
         self._is_training = False
 
     def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
@@ -158,41 +179,60 @@ class CheckpointHook(Hook):
 
     def _save(self, runner: FlexibleRunner, number: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %d %ss", number, self._unit)
+        self._settle(runner)
         # Saved a second time, it must not count as two, of which the older has to go.
         self._kept = [*(kept for kept in self._kept if kept != number), number]
         self._last = number
         name = self.filename_tmpl.format(number)
         runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
+        self._write(runner, name, self.save_optimizer, self.save_param_scheduler, meta)
+        self._when_complete(lambda: self._prune(runner))
+
+    def _write(
+        self, runner: FlexibleRunner, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
+    ) -> None:
         runner.save_checkpoint(
             self.out_dir(runner),
             name,
-            save_optimizer=self.save_optimizer,
-            save_param_scheduler=self.save_param_scheduler,
+            save_optimizer=save_optimizer,
+            save_param_scheduler=save_param_scheduler,
             meta=meta,
+            async_save=self.async_save,
+            verify=self.verify,
         )
-        self._prune(runner)
+
+    def _when_complete(self, deletion: Callable[[], object]) -> None:
+        """Delete something now, or, if its successor is being written in the background, as soon as that is complete."""
+        if self.async_save:
+            self._deletions.append(deletion)
+        else:
+            deletion()
+
+    def _settle(self, runner: FlexibleRunner, wait: bool = True) -> None:
+        """Delete what is due once nothing is being written."""
+        if runner.finish_saving(wait):
+            deletions, self._deletions = self._deletions, []
+            for deletion in deletions:
+                deletion()
 
     def _save_best(self, runner: FlexibleRunner, key: str, score: float, name: str) -> None:
+        self._settle(runner)
         folder, previous = self.out_dir(runner), self._best.name(key)
         self._best.set(key, score, name)
         suffix = "" if self._best.is_single else f"_{key}"
         runner.message_hub.update_info(f"best_score{suffix}", score)
         runner.message_hub.update_info(f"best_ckpt{suffix}", str(folder / name))
-        runner.save_checkpoint(
-            folder,
-            name,
-            save_optimizer=False,
-            save_param_scheduler=False,
-            meta={"epoch": runner.epoch, "iter": runner.iter},
-        )
+        self._write(runner, name, False, False, {"epoch": runner.epoch, "iter": runner.iter})
         if previous not in (None, name):
-            self._remove(runner, folder / str(previous))
+            self._when_complete(lambda: self._remove(runner, folder / str(previous)))
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
 
     def _prune(self, runner: FlexibleRunner) -> None:
         """Delete the oldest checkpoints of this run while there are too many."""
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         for number in surplus:
+            if self.keep_every > 0 and number % self.keep_every == 0:
+                continue
             if self._remove(runner, self.out_dir(runner) / self.filename_tmpl.format(number)):
                 self._kept.remove(number)
 

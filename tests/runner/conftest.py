@@ -62,6 +62,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "cfg": {"max_epochs": 2},
         "rank": 0,
         "world_size": 1,
+        "finish_saving": lambda wait=True: True,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner
+from flextrain.core.checkpoint import layout
 from flextrain.runner.hooks import Hook
 from flextrain.testing.workers import fresh_rendezvous
 
@@ -186,6 +188,16 @@ def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
     state["wrapper"] = runner.optim_wrapper.state_dict()
     state["schedulers"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     return state
+
+
+def change_values(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the plain values of a checkpoint, whose checksums stay right."""
+    values = json.loads((path / layout.VALUES).read_text())
+    change(values)
+    manifest = json.loads((path / layout.MANIFEST).read_text())
+    del manifest["crc32"]
+    manifest["files"][layout.VALUES] = layout.write_file(path / layout.VALUES, json.dumps(values).encode()).model_dump()
+    layout.seal(path, json.dumps(manifest).encode())
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

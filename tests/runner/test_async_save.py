@@ -1,0 +1,157 @@
+"""Training goes on while a checkpoint is written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint, saving
+from flextrain.core.errors import CheckpointError
+from flextrain.testing import WorkerGroup
+
+from .training import Watch, make_runner, validation, whole_state
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+EPOCHS = dict(max_epochs=4)
+
+
+def hooks(**options: Any) -> dict[str, Any]:
+    return dict(checkpoint=dict(type="CheckpointHook", interval=1, **options))
+
+
+def content(path: Path) -> dict[str, Any]:
+    checkpoint = Checkpoint.open(path)
+    tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.tensors.items()}
+    checkpoint.load(tensors)
+    return tensors
+
+
+def test_the_checkpoints_are_the_same(tmp_path: Path) -> None:
+    for name, in_background in (("a", False), ("b", True)):
+        make_runner(tmp_path / name, train_cfg=EPOCHS, default_hooks=hooks(async_save=in_background)).train()
+    for epoch in range(1, 5):
+        ours, theirs = (content(tmp_path / name / f"epoch_{epoch}") for name in "ba")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert find_latest(tmp_path / "b") == tmp_path / "b" / "epoch_4"
+
+
+def slow(seconds: float, monkeypatch: pytest.MonkeyPatch, fail_at: str | None = None) -> list[str]:
+    """Make writing slow, or fail for a checkpoint of this name; gives the names in the order of their beginning."""
+    write, names = saving.write_shard, []
+
+    def later(path: Path, *args: Any) -> Any:
+        names.append(path.parent.name)
+        time.sleep(seconds)
+        if path.parent.name == f".{fail_at}.tmp":
+            raise OSError(28, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(saving, "write_shard", later)
+    return names
+
+
+def test_one_goes_only_when_its_successor_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(0.2, monkeypatch)
+    seen: list[set[str]] = []
+
+    class Look(Watch):
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append({path.name for path in tmp_path.glob("epoch_*") if is_checkpoint(path)})
+
+    options = hooks(async_save=True, max_keep_ckpts=1, keep_every=2)
+    make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=options, custom_hooks=[Look()]).train()
+    first = next(i for i, names in enumerate(seen) if names)
+    assert all(names for names in seen[first:]), "there was a moment without a complete checkpoint"
+    assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_2", "epoch_4"}
+
+
+def test_the_next_iteration_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(0.0, monkeypatch, fail_at="epoch_2")
+
+    class Wait(Watch):
+        def before_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            super().before_train_iter(runner, *args, **kwargs)
+            time.sleep(0.05)
+
+    watch = Wait()
+    runner = make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=hooks(async_save=True), custom_hooks=[watch])
+    with pytest.raises(CheckpointError, match=r"epoch_2: could not be saved on rank 0: .*No space left on device"):
+        runner.train()
+    assert runner.epoch == 2
+    assert runner.iter < 3 * 7 - 1, "it was noticed before the next save"
+    assert find_latest(tmp_path) == tmp_path / "epoch_1"
+    resumed = make_runner(tmp_path / "x", train_cfg=EPOCHS, resume=str(tmp_path / "epoch_1"))
+    resumed.train()
+    assert resumed.epoch == 4
+
+
+def test_the_end_of_training_waits_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(0.3, monkeypatch, fail_at="epoch_4")
+    with pytest.raises(CheckpointError, match="epoch_4: could not be saved"):
+        make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=hooks(async_save=True)).train()
+    assert find_latest(tmp_path) == tmp_path / "epoch_3"
+
+
+def test_an_exception_in_training_leaves_the_checkpoint_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(0.3, monkeypatch)
+
+    class Fail(Watch):
+        def before_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            if runner.epoch == 1:
+                raise RuntimeError("the disk of somebody else")
+
+    with pytest.raises(RuntimeError, match="somebody else"):
+        make_runner(tmp_path, default_hooks=hooks(async_save=True), custom_hooks=[Fail()]).train()
+    assert is_checkpoint(tmp_path / "epoch_1")
+
+
+def test_the_best_is_kept_until_a_better_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(0.05, monkeypatch)
+    options = hooks(async_save=True, save_best="accuracy", rule="greater", verify=True)
+    make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=options, **validation()).train()
+    (best,) = tmp_path.glob("best_accuracy_*")
+    assert is_checkpoint(best)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith((".tmp", ".old"))]
+
+
+def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -> dict[str, Any]:
+    from .training import fresh_group
+
+    for epochs in (2, 4):
+        fresh_group()
+        runner = make_runner(
+            folder, train_cfg=dict(max_epochs=epochs), strategy=strategy, resume=epochs == 4,
+            default_hooks=hooks(async_save=async_save),
+        )  # fmt: skip
+        runner.train()
+        state = {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for key, value in whole_state(runner).items()
+        }
+        runner.strategy.teardown()
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(type="DDPStrategy"),
+        dict(type="FSDPStrategy", wrap=["Linear"]),
+        pytest.param(dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)), marks=pytest.mark.deepspeed),
+    ],
+    ids=lambda strategy: strategy["type"],
+)
+def test_on_two_processes_with_resuming(workers2: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    expected = workers2.run(trained_in_parts, tmp_path / "a", strategy, False)[0]
+    found = workers2.run(trained_in_parts, tmp_path / "b", strategy, True)[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
