@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import checkpoint, list_names, verify
+from .commands import checkpoint, doctor, list_names, verify
 from .core.errors import FlexTrainError
 
-COMMANDS = (checkpoint, list_names, verify)
+COMMANDS = (checkpoint, doctor, list_names, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

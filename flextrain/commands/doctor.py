@@ -1,0 +1,29 @@
+"""`flextrain doctor`: what is installed, what each strategy needs, and what keeps it from running here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from ..doctor import diagnose
+from .output import print_json
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's."""
+    command = commands.add_parser(
+        "doctor",
+        help="what is installed, which strategies can run here, and what is broken",
+        description="Look at this machine and this Python. Exit status: 0 nothing is broken, 1 something is.",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis."""
+    report = diagnose()
+    print_json(report.as_json()) if arguments.json else Console().print(report)
+    return report.exit_status

@@ -1,0 +1,249 @@
+"""flextrain doctor: on this machine, and on set-ups that are made to be broken; torch and DeepSpeed are the real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain.doctor import INSTALL_CANN, Machine, Report, examine, look
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import sys
+from flextrain.cli import main
+status = main(["doctor", "--json"])
+assert "torch" not in sys.modules, "the doctor itself must not import torch"
+sys.exit(status)
+"""
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+needs_no_torch_npu = pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="it is installed")
+
+
+def doctor(python: str = sys.executable, **variables: str) -> tuple[int, dict[str, Any]]:
+    """The exit status and what was printed, in a process of its own with these variables."""
+    # Not here, where the folder flextrain is found before the installed package.
+    done = subprocess.run(
+        [python, "-c", PROGRAM], env={**os.environ, **variables}, cwd="/", capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def strategies(report: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    return {status["name"]: (status["usable"], status["reason"]) for status in report["strategies"]}
+
+
+def said(report: dict[str, Any]) -> list[str]:
+    return [f"{finding['level']}: {finding['what']}; {finding['advice']}" for finding in report["findings"]]
+
+
+@needs_no_torch_npu
+def test_a_machine_without_accelerators() -> None:
+    status, report = doctor(CUDA_VISIBLE_DEVICES="")
+    assert status == 0
+    assert report["broken"] is False
+    found = strategies(report)
+    assert found["SingleDeviceStrategy"] == (True, "on the CPU")
+    assert found["DDPStrategy"] == found["FSDPStrategy"] == (True, "on the CPU, any number of processes")
+    usable, reason = found["NPUStrategy"]
+    assert not usable
+    assert reason.startswith("torch_npu is not installed: pip install 'flextrain[npu]'")
+    assert report["versions"]["torch"]
+    assert report["versions"]["torch_npu"] is None
+
+
+@needs_deepspeed
+def test_deepspeed_is_asked_where_it_works() -> None:
+    _, report = doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    assert strategies(report)["DeepSpeedStrategy"] == (True, "on cpu")
+
+
+def package(folder: Path, name: str, version: str, source: str, metadata: str = "", entry_points: str = "") -> Path:
+    """An installed package; its folder is to be put on PYTHONPATH."""
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
+    (info / "entry_points.txt").write_text(entry_points)
+    return folder
+
+
+AUTOLOADED = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+NO_CANN = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')\n"
+
+
+@pytest.fixture
+def without_cann(tmp_path: Path) -> str:
+    return str(package(tmp_path, "torch_npu", "99.0", NO_CANN, entry_points=AUTOLOADED))
+
+
+@needs_no_torch_npu
+def test_torch_npu_without_cann_keeps_torch_from_being_imported(without_cann: str) -> None:
+    importing = subprocess.run(
+        [sys.executable, "-c", "import torch"], env={**os.environ, "PYTHONPATH": without_cann}, capture_output=True
+    )
+    assert importing.returncode, "the set-up is not the broken one that it is meant to be"
+    status, report = doctor(PYTHONPATH=without_cann)
+    assert status == 1
+    (finding,) = [line for line in said(report) if line.startswith("error: import torch fails")]
+    assert finding.startswith("error: import torch fails because of torch_npu: ")
+    assert "libhccl.so: cannot open shared object file" in finding or "Failed to load the backend extension" in finding
+    assert f"{INSTALL_CANN}, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch without it" in finding
+    assert "pip uninstall torch_npu" in finding
+    assert not any(usable for usable, _ in strategies(report).values())
+    assert report["versions"]["torch_npu"] == "99.0"
+
+
+@needs_no_torch_npu
+def test_the_way_out_works(without_cann: str) -> None:
+    _, report = doctor(PYTHONPATH=without_cann, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    found = strategies(report)
+    assert found["DDPStrategy"][0]
+    assert found["NPUStrategy"] == (
+        False,
+        "torch_npu cannot be imported: ImportError: libhccl.so: cannot open shared object file: No such file or directory",
+    )
+    assert not any("import torch fails" in line for line in said(report))
+
+
+@needs_no_torch_npu
+def test_a_torch_npu_for_an_older_torch(tmp_path: Path) -> None:
+    source = "class npu:\n    is_available = staticmethod(lambda: False)\n__version__ = '2.1.0'\n"
+    folder = package(tmp_path, "torch_npu", "2.1.0", source, metadata="Requires-Dist: torch==2.1.0\n")
+    status, report = doctor(PYTHONPATH=str(folder))
+    version = report["versions"]["torch"]
+    release = version.partition("+")[0]
+    assert status == 1
+    assert (
+        f"error: torch_npu 2.1.0 is made for torch==2.1.0 and torch is {version}; "
+        f"pip install torch_npu=={release} if there is one, or torch==2.1.0"
+    ) in said(report)
+
+
+def site_without(folder: Path, *names: str) -> str:
+    """All that is installed here, and flextrain, but without these packages; for a Python that has nothing installed."""
+    for kind in ("purelib", "platlib"):
+        for entry in Path(sysconfig.get_path(kind)).iterdir():
+            left_out = entry.name.startswith((*names, "__editable__", "flextrain")) or entry.suffix == ".pth"
+            if not left_out and not (folder / entry.name).exists():
+                (folder / entry.name).symlink_to(entry)
+    library = folder / "flextrain"
+    library.mkdir()
+    for entry in (ROOT / "flextrain").iterdir():
+        (library / entry.name).symlink_to(entry)
+    for layer in ("core", "optim", "strategies", "runner"):
+        (library / layer).symlink_to(ROOT / layer)
+    return str(folder)
+
+
+@pytest.fixture
+def bare_python() -> str:
+    """The interpreter behind this virtual environment, if there is one and it has no torch of its own."""
+    base = getattr(sys, "_base_executable", sys.executable)
+    has = subprocess.run([base, "-c", "import torch"], capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    if sys.prefix == sys.base_prefix or has.returncode == 0:
+        pytest.skip("needs a virtual environment over a Python without torch")
+    return str(base)
+
+
+def test_deepspeed_missing(tmp_path: Path, bare_python: str) -> None:
+    status, report = doctor(bare_python, PYTHONPATH=site_without(tmp_path, "deepspeed"), CUDA_VISIBLE_DEVICES="")
+    assert status == 0
+    assert report["versions"]["deepspeed"] is None
+    found = strategies(report)
+    assert found["DeepSpeedStrategy"] == (False, "deepspeed is not installed: pip install 'flextrain[deepspeed]'")
+    assert found["DDPStrategy"][0]
+
+
+def test_torch_missing(tmp_path: Path, bare_python: str) -> None:
+    status, report = doctor(bare_python, PYTHONPATH=site_without(tmp_path, "torch", "functorch"))
+    assert status == 1
+    assert said(report)[0] == "error: torch is not installed; pip install torch, in the build for this machine"
+    assert not any(usable for usable, _ in strategies(report).values())
+
+
+# What follows from what was found, where it cannot be brought about here
+
+HERE = Machine(
+    versions={"torch": "2.15.0", "torch_npu": None, "deepspeed": None},
+    probes={"torch": {"version": "2.15.0", "cuda": None, "distributed": True, "devices": {}}},
+)
+
+
+def findings(**changes: Any) -> tuple[Report, list[str]]:
+    report = examine(dataclasses.replace(HERE, **changes))
+    return report, [f"{finding.level}: {finding.what}; {finding.advice}" for finding in report.findings]
+
+
+def test_nothing_to_say() -> None:
+    report, lines = findings()
+    assert (report.exit_status, lines) == (0, [])
+
+
+def test_versions_that_are_too_old() -> None:
+    report, lines = findings(versions={**HERE.versions, "torch": "2.5.1", "pydantic": "1.10.2"})
+    assert lines == [
+        "error: torch 2.5.1 is too old for flextrain; pip install 'torch>=2.6'",
+        "error: pydantic 1.10.2 is too old for flextrain; pip install 'pydantic>=2'",
+    ]
+    assert report.exit_status == 1
+
+
+def test_hardware_that_torch_does_not_see() -> None:
+    report, lines = findings(files=("/dev/nvidia0", "/dev/davinci0"))
+    assert lines == [
+        "warning: there is an NVIDIA GPU and torch does not see it, torch is a build without CUDA; install a torch that fits",
+        "warning: there is an Ascend NPU and torch_npu is not installed; pip install 'flextrain[npu]'",
+    ]
+    assert report.exit_status == 0
+
+
+def test_accelerators_are_named() -> None:
+    report, _ = findings(
+        probes={"torch": {**HERE.probes["torch"], "cuda": "13.2", "devices": {"cuda": ["H100", "H100"]}}}
+    )
+    reasons = {status.name: status.reason for status in report.strategies}
+    assert reasons["SingleDeviceStrategy"] == "on 2 x cuda"
+    assert reasons["DDPStrategy"] == "on 2 x cuda, one per process"
+
+
+def test_deepspeed_on_an_npu_needs_to_know_where_cann_is() -> None:
+    _, lines = findings(
+        versions={**HERE.versions, "deepspeed": "0.19.8"},
+        probes={**HERE.probes, "deepspeed": {"error": "KeyError: 'ASCEND_HOME_PATH'"}},
+    )
+    assert lines == ["error: DeepSpeed needs ASCEND_HOME_PATH, which is not set; source CANN's set_env.sh"]
+
+
+@pytest.mark.parametrize(
+    "torch_npu, wants, torch, fits",
+    [
+        ("2.14.0", "==2.14.0.*", "2.14.0+cpu", True),
+        ("2.14.0", "==2.14.0.*", "2.14.1", False),
+        ("2.6.0.post1", None, "2.6.0", True),
+        ("2.6.0.post1", None, "2.7.0", False),
+        ("unknown", None, "2.7.0", True),
+    ],
+)
+def test_torch_npu_and_torch_belong_together(torch_npu: str, wants: str | None, torch: str, fits: bool) -> None:
+    report, _ = findings(
+        versions={**HERE.versions, "torch": torch, "torch_npu": torch_npu},
+        probes={**HERE.probes, "torch_npu": {"version": torch_npu, "devices": {"npu": ["Ascend910B"]}}},
+        torch_npu_wants=wants,
+    )
+    assert report.exit_status == int(not fits)
+
+
+def test_the_version_of_cann_is_read_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text("Version=8.2.RC1\ntimestamp=20250101\n")
+    assert look({**os.environ, "ASCEND_TOOLKIT_HOME": str(tmp_path)}).cann == "8.2.RC1"
