@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,53 @@ def test_a_folder_with_nothing(tmp_path: Path) -> None:
         open_weights(tmp_path)
     with pytest.raises(CheckpointError, match="nothing: does not exist"):
         open_weights(tmp_path / "nothing")
+
+
+# Memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from flextrain.core.checkpoint import FlatShard, open_weights
+
+def status(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) / 1024
+
+def load_part(path, part):
+    source = open_weights(path)
+    numel = {key: info.shape[0] * info.shape[1] // part for key, info in source.tensors.items()}
+    source.load({k: FlatShard(torch.empty(numel[k]), i.shape, numel[k]) for k, i in source.tensors.items()})
+
+load_part(sys.argv[1], 2)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+load_part(sys.argv[2], 12)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux does")
+@pytest.mark.parametrize("form", ["zip", "safetensors", "index"])
+def test_a_process_reads_its_part(tmp_path: Path, form: str) -> None:
+    """A twelfth of 96 MiB needs 8 MiB, and the pages of the file that it lies in."""
+    for name, shape in (("small", (4, 4)), ("large", (2048, 1024))):
+        state = {f"w{i}": torch.full(shape, float(i)) for i in range(12)}
+        folder = tmp_path / name
+        folder.mkdir()
+        if form == "zip":
+            torch.save(state, folder / "pytorch_model.bin")
+        elif form == "safetensors":
+            save_file(state, folder / "model.safetensors")
+        else:
+            for key, tensor in state.items():
+                save_file({key: tensor}, folder / f"{key}.safetensors")
+            weight_map = {key: f"{key}.safetensors" for key in state}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    grown = float(done.stdout)
+    print(f"{form}: {grown:.1f} MiB")
+    assert grown < 40  # a kernel that reads ahead maps more than was asked for
