@@ -228,6 +228,8 @@ def _torch(machine: Machine) -> list[Finding]:
     if said is None:
         return []
     if machine.torch_alone is not None:
+        # torch says that the package failed, the package itself says why.
+        said = next((why for name in machine.backends if (why := machine.probes.get(name, {}).get("error"))), said)
         culprits = " and ".join(machine.backends) or "a device package"
         advice = f"set {AUTOLOAD}=0 to use torch without it, or pip uninstall {' '.join(machine.backends)}"
         if "torch_npu" in machine.backends:

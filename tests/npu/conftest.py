@@ -32,11 +32,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **VARIABLES, "PYTHONPATH": path, **more}
 
 
-def python(*arguments: str, timeout_s: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, timeout_s: float = 120.0, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a Python of its own that finds the simulated device."""
     command = [sys.executable, *arguments]
     env = environment(**variables)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
 
 
 class NpuWorkers:
