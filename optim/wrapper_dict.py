@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, StrategyError, suggest
+from ..core.errors import CheckpointError, ConfigError, StrategyError, suggest
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .wrapper import OptimWrapper, StepInfo
@@ -148,9 +148,16 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return {name: wrapper.state_dict() for name, wrapper in self._wrappers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Continue from ``state_dict``.
+
+        Raises:
+            CheckpointError: the optimizers have other names.
+        """
+        if state.keys() != self._wrappers.keys():
+            found, own = ", ".join(state) or "none", ", ".join(self._wrappers)
+            raise CheckpointError(f"optim_wrapper: the checkpoint's optimizers are {found}, the configuration's {own}")
         for name, wrapper in self._wrappers.items():
-            wrapper.load_state_dict(state.get(name, {}))
+            wrapper.load_state_dict(state[name])
 
     def __repr__(self) -> str:
         return f"OptimWrapperDict({', '.join(f'{name}={wrapper!r}' for name, wrapper in self._wrappers.items())})"

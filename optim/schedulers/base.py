@@ -121,18 +121,22 @@ class ParamScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; the values themselves come back with the optimizer's state.
 
+        What the groups began with is theirs too, where the state's groups are others than these.
+
         Raises:
-            CheckpointError: the state is of another kind of scheduler or of another number of groups.
+            CheckpointError: the state is of another kind of scheduler.
         """
         name, expected = type(self).__name__, self.state_dict()
         if differing := sorted(set(state) ^ set(expected)):
             raise CheckpointError(
                 f"{name}: saved by another kind of scheduler, the states differ in {', '.join(differing)}"
             )
-        if len(state["base_values"]) != len(self.base_values):
-            groups = f"{len(state['base_values'])} parameter groups, the optimizer has {len(self.base_values)}"
-            raise CheckpointError(f"{name}: saved for {groups}")
+        regrouped = state["base_values"] != self.base_values
         vars(self).update(state)
+        if regrouped:
+            initial = f"initial_{self.param_name}"
+            self.base_values = [float(group[initial]) for group in self.optimizer.param_groups]
+            self._last_value = self._values()
 
     def _get_value(self) -> list[float]:
         """The value that every group gets at `last_step`; subclasses override this or `_next`."""

@@ -82,7 +82,8 @@ class TorchScheduler(ParamScheduler):
             # torch's constructor sets learning rates, which are back already: let it work on copies.
             copies = _copies(self.optimizer.param_groups)
             started = self._start(copies, last_step=-1)
-            started.load_state_dict({**started.state_dict(), **inner})
+            bases = [group["initial_lr"] for group in self.optimizer.param_groups]
+            started.load_state_dict({**started.state_dict(), **inner, "base_lrs": bases})
             for group, copied in zip(self.optimizer.param_groups, copies, strict=True):
                 for name in copied.keys() - group.keys():
                     group[name] = copied[name]

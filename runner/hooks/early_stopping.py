@@ -108,4 +108,4 @@ class EarlyStoppingHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        self.best_score, self.wait_count = state["best_score"], state["wait_count"]
+        self.best_score, self.wait_count = float(state["best_score"]), int(state["wait_count"])

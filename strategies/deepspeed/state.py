@@ -216,7 +216,11 @@ class _ZerosOnDemand(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.zeros or kwargs.keys() != {"dtype", "device"} or torch.device(kwargs["device"]).type != "cpu":
+        if (
+            func is not torch.zeros
+            or kwargs.keys() != {"dtype", "device"}
+            or torch.device(kwargs["device"]).type != "cpu"
+        ):
             return func(*args, **kwargs)
         like = func(*args, dtype=kwargs["dtype"], device="meta")
         return torch.from_numpy(numpy.zeros(like.nbytes, dtype=numpy.uint8)).view(like.dtype).view(like.shape)
@@ -277,6 +281,33 @@ def loss_scaler(engine: Any) -> Any:
     """The object with DeepSpeed's loss scale as ``cur_scale``."""
     optimizer = engine.optimizer
     return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+
+
+def scale_state(scaler: Any) -> dict[str, Any]:
+    """A loss scale in the form of torch's GradScaler, with what only DeepSpeed knows beside it."""
+    # A fixed scale counts nothing. The updates without overflow so far are what the next growth waits for; torch counts
+    # up to the window, where DeepSpeed lets one more pass.
+    window = int(getattr(scaler, "scale_window", 1000))
+    stable = scaler.cur_iter - scaler.last_overflow_iter - 1 if hasattr(scaler, "last_overflow_iter") else 0
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": window,
+        "_growth_tracker": (stable - 1) % window if stable else 0,
+        "stable": stable,
+        "hysteresis": getattr(scaler, "cur_hysteresis", None),
+    }
+
+
+def load_scale_state(scaler: Any, saved: Mapping[str, Any]) -> None:
+    """Go on from what ``scale_state`` gave, or from GradScaler's own state."""
+    tracker = int(saved["_growth_tracker"])
+    scaler.cur_scale = float(saved["scale"])
+    if hasattr(scaler, "last_overflow_iter"):
+        scaler.cur_iter, scaler.last_overflow_iter = int(saved.get("stable", tracker + 1)), -1
+    if hasattr(scaler, "cur_hysteresis") and saved.get("hysteresis") is not None:
+        scaler.cur_hysteresis = int(saved["hysteresis"])
 
 
 def forget_process_groups() -> None:

@@ -127,11 +127,9 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """The loss scale under float16, in the form of torch's GradScaler; nothing otherwise."""
         if self.precision.compute is not torch.float16:
             return {}
-        scaler = state.loss_scaler(self._engine)
-        return {"scaler": {"scale": float(scaler.cur_scale), "growth_factor": 2.0, "backoff_factor": 0.5,
-                           "growth_interval": int(getattr(scaler, "scale_window", 1000)), "_growth_tracker": 0}}  # fmt: skip
+        return {"scaler": state.scale_state(state.loss_scaler(self._engine))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the loss scale of ``state_dict``, if it has one."""
         if self.precision.compute is torch.float16 and state_dict.get("scaler"):
-            state.loss_scaler(self._engine).cur_scale = float(state_dict["scaler"]["scale"])
+            state.load_scale_state(state.loss_scaler(self._engine), state_dict["scaler"])

@@ -169,5 +169,34 @@ def test_a_metric_that_is_not_there_is_named() -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"StepLR: saved by another kind .* best, cooldown_counter"):
         library.StepLR(sgd(), 3).load_state_dict(library.ReduceOnPlateauLR(sgd()).state_dict())
-    with pytest.raises(CheckpointError, match="StepLR: saved for 2 parameter groups, the optimizer has 1"):
-        library.StepLR(sgd(), 3).load_state_dict(library.StepLR(sgd(2), 3).state_dict())
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [dict(type="CosineAnnealingLR", T_max=6), dict(type="LambdaLR", lr_lambda=lambda step: 1 / (step + 1))],
+    ids=lambda cfg: cfg["type"],
+)
+def test_a_schedule_follows_settings_into_other_groups(cfg: dict[str, Any]) -> None:
+    """Settings come back by the parameters' names, into whatever groups these are in now; so does where they began."""
+    rates = {"a": 0.1, "b": 0.2}
+
+    def started(names: str) -> tuple[torch.optim.Optimizer, library.ParamScheduler]:
+        groups = [{"params": [torch.zeros(1)], "lr": rates[name]} for name in names]
+        optimizer = torch.optim.SGD(groups)
+        return optimizer, build(cfg, optimizer=optimizer)[0]
+
+    def move(optimizer: torch.optim.Optimizer, scheduler: library.ParamScheduler) -> list[float]:
+        optimizer.step()
+        scheduler.step()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    before, schedule = started("ab")
+    for _ in range(3):
+        move(before, schedule)
+    after, resumed = started("bba")
+    for group, source in zip(after.param_groups, (1, 1, 0), strict=True):
+        group |= {key: before.param_groups[source][key] for key in ("lr", "initial_lr")}
+    resumed.load_state_dict(schedule.state_dict())
+    for _ in range(2):
+        a, b = move(before, schedule)
+        assert move(after, resumed) == pytest.approx([b, b, a], rel=1e-12)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.optim.wrapper import StepInfo
 from flextrain.strategies import SingleDeviceStrategy
@@ -131,8 +131,10 @@ def test_each_has_its_loss_scale_and_the_state_goes_by_name() -> None:
     assert [state[name]["scaler"]["scale"] for name in optim] == [2.0**16, 2.0**15]
     other = half()
     SingleDeviceStrategy(device="cpu").setup(Gan(), other)
-    other.load_state_dict({"critic": state["critic"], "somebody else": {}})
+    other.load_state_dict(state)
     assert other.state_dict() == state
+    with pytest.raises(CheckpointError, match="the checkpoint's optimizers are critic, other, the configuration's gen"):
+        other.load_state_dict({"critic": state["critic"], "other": {}})
 
 
 def test_alone_every_loss_is_scaled() -> None:

@@ -814,3 +814,57 @@ def run_and_resume(folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_with_averaged_weights_resumes_exactly(workers2: WorkerGroup, tmp_path: Path, stage: int) -> None:
     workers2.run(run_and_resume, tmp_path, stage)
+
+
+@pytest.mark.parametrize("updates", range(12))
+def test_a_dynamic_loss_scale_goes_on_where_it_was(updates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has no float16 for the engine: DeepSpeed's own scaler, alone."""
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # rank 0 talks of overflows
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from flextrain.strategies.deepspeed.state import load_scale_state, scale_state
+
+    def scaler() -> Any:
+        return DynamicLossScaler(2.0**16, 3, 1.0, delayed_shift=2, consecutive_hysteresis=False)
+
+    overflows = [False, True, False, True, False, False, False, False, False, True, True] + [False] * 12
+    whole, rest = scaler(), scaler()
+    for number, overflow in enumerate(overflows):
+        if number == updates:
+            load_scale_state(rest, scale_state(whole))
+        whole.update_scale(overflow)
+        if number >= updates:
+            rest.update_scale(overflow)
+            assert (rest.cur_scale, rest.cur_hysteresis) == (whole.cur_scale, whole.cur_hysteresis)
+    assert len({rest.cur_scale, 2.0**16}) == 2
+
+
+@pytest.mark.parametrize("updates", range(1, 9))
+def test_a_loss_scale_goes_on_between_torch_and_deepspeed(updates: int) -> None:
+    """From DeepSpeed to torch and back: the scale grows with the same update."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from flextrain.strategies.deepspeed.state import load_scale_state, scale_state
+
+    def scaler() -> Any:
+        return DynamicLossScaler(8.0, 4, 1.0, delayed_shift=1, consecutive_hysteresis=False)
+
+    def torch_scaler() -> Any:
+        made = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        made.scale(torch.ones(()))
+        return made
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    engine, alone, back = scaler(), torch_scaler(), scaler()
+    for _ in range(updates):
+        engine.update_scale(False)
+    alone.load_state_dict(scale_state(engine))
+    load_scale_state(back, alone.state_dict())
+    for _ in range(4):
+        for each in (engine, back):
+            each.update_scale(False)
+        alone.scale(parameter.sum()).backward()
+        alone.step(optimizer)
+        alone.update()
+        assert engine.cur_scale == back.cur_scale == alone.get_scale()

@@ -1,0 +1,271 @@
+"""What a checkpoint is made of, piece by piece: each comes back, can be left out by its name, and is missed when it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flextrain import CheckpointError, ConfigError, FlexibleRunner
+from flextrain.core.checkpoint import Checkpoint
+from flextrain.runner.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
+
+from .training import SGD, SaveEvery, change_values, differences, make_runner, validation, whole_state
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+PIECES = ("optimizer", "param_scheduler", "random", "hooks", "logs", "data")
+CONFIG: dict[str, Any] = dict(
+    optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16", loss_scale=dict(init_scale=8.0, growth_interval=3)),
+    param_scheduler=dict(type="LinearLR", by_epoch=False, start_factor=0.1, end=20),
+)  # fmt: skip
+
+
+DEFAULT_HOOKS = dict(checkpoint=dict(interval=50, save_last=False, save_best="accuracy"))
+
+
+def hooks() -> list[Any]:
+    return [EMAHook(momentum=0.1), EarlyStoppingHook("accuracy", patience=50)]
+
+
+def resumed(folder: Path, path: Path, **options: Any) -> FlexibleRunner:
+    runner = make_runner(
+        folder, **CONFIG, **validation(), default_hooks=DEFAULT_HOOKS, custom_hooks=hooks(), randomness=dict(seed=2)
+    )
+    runner.resume(path, **options)
+    return runner
+
+
+def hook(runner: FlexibleRunner, kind: type[Hook]) -> Any:
+    return next(found for found in runner.hooks if isinstance(found, kind))
+
+
+def found(runner: FlexibleRunner) -> dict[str, bool]:
+    """Which pieces came back."""
+    optim = runner.optim_wrapper
+    assert optim is not None
+    state = optim.state_dict()["scaler"]
+    ema, stopping, best = (hook(runner, kind).state_dict() for kind in (EMAHook, EarlyStoppingHook, CheckpointHook))
+    pieces = {
+        "optimizer": {bool(optim.optimizer.state), optim.param_groups[0]["lr"] > 0.011, state["scale"] > 8.0},
+        "param_scheduler": {runner.param_schedulers[0].last_step == 10},
+        "random": {float(torch.rand(())) == DRAWN[0], float(np.random.rand()) == DRAWN[1]},
+        "hooks": {ema["updates"] == 10, stopping["best_score"] > 0, "accuracy" in best["best"]},
+        "logs": {len(runner.message_hub.history("train/loss")) == 10},
+        "data": {runner.seed == 1, runner.train_loop.inner == 3},
+    }
+    for name, facts in pieces.items():
+        assert len(facts) == 1, f"{name} came back in part: {facts}"
+    return {name: facts.pop() for name, facts in pieces.items()}
+
+
+DRAWN: list[float] = []
+
+
+class Draw(Hook):
+    """What is drawn after the checkpoint."""
+
+    priority = "LOWEST"
+
+    def after_train_iter(
+        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        if runner.iter + 1 == 10:
+            runner.save_checkpoint(runner.work_dir, "iter_10")
+            DRAWN[:] = [float(torch.rand(())), float(np.random.rand())]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    runner = make_runner(
+        tmp_path / "run", **CONFIG, **validation(), default_hooks=DEFAULT_HOOKS, custom_hooks=[*hooks(), Draw()]
+    )
+    runner.train()
+    return tmp_path / "run" / "iter_10"
+
+
+def test_everything_comes_back(tmp_path: Path, path: Path) -> None:
+    runner = resumed(tmp_path, path)
+    assert found(runner) == dict.fromkeys(PIECES, True)
+    assert (runner.epoch, runner.iter) == (1, 10)
+
+
+OPTIONS = {"optimizer": "resume_optimizer", "param_scheduler": "resume_param_scheduler"}
+KEYS = {
+    "optimizer": ("optim.wrapper", "optim.group.net.0.weight.lr"),
+    "param_scheduler": ("scheduler",),
+    "random": ("rng", "processes"),
+    "hooks": ("hooks", "hook.EMAHook/updates", "hook.EarlyStoppingHook/wait_count", "hook.CheckpointHook/best"),
+    "logs": ("message_hub",),
+    "data": ("data",),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_that_is_left_out_is_not_even_read(tmp_path: Path, path: Path, name: str) -> None:
+    change_values(path, lambda values: [values.update({key: "nonsense"}) for key in KEYS[name]])
+    with pytest.raises(CheckpointError):
+        resumed(tmp_path / "whole", path)
+    runner = resumed(tmp_path / "rest", path, **{OPTIONS.get(name, name): False})
+    assert found(runner) == {piece: piece != name for piece in PIECES}
+    assert (runner.epoch, runner.iter) == (1, 10)
+    runner.train()
+    assert runner.epoch == 3
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_that_is_left_out_may_be_missing(tmp_path: Path, path: Path, name: str) -> None:
+    change_values(path, lambda values: [values.pop(key) for key in KEYS[name]])
+    with pytest.raises(CheckpointError) as caught:
+        resumed(tmp_path / "whole", path)
+    assert str(caught.value).startswith(
+        f"{path}: cannot be resumed, it has no {KEYS[name][0]}; resume=dict({name}=False) leaves"
+    )
+    assert "\n" not in str(caught.value)
+    options = dict(path=str(path), **{name: False})
+    runner = make_runner(tmp_path / "rest", **CONFIG, **validation(), custom_hooks=hooks(), resume=options)
+    runner.train()
+    assert runner.epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [(key, name) for name in PIECES for key in KEYS[name] if key not in ("processes", "hooks")]
+)
+def test_a_damaged_piece_is_named_with_how_to_leave_it_out(tmp_path: Path, path: Path, key: str, name: str) -> None:
+    change_values(path, lambda values: values.update({key: ["nonsense"]}))
+    with pytest.raises(CheckpointError) as caught:
+        resumed(tmp_path / "rest", path)
+    assert f"; resume=dict({name}=False) leaves it out, " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tensor_of_a_hook_is_named(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Checkpoint.open
+
+    def without(where: Path) -> Checkpoint:
+        checkpoint = opened(where)
+        del checkpoint.entries["hook.EMAHook/averaged.net.0.bias"]
+        return checkpoint
+
+    monkeypatch.setattr(Checkpoint, "open", without)
+    with pytest.raises(CheckpointError, match=r"has no hook.EMAHook/averaged.net.0.bias; resume=dict\(hooks=False\)"):
+        resumed(tmp_path / "rest", path)
+
+
+def test_tensors_that_are_left_out_are_not_read(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    load = Checkpoint.load
+
+    def noted(self: Checkpoint, template: dict[str, Tensor]) -> None:
+        read.update(template)
+        load(self, template)
+
+    monkeypatch.setattr(Checkpoint, "load", noted)
+    resumed(tmp_path / "rest", path, resume_optimizer=False, hooks=False)
+    assert read == {f"model.net.{i}.{kind}" for i in (0, 3) for kind in ("weight", "bias")}
+    resumed(tmp_path / "whole", path)
+    assert {key.split(".")[0] for key in read} == {"model", "optim", "hook"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (dict(optimiser=False), 'resume.optimiser: unknown key, did you mean "optimizer"?'),
+        (dict(optimizer=0), "resume.optimizer: 0 is not allowed, give True or False"),
+        (dict(path="nowhere"), 'resume: "nowhere" does not exist'),
+        (dict(path=3), "resume.path: 3 is not allowed"),
+    ],
+    ids=str,
+)
+def test_wrong_options(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_runner(tmp_path, resume=given)
+    assert says in str(caught.value)
+
+
+def test_a_mistyped_keyword_of_resume(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(ConfigError, match='hook: unknown key, did you mean "hooks"'):
+        resumed(tmp_path / "rest", path, hook=False)
+
+
+@pytest.mark.parametrize("given", [dict(), dict(path=None), dict(data=True), True], ids=str)
+def test_without_a_path_the_newest_is_resumed(tmp_path: Path, given: Any) -> None:
+    changes: dict[str, Any] = dict(default_hooks=dict(checkpoint=dict(interval=1)), train_cfg=dict(max_epochs=1))
+    assert make_runner(tmp_path, **changes, resume=given).train() is not None
+    runner = make_runner(tmp_path, **{**changes, "train_cfg": dict(max_epochs=2)}, resume=given)
+    runner.train()
+    assert runner.train_loop.start_iter == 7
+
+
+# Parameters by their names
+
+
+class Layers(nn.Module):
+    """Two layers in any order."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 2)}
+        for name in order or made:
+            self.add_module(name, made[name])
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = self.get_submodule("second")(self.get_submodule("first")(x).tanh())
+        return {"loss": functional.cross_entropy(logits, y)} if mode == "loss" else logits
+
+
+def grouped(*keys: tuple[str, float]) -> dict[str, Any]:
+    custom = {key: dict(lr_mult=factor) for key, factor in keys}
+    return dict(optimizer=dict(type="Adam", lr=0.01), paramwise_cfg=dict(custom_keys=custom))
+
+
+def by_name(runner: FlexibleRunner) -> dict[str, Any]:
+    return {key: value for key, value in whole_state(runner).items() if key.startswith(("optim.", "model."))}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(model=lambda: Layers("second", "first")),
+        # The rates in force are the checkpoint's, whatever the configuration says now.
+        dict(optim_wrapper=grouped(("first.weight", 2.0), ("first.bias", 3.0), ("second", 1.0))),
+    ],
+    ids=["reordered", "regrouped"],
+)
+def test_parameters_keep_their_moments_and_settings_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+    schedule = dict(type="CosineAnnealingLR", T_max=21, by_epoch=False)
+    config: dict[str, Any] = dict(
+        model=Layers, optim_wrapper=grouped(("first", 0.5), ("second", 1.0)), param_scheduler=schedule
+    )
+    whole = make_runner(tmp_path / "whole", **config, custom_hooks=[SaveEvery({9})])
+    whole.train()
+    rest = make_runner(tmp_path / "rest", **{**config, **changes}, resume=str(tmp_path / "whole" / "iter_9"))
+    rest.train()
+    assert not differences(by_name(rest), by_name(whole))
+
+
+def test_one_group_cannot_hold_two_rates(tmp_path: Path) -> None:
+    config: dict[str, Any] = dict(model=Layers, optim_wrapper=grouped(("first", 0.5), ("second", 1.0)))
+    make_runner(tmp_path, **config, custom_hooks=[SaveEvery({9})]).train()
+    config["optim_wrapper"] = dict(optimizer=dict(type="Adam", lr=0.01))
+    with pytest.raises(CheckpointError) as caught:
+        make_runner(tmp_path / "rest", **config, resume=str(tmp_path / "iter_9")).train()
+    assert "first.weight has lr=0.005, and shares a group now with parameters that have 0.01; give" in str(caught.value)
+
+
+def test_a_scheduler_that_was_added_is_named(tmp_path: Path) -> None:
+    step = dict(type="StepLR", step_size=1)
+    make_runner(tmp_path, param_scheduler=step, custom_hooks=[SaveEvery({3})]).train()
+    path = str(tmp_path / "iter_3")
+    with pytest.raises(CheckpointError) as caught:
+        make_runner(tmp_path / "rest", param_scheduler=[dict(type="LinearLR"), step], resume=path).train()
+    assert str(caught.value) == (
+        f"{path}: has 1 parameter schedulers, the configuration has 2 (LinearLR, StepLR); they go on together or not at "
+        "all; resume=dict(param_scheduler=False) leaves it out, schedules then start afresh"
+    )
