@@ -67,8 +67,7 @@ class TrainLoop(BaseLoop):
         self._done = 0
         self._inner = 0  # of the epoch
         self._validated = 0  # after how many epochs or iterations the last validation came
-        # By how many updates a resumed run whose epochs had other lengths is ahead of one that always had these.
-        self._ahead = 0
+        self._ahead = 0  # by how many updates of one whose epochs always had this length, if they had another before
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
         self._intervals = [val_interval, *(interval for _, interval in later)]
