@@ -18,13 +18,25 @@ def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
 
 
+def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The parameters that have a gradient, in groups whose gradients are spread over processes and devices alike.
+
+    Plain tensors and DTensors, or DTensors of two meshes, cannot meet in one foreach call.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(_layout(parameter.grad), []).append(parameter)
+    return list(groups.values())
+
+
 def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of all gradients together as if they were one vector on one device; 0-dim, not read by the host.
 
     Plain tensors and DTensors cannot meet in one foreach call, so each kind has its own norm and those are combined.
     Raises RuntimeError on a non-finite norm if ``error_if_nonfinite``, on every process alike.
     """
-    norms = [_norm(group, norm_type) for group in _by_layout(grads)]
+    norms = [_norm(group, norm_type) for group in _alike(grads)]
     norms = [norm.to(norms[0].device) for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -59,14 +71,14 @@ def clip_by_norm(
     total = total_norm(grads, norm_type, error_if_nonfinite)
     # The factor stays on the device: no branch on its value, the maximum is 1.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for group in _by_layout(grads):
+    for group in _alike(grads):
         torch._foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
     return total
 
 
 def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
-    for group in _by_layout(grads):
+    for group in _alike(grads):
         local = [_local(grad) for grad in group]
         torch._foreach_clamp_min_(local, -clip_value)
         torch._foreach_clamp_max_(local, clip_value)
@@ -92,9 +104,13 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _by_layout(grads: list[Tensor]) -> list[list[Tensor]]:
+def _alike(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients in groups of one layout on one device, each of which can go into one foreach call."""
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        groups.setdefault((key, grad.device), []).append(grad)
+        groups.setdefault(_layout(grad), []).append(grad)
     return list(groups.values())
+
+
+def _layout(grad: Tensor) -> Any:
+    return (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, grad.device

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..core import gradients
 from ..core.config import check_call
 from ..core.device import DEVICES
 from ..core.errors import ConfigError
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .wrapper import OptimWrapper
+
+
+class _LayoutScaler(GradScaler):
+    """torch's GradScaler for gradients of several layouts, which torch divides in one call that takes only one."""
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        groups = gradients.by_layout([p for group in optimizer.param_groups for p in group["params"]])
+        for group in groups:
+            part = cast(Any, SimpleNamespace(param_groups=[{"params": group}]))
+            for found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).values():
+                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        return {found_inf.device: found_inf} if groups else {}
 
 
 class LossScaler:
@@ -32,7 +48,7 @@ class LossScaler:
         if self._fixed is not None:
             arguments = {"init_scale": self._fixed}
         self._arguments = arguments
-        self._scaler = GradScaler(device_type, **arguments)
+        self._scaler: GradScaler = _LayoutScaler(device_type, **arguments)
         self._applied = False
 
     def use(self, kind: Callable[..., GradScaler]) -> None:
@@ -70,7 +86,8 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``, also that of another class of scaler."""
-        self._scaler.load_state_dict({**self._scaler.state_dict(), **state})
+        needed = {key: state[key] for key in ("scale", "_growth_tracker")}
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **state, **needed})
 
 
 @OPTIM_WRAPPERS.register_module()
