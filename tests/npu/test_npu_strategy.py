@@ -1,0 +1,140 @@
+"""What is NPUStrategy's own: start-up switches, seeds, memory in the log line, statistics over all devices."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.append(str(Path(__file__).parent))
+from conftest import python
+from training import make_runner, train, train_on_cpu
+
+pytestmark = [pytest.mark.npu, pytest.mark.distributed]
+NPU = dict(type="NPUStrategy")
+
+
+def switched(arguments: dict[str, Any]) -> list[dict[str, str]]:
+    """The device's options when the strategy is built, has begun, and has begun again."""
+    from flextrain import NPUStrategy
+    from flextrain.testing import fresh_rendezvous
+
+    options = torch.npu.options  # type: ignore[attr-defined]
+    options.clear()
+    fresh_rendezvous()
+    strategy = NPUStrategy(**arguments)
+    seen = [dict(options)]
+    strategy.setup_environment()
+    seen.append(dict(options))
+    options.clear()
+    strategy.setup_environment()
+    strategy.teardown()
+    return [*seen, dict(options)]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (dict(), {"jitCompile": "disable"}),
+        (dict(compile_mode="jit"), {"jitCompile": "enable"}),
+        (dict(compile_mode=None), {}),
+        (
+            dict(allow_internal_format=False, matmul_hf32=True, conv_hf32=False, options=dict(ACL_OP_DEBUG_LEVEL=1)),
+            {
+                "jitCompile": "disable",
+                "ALLOW_INTERNAL_FORMAT": "disable",
+                "ALLOW_MATMUL_HF32": "enable",
+                "ALLOW_CONV_HF32": "disable",
+                "ACL_OP_DEBUG_LEVEL": "1",
+            },
+        ),
+    ],
+)
+def test_switches_are_set_once_by_setup_environment(
+    npu1: Any, arguments: dict[str, Any], expected: dict[str, str]
+) -> None:
+    assert npu1.run(switched, arguments) == [[{}, expected, {}]]
+
+
+def test_no_device_is_one_error(simulated_npu: Path) -> None:
+    program = "from flextrain import NPUStrategy; NPUStrategy().setup_environment()"
+    done = python("-c", program, ASCEND_RT_VISIBLE_DEVICES="")
+    message = 'strategy.device: "npu" is not usable on this machine, no such device was found'
+    assert done.stderr.splitlines()[-1].endswith(message)
+
+
+class Dropping(nn.Module):
+    """Dropout, so that losses tell which random numbers the device drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 10))
+
+    def forward(self, images: Tensor, labels: Tensor, mode: str = "loss") -> Any:
+        return {"loss": functional.cross_entropy(self.net(images), labels)}
+
+
+def seeded(folder: Path) -> dict[str, list[float]]:
+    saving = dict(default_hooks=dict(checkpoint=dict(interval=1)))
+    one_epoch = dict(train_cfg=dict(by_epoch=True, max_epochs=1))
+    losses = {
+        "first": train(folder / "a", NPU, model=Dropping)[0],
+        "again": train(folder / "b", NPU, model=Dropping)[0],
+        "other": train(folder / "c", NPU, model=Dropping, randomness=dict(seed=6))[0],
+    }
+    begun, _ = train(folder / "d", NPU, model=Dropping, **one_epoch, **saving)
+    torch.rand(3, device="npu")  # what else draws meanwhile
+    rest, _ = train(folder / "d", NPU, model=Dropping, resume=True, **saving)
+    return {**losses, "resumed": begun + rest}
+
+
+def test_seeds_and_resuming_reach_the_devices_random_numbers(npu1: Any, tmp_path: Path) -> None:
+    (losses,) = npu1.run(seeded, tmp_path)
+    assert losses["first"] == losses["again"] == losses["resumed"]
+    assert losses["first"] != losses["other"]
+
+
+def logged(folder: Path) -> tuple[str, float]:
+    runner = make_runner(folder, NPU, 1, log_level="INFO", default_hooks=dict(checkpoint=None, logger=dict(interval=4)))
+    ballast = torch.empty(300 * 2**18, device="npu")  # 300 MiB in float32
+    runner.train()
+    runner.strategy.teardown()
+    (log,) = folder.rglob("*.log")
+    return log.read_text(), ballast.numel() * 4 / 2**20
+
+
+def test_the_log_line_has_the_devices_memory(npu1: Any, tmp_path: Path) -> None:
+    ((text, ballast),) = npu1.run(logged, tmp_path)
+    memory = [int(figure) for figure in re.findall(r"Epoch\(train\).* memory: (\d+)", text)]
+    assert memory
+    assert all(ballast <= figure < ballast + 20 for figure in memory)
+
+
+class Normalising(nn.Module):
+    """Batch normalisation whose statistics matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten())
+        self.head = nn.Linear(144, 10)
+
+    def forward(self, images: Tensor, labels: Tensor, mode: str = "loss") -> Any:
+        return {"loss": functional.cross_entropy(self.head(self.features(images)), labels)}
+
+
+def normalised(folder: Path) -> tuple[list[float], list[float], list[float]]:
+    together, _ = train(folder / "sync", dict(**NPU, sync_bn="torch"), model=Normalising)
+    apart, _ = train(folder / "own", NPU, model=Normalising)
+    return together, apart, train_on_cpu(folder / "cpu", model=Normalising)
+
+
+def test_statistics_over_all_devices(npu2: Any, tmp_path: Path) -> None:
+    for together, apart, expected in npu2.run(normalised, tmp_path):
+        assert together == pytest.approx(expected, rel=1e-4)
+        assert apart != pytest.approx(expected, rel=1e-4)
