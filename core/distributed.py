@@ -190,6 +190,7 @@ def init_process_group(backend: str, *, rank: int, world_size: int, init_method:
         init_method=init_method,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    side_group()  # now that all are here: one that is missing later could not be waited for with a limit
 
 
 def init_alone(backend: str) -> None:

@@ -52,7 +52,7 @@ class Peers:
             dist.monitored_barrier(self.group, datetime.timedelta(seconds=timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
             found = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
-            missing = f"rank {found[1]}" if found else "rank 0"
+            missing = f"rank {found[1]}" if found else "rank 0, or one that it waits for,"
             raise CheckpointError(
                 f"{self.what}: {missing} did not come to save within {timeout_s:g} s; every process has to call it"
             ) from error
