@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..core.checkpoint import place
 from ..core.checkpoint.layout import replaced
 from ..core.config import Config, PositiveInt, check_call, validate
-from ..core.errors import ConfigError, suggest
+from ..core.errors import CheckpointError, ConfigError, suggest
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
 from ..optim.schedulers import check_param_schedulers
@@ -142,11 +143,23 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
     resumed = options.resume_options
     for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
         # A replacement that was killed between its two renames is undone when the checkpoint is opened.
-        if isinstance(path, (str, Path)) and not (Path(path).exists() or replaced(Path(path)).exists()):
+        if path is not None and not _is_there(path):
             raise ConfigError(f'{key}: "{path}" does not exist')
+    if "://" in str(options.work_dir):
+        raise ConfigError(
+            f'work_dir: "{options.work_dir}" is not allowed, logs need a local folder; CheckpointHook.out_dir may be a URL'
+        )
     if options.load_from is not None and resumed is not None and resumed.path is not None:
         raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
     return options
+
+
+def _is_there(path: str | Path) -> bool:
+    try:
+        found = place(path)
+        return found.exists() or replaced(found).exists()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
@@ -247,8 +260,8 @@ def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | 
         if name not in optim:
             raise ConfigError(f"{where}.{name}: no optimizer has this name{suggest(name, optim)}")
     parts = {f"{where}.{name}": cfg for name, cfg in given.items()} if named else {where: given}
-    for place, cfg in parts.items():
-        for found in check_param_schedulers(cfg, place, max_epochs=max_epochs):
+    for key, cfg in parts.items():
+        for found in check_param_schedulers(cfg, key, max_epochs=max_epochs):
             if found.needs_metrics and not validates:
                 raise ConfigError(f"{found.where}: needs validation, give val_dataloader, val_cfg and val_evaluator")
             if found.by_epoch and not by_epoch and not found.needs_metrics:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.checkpoint import PendingSave, find_latest
+from ..core.checkpoint import PendingSave, find_latest, place
 from ..core.config import check_call, known_keywords, validate
 from ..core.distributed import broadcast_object
 from ..core.errors import CheckpointError, ConfigError
@@ -212,6 +212,11 @@ class FlexibleRunner:
         return self.hook_calls.hooks
 
     @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints are saved: the work directory, unless a hook saves them elsewhere."""
+        return next((path for hook in self.hooks if (path := hook.checkpoint_dir(self))), Path(self.work_dir))
+
+    @property
     def param_schedulers(self) -> Any:
         """The parameter schedulers: a list, or a dict of lists for several optimizers."""
         return self.schedulers if isinstance(self.optim_wrapper, OptimWrapperDict) else self.schedulers.get("", [])
@@ -326,7 +331,7 @@ class FlexibleRunner:
             CheckpointError: it could not be saved, or the one before could not, in the background.
         """
         self.finish_saving()
-        path = Path(out_dir) / filename
+        path = place(out_dir) / filename
         self._pending_save = state.save(
             self,
             path,
@@ -366,7 +371,7 @@ class FlexibleRunner:
         """Fill the model with weights; see ``load_from``. Without ``strict`` what does not fit is logged."""
         self._setup_model()
         self._begin()
-        state.load_weights(self, Path(filename), strict=strict, revise_keys=revise_keys)
+        state.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
@@ -398,7 +403,7 @@ class FlexibleRunner:
         """
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
-        self._resume(Path(filename), validate(checks.Resume, options, "resume"))
+        self._resume(place(filename), validate(checks.Resume, options, "resume"))
 
     def _resume(self, path: Path, options: checks.Resume) -> None:
         self._setup_model()
@@ -457,19 +462,19 @@ class FlexibleRunner:
         resumed, load_from = self.options.resume_options, self.options.load_from
         if resumed is None:
             return load_from, None
-        return resumed.path or load_from or find_latest(self.work_dir), resumed
+        return resumed.path or load_from or find_latest(self.checkpoint_dir), resumed
 
     def _load_or_resume(self) -> None:
         if self._started:
             return
         source, resumed = self._source()
         if source is not None and resumed:
-            self._resume(Path(source), resumed)
+            self._resume(place(source), resumed)
         elif source is not None:
             if not self._has_weights:
                 self.load_checkpoint(source)
         elif resumed:
-            self.logger.info(f"Nothing to resume in {self.work_dir}, training starts from the beginning")
+            self.logger.info(f"Nothing to resume in {self.checkpoint_dir}, training starts from the beginning")
         self._started = True
 
     def _say_if_done(self) -> None:
@@ -517,7 +522,7 @@ class FlexibleRunner:
         except CheckpointError as second:
             self.logger.error(str(second))
         if isinstance(error, KeyboardInterrupt) and self._train_loop is not None:
-            newest = find_latest(self.work_dir)
+            newest = find_latest(self.checkpoint_dir)
             advice = f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"
             self.logger.info(f"Interrupted after epoch {self.epoch}, iteration {self.iter}; {advice}")
         for method in self.hook_calls["on_exception"]:

@@ -6,6 +6,7 @@ from .checkpoint import Checkpoint
 from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .places import place
 from .saving import PendingSave, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights
 
@@ -20,6 +21,7 @@ __all__ = [
     "mark_latest",
     "match_weights",
     "open_weights",
+    "place",
     "remove_checkpoint",
     "save_checkpoint",
     "save_in_background",

@@ -19,6 +19,7 @@ from ..distributed import all_gather_object, get_rank, get_world_size
 from ..errors import CheckpointError
 from . import layout
 from .layout import DTYPES, FileEntry, TensorEntry
+from .places import place
 from .planners import ShardLoadPlanner
 from .storage import ChunkReader, Source, safetensors_source
 from .untrusted import read_json
@@ -61,7 +62,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing, incomplete or damaged.
         """
-        path = Path(path).absolute()
+        path = place(path)
         manifest = layout.read_manifest(path)
         layout.check_file(path / layout.VALUES, manifest.files[layout.VALUES])
         values = read_json(path / layout.VALUES)

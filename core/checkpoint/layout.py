@@ -30,6 +30,7 @@ import pydantic
 import torch
 
 from ..errors import CheckpointError
+from .places import is_local, place, remove_tree
 from .untrusted import MAX_JSON_BYTES, check_disjoint, check_shape, one_line, read_name, sibling
 
 FORMAT, VERSION = "flextrain-checkpoint", 1
@@ -140,11 +141,11 @@ class Manifest(_Strict):
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a complete checkpoint directory."""
-    return (Path(path) / MANIFEST).is_file()
+    return (place(path) / MANIFEST).is_file()
 
 
 def temporary(path: Path) -> Path:
-    """Where a save of ``path`` is put together."""
+    """Where a save of ``path`` is put together; in other storage only if ``path`` is a checkpoint already."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -162,15 +163,20 @@ def begin(path: Path) -> Path:
     recover(path)
     if foreign := _foreign(path):
         raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
-    folder = temporary(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    # A folder in other storage cannot be renamed; what makes it a checkpoint is the manifest, written last.
+    folder = temporary(path) if is_local(path) or is_checkpoint(path) else path
+    remove_tree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def commit(path: Path) -> None:
-    """Give the finished save its name; the checkpoint that had the name before goes only after that."""
-    folder, old = temporary(path), replaced(path)
+def commit(path: Path, folder: Path) -> None:
+    """Give the finished save in ``folder`` its name; the checkpoint that had the name before goes only after that."""
+    if not is_local(path):
+        if folder != path:
+            _move_into(folder, path)
+        return
+    old = replaced(path)
     sync_directory(folder)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -191,14 +197,36 @@ def _foreign(path: Path) -> Path | None:
 
 
 def recover(path: Path) -> None:
-    """Undo a replacement that was killed between its two renames."""
+    """Undo a replacement that was killed between its two renames; or, in other storage, carry it on."""
+    if not is_local(path):
+        if not is_checkpoint(path) and is_checkpoint(temporary(path)):
+            _move_into(temporary(path), path)
+        return
     if not path.exists() and is_checkpoint(replaced(path)):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             replaced(path).rename(path)
 
 
+def _move_into(folder: Path, path: Path) -> None:
+    """Replace a checkpoint by a complete one, file by file; until the last has moved, ``folder`` is the checkpoint."""
+    remove_checkpoint(path)
+    path.mkdir(parents=True, exist_ok=True)
+    files = sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST)
+    for file in files:
+        _copy(file, path / file.name)
+    remove_checkpoint(folder)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as reading, target.open("wb") as writing:
+        shutil.copyfileobj(reading, writing, _BLOCK)
+
+
 def mark_latest(path: Path) -> None:
     """Make ``path`` the checkpoint that resuming starts from."""
+    if not is_local(path):  # where a file is there as a whole or not at all
+        write_file(path.parent / LATEST, path.name.encode())
+        return
     write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
     (path.parent / f".{LATEST}.tmp").replace(path.parent / LATEST)
     sync_directory(path.parent)
@@ -210,13 +238,13 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names something that is no longer there.
     """
-    pointer = Path(folder) / LATEST
+    pointer = place(folder) / LATEST
     if not pointer.is_file():
         return None
     name = read_name(pointer)
     if name is None:
         raise CheckpointError(f"{pointer}: holds no name of a checkpoint beside it")
-    path = Path(folder) / name
+    path = pointer.parent / name
     recover(path)
     if not is_checkpoint(path):
         raise CheckpointError(f'{pointer}: names "{name}", which is no complete checkpoint; name another one in it')
@@ -225,8 +253,9 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint; it stops being one before its first file goes."""
-    (Path(path) / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    path = place(path)
+    (path / MANIFEST).unlink(missing_ok=True)
+    remove_tree(path)
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
@@ -237,14 +266,15 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Fil
             file.write(part)
             size, crc = size + len(part), zlib.crc32(part, crc)
         file.flush()
-        os.fsync(file.fileno())
+        if is_local(path):
+            os.fsync(file.fileno())
     return FileEntry(size=size, crc32=f"{crc:08x}")
 
 
 def file_entry(path: Path) -> FileEntry:
     """Size and checksum of a file, which is read through."""
     size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while count := file.readinto(block):
             size, crc = size + count, zlib.crc32(block[:count], crc)
     return FileEntry(size=size, crc32=f"{crc:08x}")
@@ -292,6 +322,8 @@ def _manifest_text(path: Path) -> bytes:
 
 def sync_directory(path: Path) -> None:
     """Write a directory's entries down to the disk."""
+    if not is_local(path):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from . import layout
 from .layout import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
 from .peers import Peers
+from .places import is_local, place
 from .planners import ShardSavePlanner
 from .storage import name_in_file, write_shard
 
@@ -44,7 +45,8 @@ def save_checkpoint(
     One tensor at a time is copied to the CPU, and nothing but the part of it that this process writes.
 
     Args:
-        path: the directory; a checkpoint of this name is replaced once the new one is complete.
+        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); a checkpoint of this name is replaced
+            once the new one is complete.
         state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
             JSON-able value (rank 0's counts).
         per_rank: JSON-able values that differ by process; read back as a list by rank.
@@ -132,7 +134,7 @@ class _Save:
         verify: bool,
         timeout_s: float,
     ) -> None:
-        self.path = Path(path).absolute()
+        self.path = self._folder = place(path)
         self._is_latest, self._verify = is_latest, verify
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         self._values = {key: value for key, value in state.items() if key not in self._tensors}
@@ -148,8 +150,9 @@ class _Save:
 
     def plan(self) -> None:
         """Agree on who writes what, and make the directory."""
-        own = self._peers.round(self._offer, self._divide)
+        own, folder = self._peers.round(self._offer, self._divide)
         self._items = self._planner.finish_plan(own).items
+        self._folder = place(folder)
 
     def _offer(self) -> tuple[SavePlan, dict[str, Any]]:
         for key, tensor in self._tensors.items():
@@ -159,13 +162,13 @@ class _Save:
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
         return self._planner.create_local_plan(), self._per_rank
 
-    def _divide(self, offers: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+    def _divide(self, offers: list[tuple[SavePlan, dict[str, Any]]]) -> list[tuple[SavePlan, str]]:
         plans, metadata = self._planner.create_global_plan([plan for plan, _ in offers])
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
         self._text = layout.to_json(self._values | per_rank, "checkpoint")
         self._entries = _entries(plans, metadata)
-        layout.begin(self.path)
-        return plans
+        folder = str(layout.begin(self.path))
+        return [(plan, folder) for plan in plans]
 
     def stage(self) -> None:
         """Copy what this process writes, so that training may go on."""
@@ -184,8 +187,8 @@ class _Save:
         self._peers.round(self._write, self._complete)
 
     def _write(self) -> tuple[str, FileEntry] | None:
-        folder = layout.temporary(self.path)
-        if not folder.is_dir():
+        folder = self._folder
+        if is_local(folder) and not folder.is_dir():
             raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
         if not self._items:
             return None
@@ -198,12 +201,12 @@ class _Save:
         return file, entry
 
     def _complete(self, written: list[tuple[str, FileEntry] | None]) -> list[None]:
-        folder = layout.temporary(self.path)
+        folder = self._folder
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
         files |= dict(file for file in written if file is not None)
         manifest = Manifest(written_by=self._written_by, files=files, tensors=self._entries)
         layout.seal(folder, manifest.model_dump_json().encode())
-        layout.commit(self.path)
+        layout.commit(self.path, folder)
         if self._is_latest:
             layout.mark_latest(self.path)
         return [None] * len(written)

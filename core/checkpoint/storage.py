@@ -36,6 +36,7 @@ from torch.futures import Future
 from ..errors import CheckpointError
 from . import layout
 from .layout import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
+from .places import is_local, safetensors_slices
 
 
 def name_in_file(item: WriteItem) -> str:
@@ -151,6 +152,8 @@ class ChunkReader(StorageReader):
 
 def safetensors_source(folder: Path) -> Source:
     """Reads parts of the safetensors files in ``folder`` without reading the rest of them."""
+    if not is_local(folder):
+        return lambda file: safetensors_slices(folder / file, DTYPES)
 
     @contextmanager
     def source(file: str) -> Iterator[Fetch]:

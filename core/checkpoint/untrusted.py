@@ -36,7 +36,10 @@ def sibling(path: Path, name: str) -> Path:
     file = path.with_name(name)
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing, {path.name} names it")
-    if not any(file.resolve().is_relative_to(folder) for folder in _homes(path.parent)):
+    # Other storage than this machine's (no Path, though it behaves as one) has no links.
+    if getattr(file, "fs", None) is None and not any(
+        file.resolve().is_relative_to(folder) for folder in _homes(path.parent)
+    ):
         raise CheckpointError(f"{file}: is a link to a file outside of {path.parent}")
     return file
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError, nearest
 from .checkpoint import Checkpoint
 from .layout import TensorEntry, is_checkpoint
+from .places import is_local, place
 from .sources import deepspeed, hugging_face
 from .sources.entries import MODEL
 from .sources.files import open_file
@@ -26,12 +27,15 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a checkpoint directory; a ``.safetensors`` file; a file written by ``torch.save`` that holds a state dict,
             itself or under "state_dict", "model" or "module"; an index of Hugging Face (``model.safetensors.index.json``) or the
-            folder that it is in; or a checkpoint directory of DeepSpeed, with or without its tag.
+            folder that it is in; or a checkpoint directory of DeepSpeed, with or without its tag. A URL is that of a
+            checkpoint directory.
 
     Raises:
         CheckpointError: no such file, or no weights in it that can be read safely.
     """
-    path = Path(path)
+    path = place(path)
+    if not is_local(path):
+        return Checkpoint.open(path)
     if path.is_dir():
         return _open_directory(path)
     if not path.is_file():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.checkpoint import find_latest, is_checkpoint, remove_checkpoint
+from ...core.checkpoint import find_latest, is_checkpoint, place, remove_checkpoint
 from ...core.errors import CheckpointError, ConfigError
 from ...core.registry import HOOKS
 from .best import BestScores
@@ -34,7 +34,8 @@ class CheckpointHook(Hook):
         by_epoch: the interval counts epochs.
         save_optimizer: the optimizer's state is part of a checkpoint.
         save_param_scheduler: the parameter schedulers' state is part of a checkpoint.
-        out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory.
+        out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory. A URL
+            that fsspec knows, such as ``s3://bucket/runs``, puts them into that storage.
         max_keep_ckpts: how many of the newest to keep; -1: all.
         keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
         async_save: write in the background.
@@ -95,7 +96,7 @@ class CheckpointHook(Hook):
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
-        self._parent = None if out_dir is None else Path(out_dir)
+        self._parent = None if out_dir is None else place(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept: list[int] = []
         self._last: int | None = None
@@ -115,6 +116,10 @@ class CheckpointHook(Hook):
         """The folder that checkpoints are saved to."""
         work_dir = Path(runner.work_dir)
         return work_dir if self._parent is None else self._parent / work_dir.name
+
+    def checkpoint_dir(self, runner: FlexibleRunner) -> Path:
+        """See Hook."""
+        return self.out_dir(runner)
 
     # When
 
@@ -241,7 +246,7 @@ class CheckpointHook(Hook):
         # Every rank answers alike without asking rank 0: the file is read after a save that all have left.
         if _is_latest(path):
             return False
-        if runner.rank == 0 and is_checkpoint(path):
+        if runner.rank == 0 and path.exists():  # without its manifest, if a process was killed while it deleted it
             try:
                 remove_checkpoint(path)
             except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .priority import Priority
@@ -24,6 +25,10 @@ class Hook:
     priority: int | str | Priority = "NORMAL"
     holds_weights: bool = False
     """Whether its state is weights of the model, which ``load_from`` takes over with the model's own."""
+
+    def checkpoint_dir(self, runner: FlexibleRunner) -> Path | None:
+        """The folder that it saves checkpoints to, where ``resume=True`` looks for the newest; None: it saves none."""
+        return None
 
     # The whole job
 
