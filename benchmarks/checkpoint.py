@@ -224,7 +224,7 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
     with redirect_stdout(sys.stderr), started(LAYOUTS[layout][1], optim, partial(Net, blocks)) as session:  # type: ignore[arg-type]
         train(session.strategy, session.model, session.optim, [[{"words": torch.arange(16).view(4, 4)}]])
         actions = contestants(layout, session)
-        names = list(actions)
+        names, in_background = list(actions), asynchronous(layout, session)
         for number in range(rounds + 1):  # the first is not counted: it imports, and takes memory that stays
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 with cleared(folder / f"{number}-{name}") as path:
@@ -235,7 +235,7 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
                 if number:
                     note(name, save_s=save_s, save_bytes=save_bytes, load_s=load_s, load_bytes=load_bytes)
                     note(name, disk_bytes=on_disk)
-            for name, begin in asynchronous(layout, session).items():
+            for name, begin in in_background.items():
                 with cleared(folder / f"{number}-{name}-asynchronous") as path:
                     stall_s, stall_bytes, wait = measured(begin, path)
                     done_s, _, _ = measured(wait)
@@ -251,9 +251,12 @@ def asynchronous(layout: str, session: Session) -> dict[str, Callable[[Path], Ca
         state = {**session.strategy.state_dict(), "optim.wrapper": session.optim.state_dict()}
         return save_in_background(path, state).wait
 
+    group = dist.new_group(backend="gloo") if layout == "fsdp" else None  # over training's it mixes up messages
+
     def raw(path: Path) -> Callable[[], Any]:
         model, optim = get_state_dict(session.strategy.module, session.optim.optimizer)
-        return dcp.async_save({"model": model, "optim": optim}, checkpoint_id=path).result  # type: ignore[union-attr]
+        future = dcp.async_save({"model": model, "optim": optim}, checkpoint_id=path, process_group=group)
+        return future.result  # type: ignore[union-attr]
 
     return {"flextrain": ours, "raw DCP": raw} if layout == "fsdp" else {"flextrain": ours}
 

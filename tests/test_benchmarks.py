@@ -1,4 +1,4 @@
-"""The benchmark of the loop runs, and what it counts (rather than times) is as promised."""
+"""The benchmarks run, and what they count (rather than time) is as promised."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "loop_overhead.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_loop_overhead(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = ["--rounds", "1", "--iterations", "50", "--skip-imports", "--only", "flextrain", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "loop_overhead.py"), *flags], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     by_hand, flextrain = json.loads((tmp_path / "loop_overhead.json").read_text())["loops"]
     assert by_hand["reads_per_iteration"] == 0
@@ -24,3 +26,22 @@ def test_loop_overhead(tmp_path: Path) -> None:
     assert 0.05 < flextrain["reads_per_iteration"] <= 0.1
     assert "| flextrain |" in (tmp_path / "loop_overhead.md").read_text()
     assert (tmp_path / "loop_overhead.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_checkpoint(tmp_path: Path) -> None:
+    """A save takes next to no memory, and an asynchronous one what this process writes."""
+    pytest.importorskip("matplotlib")
+    flags = ["--rounds", "1", "--megabytes", "180", "--only", "fsdp", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "checkpoint.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "checkpoint.json").read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows.keys() == {"flextrain", "raw DCP", "torch.save on rank 0"}
+    ours, part = rows["flextrain"], report["state_bytes"] / 2
+    assert ours["save_bytes"] < 0.1 * part
+    assert 0.9 * part < ours["stall_bytes"] < 1.1 * part
+    assert report["state_bytes"] < ours["disk_bytes"] < 1.01 * report["state_bytes"]
+    assert "| fsdp x2 | flextrain |" in (tmp_path / "checkpoint.md").read_text()
+    assert (tmp_path / "checkpoint.png").stat().st_size > 0
