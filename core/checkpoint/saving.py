@@ -152,7 +152,8 @@ class _Save:
         """Agree on who writes what, and make the directory."""
         own, folder = self._peers.round(self._offer, self._divide)
         self._items = self._planner.finish_plan(own).items
-        self._folder = place(folder)
+        # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
+        self._folder = layout.temporary(self.path) if is_local(self.path) else place(folder)
 
     def _offer(self) -> tuple[SavePlan, dict[str, Any]]:
         for key, tensor in self._tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, layout, save_checkpoint
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -164,6 +165,12 @@ def test_when_one_process_cannot_read_all_raise(workers2: WorkerGroup, tmp_path:
     workers2.run(save_sharded, path, 0)
     shard = path / "rank-00001.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))
+    for heard in workers2.run(read_own_part, path):
+        assert f"{shard}: is damaged, its checksum is" in heard
+    manifest = json.loads((path / layout.MANIFEST).read_text())
+    del manifest["crc32"]
+    manifest["files"][shard.name] = layout.file_entry(shard).model_dump()
+    layout.seal(path, json.dumps(manifest).encode())
     for heard in workers2.run(read_own_part, path):
         assert f"could not be read on rank 1: {shard}: is damaged" in heard
 
