@@ -299,7 +299,7 @@ COLUMNS: list[tuple[str, str, float]] = [
     ("stall, s", "stall_s", 1),
     ("on disk, MiB", "disk_bytes", MIB),
     ("memory of save, MiB", "save_bytes", MIB),
-    ("of load", "load_bytes", MIB),
+    ("memory of load, MiB", "load_bytes", MIB),
     ("of asynchronous save", "stall_bytes", MIB),
 ]
 
@@ -329,8 +329,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     rows = report["rows"]
     places = np.arange(len(rows))[::-1]
     colors = ["#d1495b" if row["name"] == "flextrain" else "#8d99ae" for row in rows]
-    figure, panels = plt.subplots(1, 3, figsize=(11, 0.5 + 0.35 * len(rows)), sharey=True)
-    for axes, (title, key, unit) in zip(panels, [COLUMNS[0], COLUMNS[1], COLUMNS[4]], strict=True):
+    figure, panels = plt.subplots(1, 4, figsize=(13, 0.5 + 0.35 * len(rows)), sharey=True)
+    for axes, (title, key, unit) in zip(panels, [COLUMNS[i] for i in (0, 1, 4, 5)], strict=True):
         axes.barh(places, [row[key] / unit for row in rows], color=colors)
         axes.set_xlabel(title)
         axes.spines[["top", "right"]].set_visible(False)
