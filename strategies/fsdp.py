@@ -25,6 +25,7 @@ from ..core.model import overrides
 from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
 from ..core.transforms import compile_in_place, module_filter
+from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Optim, Strategy, StrategyConfig
 
 _logger = logging.getLogger("flextrain")
@@ -40,6 +41,8 @@ _REFUSED = {
 }
 # Those that say what is always so, with the value that says it.
 _ALWAYS = {"use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True}
+# What computes with a whole matrix through operations that torch has for whole tensors only.
+_WHOLE_MATRICES = {"Adafactor"}
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
@@ -250,8 +253,9 @@ class FSDPStrategy(Strategy):
                 model.init_weights()  # type: ignore[operator]
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
         called, optim = super().setup(model, optim)
-        if optim is not None and self.world_size > 1:
-            for wrapper in optim.wrappers.values():
+        for wrapper in optim.wrappers.values() if optim is not None else ():
+            _check_optimizer(wrapper)
+            if self.world_size > 1:
                 own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
                 if own:
                     wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars))  # type: ignore[misc]
@@ -476,6 +480,15 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots = [], []
+
+
+def _check_optimizer(wrapper: OptimWrapper) -> None:
+    kinds = {base.__name__ for base in type(wrapper.optimizer).__mro__}
+    for kind in kinds & _WHOLE_MATRICES:
+        raise StrategyError(
+            f'{wrapper.where}.optimizer.type: "{kind}" works on whole matrices, FSDP gives it parts of them; choose AdamW, '
+            "or DDPStrategy"
+        )
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:

@@ -24,7 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp-hybrid": dict(type="FSDPStrategy", replicate_size=2),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "momentum": dict(type="SGD", lr=0.02, momentum=0.9),
+    "momentum-foreach": dict(type="SGD", lr=0.02, momentum=0.9, foreach=True),
     "adamw-fused": dict(type="AdamW", lr=2e-3, fused=True),
 }
 UPDATES = 30
@@ -60,7 +60,7 @@ def compare(strategy: dict[str, Any], model: type[SmallModel], options: dict[str
 @pytest.mark.parametrize("model", [Mlp, TinyTransformer])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parity(workers2: WorkerGroup, strategy: str, model: type[SmallModel]) -> None:
-    options = dict(optimizer=OPTIMIZERS["momentum"], clip_grad=dict(max_norm=0.1), accumulative_counts=4)
+    options = dict(optimizer=OPTIMIZERS["momentum-foreach"], clip_grad=dict(max_norm=0.1), accumulative_counts=4)
     first, second = workers2.run(compare, STRATEGIES[strategy], model, options)
     assert first == second
     assert first.skipped == [False] * UPDATES

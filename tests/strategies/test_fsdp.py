@@ -29,6 +29,9 @@ from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
+from flextrain.testing.loop import train
+from flextrain.testing.models import Mlp, SmallModel
+from flextrain.testing.sessions import load, save, single_device, started, whole_state
 
 pytestmark = pytest.mark.distributed
 SGD = dict(type="SGD", lr=0.1, momentum=0.9)
@@ -117,6 +120,64 @@ def test_conformance_with_options(workers2: WorkerGroup, options: dict[str, Any]
 def test_conformance_on_other_numbers_of_processes(workers1: WorkerGroup, workers3: WorkerGroup) -> None:
     assert check_strategy("FSDPStrategy", world_size=1, workers=workers1, only=["losses", "resume_itself"]).passed
     assert check_strategy("FSDPStrategy", world_size=3, workers=workers3, only=SOME[:-1]).passed
+
+
+class Partly(Mlp):
+    """Never uses one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+def states(path: Path) -> None:
+    """In a worker: state is what the optimizer made, no more; momentum and decay show whether asking made any."""
+    batches = [[Partly.sample(8, seed)] for seed in range(4)]
+    optim = partial(OptimWrapper, dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1))
+    with started("FSDPStrategy", optim(), Partly) as session:
+        expected = train(session.strategy, session.model, session.optim, batches).losses
+    with started("FSDPStrategy", optim(), Partly) as session:
+        before = whole_state(session.strategy)
+        session.strategy.load_template(before)
+        found = train(session.strategy, session.model, session.optim, batches[:2]).losses
+        after = whole_state(session.strategy)
+        save(session, path)
+    with started("FSDPStrategy", optim(), Partly, seed=99) as session:
+        load(session, path)
+        found += train(session.strategy, session.model, session.optim, batches[2:]).losses
+    assert found == expected
+    assert not any(key.startswith("optim.state.") for key in before)
+    kept = {key.split(".momentum_buffer")[0] for key in after if key.startswith("optim.state.")}
+    assert kept == {f"optim.state.{name}" for name, _ in Mlp().named_parameters()}
+
+
+def test_state_is_what_the_optimizer_made(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(states, tmp_path / "c")
+
+
+class Matrices(SmallModel):
+    """Without a vector, which Muon does not take; of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 13, bias=False), nn.Linear(13, self.num_classes, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def losses_with_muon(alone: bool) -> list[float]:
+    batches = [[Matrices.sample(8, seed)] for seed in range(5)]
+    optim = OptimWrapper(dict(type="Muon", lr=0.02))
+    with single_device(optim, Matrices) if alone else started("FSDPStrategy", optim, Matrices) as session:
+        return train(session.strategy, session.model, session.optim, batches).losses
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_an_optimizer_of_whole_matrices(workers2: WorkerGroup) -> None:
+    found, expected = workers2.run(losses_with_muon, False)[0], workers2.run(losses_with_muon, True)[0]
+    # Muon computes in bfloat16, which keeps 8 bits.
+    assert found == pytest.approx(expected, rel=2.0**-8)
 
 
 # Units
@@ -555,6 +616,8 @@ def setup_fails(case: str) -> str:
         options = dict(replicate_size=2)
     elif case == "two dtypes":
         model.head.to(torch.float64)
+    elif case == "optimizer of matrices":
+        optim = OptimWrapper(dict(type="Adafactor", lr=0.1))
     elif case == "built optimizer":
         optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     try:
@@ -581,6 +644,7 @@ def setup_fails(case: str) -> str:
         ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
         ("copies", "strategy.replicate_size: 2 does not divide the 1 processes"),
         ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
+        ("optimizer of matrices", 'optim_wrapper.optimizer.type: "Adafactor" works on whole matrices'),
         ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),
     ],
 )
