@@ -7,7 +7,6 @@ fused_optimizers.md.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 
 from flextrain.optim.npu_fused import NEAREST, TWINS
 
-sys.path.append(str(Path(__file__).parent))
-import fused
-from conftest import NpuWorkers
-from fetch_torch_npu import SOURCE, documented_signatures
+from . import fused
+from .conftest import NpuWorkers
+from .fetch_torch_npu import SOURCE, documented_signatures
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 NAMES = sorted({**TWINS, **NEAREST})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import python
-from training import make_runner, train, train_on_cpu
+from .conftest import python
+from .training import make_runner, train, train_on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 NPU = dict(type="NPUStrategy")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import environment, python
+from .conftest import environment, python
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_device.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from flextrain.testing import check_strategy
 from flextrain.testing.compare import relative_difference
 from flextrain.testing.kit import CHECKS
 
-sys.path.append(str(Path(__file__).parent))
-from training import ADAMW, CPU, train, train_on_cpu
+from .training import ADAMW, CPU, train, train_on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 from flextrain import FlexibleRunner, Hook
 from flextrain.testing import fresh_rendezvous
 
-sys.path.append(str(Path(__file__).parent))
-from training import ADAMW, make_runner
+from .training import ADAMW, make_runner
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 INTERVAL = 4  # of the log lines; eight updates in an epoch
