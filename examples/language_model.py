@@ -273,7 +273,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--val-interval", type=int, help="steps between validations; default: a quarter of them")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update")
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak-tflops", type=float, help="of one device, from its data sheet; default: measured")
     parser.add_argument("--prompt", default='The "with" statement', help="what the sample begins with")
