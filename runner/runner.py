@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.checkpoint import PendingSave, find_latest, place
+from ..core.checkpoint import PendingSave, Staging, find_latest, place
 from ..core.config import check_call, known_keywords, validate
 from ..core.distributed import broadcast_object
 from ..core.errors import CheckpointError, ConfigError
@@ -144,6 +144,7 @@ class FlexibleRunner:
         self._has_begun = False
         self._depth = 0
         self._pending_save: PendingSave | None = None
+        self._staging = Staging()
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -324,7 +325,7 @@ class FlexibleRunner:
         Args:
             meta: plain values to put beside the state.
             async_save: return as soon as the state is copied to the CPU, and write it in the background; see
-                ``finish_saving``. The copy takes as much memory as this process writes.
+                ``finish_saving``. The copy takes as much memory as this process writes, which is kept for the next one.
             verify: read what was written, before it counts as complete.
 
         Raises:
@@ -338,7 +339,7 @@ class FlexibleRunner:
             save_optimizer=save_optimizer,
             save_param_scheduler=save_param_scheduler,
             meta=meta,
-            async_save=async_save,
+            staging=self._staging if async_save else None,
             verify=verify,
         )
         return str(path)

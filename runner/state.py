@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.checkpoint import Checkpoint, PendingSave, match_weights, open_weights, save_checkpoint, save_in_background
+from ..core.checkpoint import (
+    Checkpoint,
+    PendingSave,
+    Staging,
+    match_weights,
+    open_weights,
+    save_checkpoint,
+    save_in_background,
+)
 from ..core.errors import CheckpointError
 from ..core.seed import rng_state
 from .checks import Resume
@@ -38,10 +46,10 @@ def save(
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
     meta: Mapping[str, Any] | None = None,
-    async_save: bool = False,
+    staging: Staging | None = None,
     verify: bool = False,
 ) -> PendingSave | None:
-    """Write the state of a run; every process must call it. What comes back, with ``async_save``, is still being written."""
+    """Write the state of a run; every process must call it. What comes back, with ``staging``, is still being written."""
     strategy = runner.strategy
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
@@ -73,8 +81,8 @@ def save(
         is_latest=save_optimizer,  # only such a one can be resumed
         verify=verify,
     )
-    if async_save:
-        return save_in_background(path, state, **options)
+    if staging is not None:
+        return save_in_background(path, state, staging=staging, **options)
     save_checkpoint(path, state, **options)
     return None
 

@@ -314,15 +314,20 @@ class Strategy:
             saved: key to something with ``shape`` and ``dtype`` for tensors, to the value itself for plain values.
 
         Returns:
-            The model's own tensors, to be filled in place, and new ones for optimizer state.
+            The model's own tensors, to be filled in place, and the optimizer's or, before its first update, new ones.
         """
         model = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
         template = {key: tensor for key, tensor in model.items() if key in saved}
-        parameters = {name: parameter for name, _, parameter, _ in self._optimized()}
+        optimized = {name: (wrapper, parameter) for name, wrapper, parameter, _ in self._optimized()}
         for key, info in saved.items():
-            name, _, _ = key.removeprefix("optim.state.").rpartition(".")
-            if key.startswith("optim.state.") and name in parameters and hasattr(info, "shape"):
-                template[key] = self._state_like(parameters[name], info)
+            name, _, item = key.removeprefix("optim.state.").rpartition(".")
+            if key.startswith("optim.state.") and name in optimized and hasattr(info, "shape"):
+                wrapper, parameter = optimized[name]
+                live = wrapper.adapter.state_of(parameter).get(item)
+                if isinstance(live, Tensor) and (tuple(live.shape), live.dtype) == (tuple(info.shape), info.dtype):
+                    template[key] = live
+                else:
+                    template[key] = self._state_like(parameter, info)
         return template
 
     def _state_like(self, parameter: Tensor, info: Any) -> Tensor:

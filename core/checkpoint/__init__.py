@@ -7,7 +7,7 @@ from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .places import place
-from .saving import PendingSave, save_checkpoint, save_in_background
+from .saving import PendingSave, Staging, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FlatShard",
     "MatchReport",
     "PendingSave",
+    "Staging",
     "export_weights",
     "find_latest",
     "is_checkpoint",

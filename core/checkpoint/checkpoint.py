@@ -21,7 +21,7 @@ from . import layout
 from .layout import DTYPES, FileEntry, TensorEntry
 from .places import place
 from .planners import ShardLoadPlanner
-from .storage import ChunkReader, Source, safetensors_source
+from .storage import ChunkReader, Source, checkpoint_source
 from .untrusted import read_json
 
 
@@ -69,7 +69,7 @@ class Checkpoint:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / layout.VALUES}: is damaged, it is no mapping")
         shards = {name: entry for name, entry in manifest.files.items() if name != layout.VALUES}
-        return cls(path, manifest.tensors, values, safetensors_source(path), shards)
+        return cls(path, manifest.tensors, values, checkpoint_source(path), shards)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -21,13 +21,13 @@ import math
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
+import xxhash
 
 from ..errors import CheckpointError
 from .places import is_local, place, remove_tree
@@ -110,8 +110,8 @@ class FileEntry(_Strict):
 
     size: int
     """In bytes."""
-    crc32: str
-    """Checksum of all of it (as zlib computes it), eight hexadecimal digits."""
+    xxh3: str
+    """Checksum of all of it: XXH3 with 64 bits, sixteen hexadecimal digits."""
 
 
 class Manifest(_Strict):
@@ -260,24 +260,26 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write a file, given whole or in parts, down to the disk."""
-    size, crc = 0, 0
+    size, checksum = 0, xxhash.xxh3_64()
     with path.open("wb") as file:
         for part in (content,) if isinstance(content, bytes) else content:
             file.write(part)
-            size, crc = size + len(part), zlib.crc32(part, crc)
+            checksum.update(part)
+            size += len(part)
         file.flush()
         if is_local(path):
             os.fsync(file.fileno())
-    return FileEntry(size=size, crc32=f"{crc:08x}")
+    return FileEntry(size=size, xxh3=checksum.hexdigest())
 
 
 def file_entry(path: Path) -> FileEntry:
     """Size and checksum of a file, which is read through."""
-    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
-    with path.open("rb") as file:
+    size, checksum, block = 0, xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) if is_local(path) else path.open("rb") as file:
         while count := file.readinto(block):
-            size, crc = size + count, zlib.crc32(block[:count], crc)
-    return FileEntry(size=size, crc32=f"{crc:08x}")
+            checksum.update(block[:count])
+            size += count
+    return FileEntry(size=size, xxh3=checksum.hexdigest())
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
@@ -292,7 +294,7 @@ def check_file(path: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
     if found != entry:
-        raise CheckpointError(f"{path}: is damaged, its checksum is {found.crc32} instead of {entry.crc32}")
+        raise CheckpointError(f"{path}: is damaged, its checksum is {found.xxh3} instead of {entry.xxh3}")
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:
@@ -300,22 +302,26 @@ def _check_size(path: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"{path}: has {found} bytes instead of {entry.size}")
 
 
-_BLOCK = 2**22
+_BLOCK = 2**20
 
 
 def seal(folder: Path, manifest: bytes) -> None:
     """Write the index, a JSON object, with a checksum of itself as its first entry."""
-    write_file(folder / MANIFEST, (b'{"crc32":"%08x",' % zlib.crc32(manifest[1:]), manifest[1:]))
+    write_file(folder / MANIFEST, (b'{"xxh3":"%s",' % _digest(manifest[1:]), manifest[1:]))
+
+
+def _digest(content: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode()
 
 
 # The checksum, and all that follows it.
-_MANIFEST_TEXT = re.compile(rb'\{"crc32":"([0-9a-f]{8})",(.*)', re.DOTALL)
+_MANIFEST_TEXT = re.compile(rb'\{"xxh3":"([0-9a-f]{16})",(.*)', re.DOTALL)
 
 
 def _manifest_text(path: Path) -> bytes:
     """The JSON of an index without its checksum, which it agrees with."""
     found = _MANIFEST_TEXT.fullmatch(path.read_bytes())
-    if found is None or zlib.crc32(found[2]) != int(found[1], 16):
+    if found is None or _digest(found[2]) != found[1]:
         raise CheckpointError(f"{path}: is damaged, its checksum is not that of its content")
     return b"{" + found[2]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..distributed import get_rank, get_world_size, side_group
+from ..distributed import get_rank, get_world_size, roll_call, side_group
 from ..errors import CheckpointError
 
 T = TypeVar("T")
@@ -40,22 +38,17 @@ class Peers:
         """Whether this process combines what all have."""
         return get_rank() == 0
 
-    def meet(self, timeout_s: float) -> None:
-        """Wait until every process has come here.
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait until every process has come to save what is called ``name``.
 
         Raises:
             CheckpointError: some have not within ``timeout_s`` seconds; it names them.
         """
-        if self.group is None:
-            return
-        try:
-            dist.monitored_barrier(self.group, datetime.timedelta(seconds=timeout_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            found = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
-            missing = f"rank {found[1]}" if found else "rank 0, or one that it waits for,"
+        if missing := roll_call(f"save {name}", timeout_s):
+            ranks = ", ".join(map(str, missing))
             raise CheckpointError(
-                f"{self.what}: {missing} did not come to save within {timeout_s:g} s; every process has to call it"
-            ) from error
+                f"{self.what}: rank {ranks} did not come to save within {timeout_s:g} s; every process has to call it"
+            )
 
     def round(self, own: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """``own()`` on every process, and ``combine`` on rank 0 with all results; each process gets its part of the answer.

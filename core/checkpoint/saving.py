@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,44 @@ def save_in_background(
     is_latest: bool = False,
     verify: bool = False,
     timeout_s: float = TIMEOUT_S,
+    staging: Staging | None = None,
 ) -> PendingSave:
     """``save_checkpoint``, except that it returns as soon as the state is copied; a thread writes it.
 
     The copy takes as much memory on the CPU as this process writes: its shards, and its share of what all hold alike. It is
-    given back when they are written. Wait for one save before you begin another: they would talk over the same group.
+    given back when they are written, unless ``staging`` keeps it for the next save, which is then several times as quick.
+    Wait for one save before you begin another: they would talk over the same group, and write into the same memory.
 
     Raises:
         CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
     """
     save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
     save.plan()
-    save.stage()
+    save.stage(staging or Staging())
     return PendingSave(save)
+
+
+class Staging:
+    """Memory for copies of tensors, kept from one save to the next: memory that is new has to be cleared page by page."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies on the CPU, one behind the other; they are overwritten by the next call."""
+        sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        copies, begin = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            place = self._memory[begin : begin + tensor.numel() * tensor.itemsize]
+            copies.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor))
+            begin += size
+        return copies
+
+
+_ALIGNMENT = 64  # of views in any dtype
 
 
 class PendingSave:
@@ -146,7 +171,7 @@ class _Save:
         self._entries: dict[str, TensorEntry] = {}
         self._text = b""
         self._peers = Peers(f"{self.path}: could not be saved")
-        self._peers.meet(timeout_s)
+        self._peers.meet(self.path.name, timeout_s)
 
     def plan(self) -> None:
         """Agree on who writes what, and make the directory."""
@@ -171,17 +196,19 @@ class _Save:
         folder = str(layout.begin(self.path))
         return [(plan, folder) for plan in plans]
 
-    def stage(self) -> None:
+    def stage(self, staging: Staging) -> None:
         """Copy what this process writes, so that training may go on."""
-        self._peers.round(self._copy, lambda copied: copied)
+        self._peers.round(lambda: self._copy(staging), lambda copied: copied)
         self._tensors.clear()
         del self._planner
 
-    def _copy(self) -> None:
-        self._staged = [
-            self._planner.resolve_data(item).detach().to("cpu", copy=True).contiguous()  # type: ignore[union-attr]
-            for item in self._items
-        ]
+    def _copy(self, staging: Staging) -> None:
+        self._staged = staging.copy([self._resolve(item) for item in self._items])
+
+    def _resolve(self, item: WriteItem) -> Tensor:
+        tensor = self._planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        return tensor.detach()
 
     def finish(self) -> None:
         """Write this process's part; rank 0 completes the checkpoint when all have."""
@@ -194,9 +221,8 @@ class _Save:
         if not self._items:
             return None
         file = _file(get_rank())
-        resolve = iter(self._staged).__next__ if self._staged is not None else None
-        tensors = (resolve() if resolve else self._planner.resolve_data(item) for item in self._items)
-        entry = write_shard(folder / file, self._items, tensors)  # type: ignore[arg-type]
+        tensors = map(self._resolve, self._items) if self._staged is None else self._staged
+        entry = write_shard(folder / file, self._items, tensors)
         if self._verify:
             layout.check_file(folder / file, entry)
         return file, entry

@@ -36,7 +36,8 @@ from torch.futures import Future
 from ..errors import CheckpointError
 from . import layout
 from .layout import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
-from .places import is_local, safetensors_slices
+from .places import is_local
+from .safetensors_file import Part, SafetensorsFile
 
 
 def name_in_file(item: WriteItem) -> str:
@@ -74,7 +75,6 @@ def _bytes_of(tensor: Tensor) -> memoryview | bytes:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-Part = tuple[slice, ...]
 Fetch = Callable[[str, Part], Tensor]
 """(name, part) to that part of the tensor of this name within a file."""
 Source = Callable[[str], AbstractContextManager[Fetch]]
@@ -135,7 +135,12 @@ class ChunkReader(StorageReader):
                 for item in items:
                     part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                     target = planner.resolve_tensor(item).detach()
-                    found = fetch(self.places[item.storage_index].name, part)
+                    name = self.places[item.storage_index].name
+                    if isinstance(fetch, SafetensorsFile):
+                        fetch.fill(name, part, target)
+                        planner.commit_tensor(item, target)
+                        continue
+                    found = fetch(name, part)
                     if found.numel() != target.numel():
                         raise CheckpointError(f"{file}: is damaged, it has another shape of {item.storage_index.fqn}")
                     target.copy_(found.view(target.shape))
@@ -150,10 +155,20 @@ class ChunkReader(StorageReader):
         return True
 
 
-def safetensors_source(folder: Path) -> Source:
-    """Reads parts of the safetensors files in ``folder`` without reading the rest of them."""
-    if not is_local(folder):
-        return lambda file: safetensors_slices(folder / file, DTYPES)
+def checkpoint_source(folder: Path) -> Source:
+    """Reads parts of the files of the checkpoint in ``folder``, wherever that is, straight into tensors."""
+
+    @contextmanager
+    def source(file: str) -> Iterator[Fetch]:
+        path = folder / file
+        with path.open("rb", buffering=0) if is_local(path) else path.open("rb") as opened:
+            yield SafetensorsFile(path, opened)
+
+    return source
+
+
+def mapped_source(folder: Path) -> Source:
+    """Reads parts of the safetensors files in ``folder``, which anybody may have written, through the safetensors package."""
 
     @contextmanager
     def source(file: str) -> Iterator[Fetch]:

@@ -309,7 +309,7 @@ def test_a_cache_whose_links_leave_it(tmp_path: Path, secret: Path) -> None:
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["crc32"]
+    del manifest["xxh3"]
     change(manifest)
     layout.seal(path, json.dumps(manifest).encode())  # whoever attacks can do that too
 
@@ -324,7 +324,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_that_leads_elsewhere(checkpoint: Path, secret: Path, name: str, where: str) -> None:
     def change(manifest: Any) -> None:
         if where == "files":
-            manifest["files"][name] = {"size": 1, "crc32": "00000000"}
+            manifest["files"][name] = {"size": 1, "xxh3": "0" * 16}
         else:
             manifest["tensors"]["model.w"]["chunks"][0]["file"] = name
 

@@ -209,20 +209,18 @@ def only_some(path: Path, savers: tuple[int, ...]) -> str:
             time.sleep(2)
             return ""
         with pytest.raises(CheckpointError) as caught:
-            save_checkpoint(path, {"model.w": torch.ones(3)}, timeout_s=1.0)
+            save_checkpoint(path, {"model.w": torch.ones(3)}, timeout_s=0.5)
         return str(caught.value)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "savers, missing", [((0,), "rank 1"), ((1,), "rank 0, or one that it waits for,")], ids=["rank 1", "rank 0"]
-)
+@pytest.mark.parametrize("savers, missing", [((0,), 1), ((1,), 0)])
 def test_who_does_not_come_is_named(
-    workers2: WorkerGroup, tmp_path: Path, savers: tuple[int, ...], missing: str
+    workers2: WorkerGroup, tmp_path: Path, savers: tuple[int, ...], missing: int
 ) -> None:
     (found,) = filter(None, workers2.run(only_some, tmp_path / "a", savers))
     assert found == (
-        f"{tmp_path / 'a'}: could not be saved: {missing} did not come to save within 1 s; every process has to call it"
+        f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come to save within 0.5 s; every process has to call it"
     )
 
 

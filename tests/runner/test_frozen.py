@@ -107,5 +107,7 @@ def test_whatever_else_is_missing_is_an_error(tmp_path: Path, workers2: WorkerGr
 
 
 def test_parameters_that_nobody_brings() -> None:
-    with pytest.raises(ConfigError, match="^strategy.exclude_frozen_parameters: a checkpoint without them leaves them at"):
+    with pytest.raises(
+        ConfigError, match="^strategy.exclude_frozen_parameters: a checkpoint without them leaves them at"
+    ):
         FSDPStrategy(exclude_frozen_parameters=True, skip_init_weights=True)

@@ -195,7 +195,7 @@ def change_values(path: Path, change: Callable[[Any], Any]) -> None:
     values = json.loads((path / layout.VALUES).read_text())
     change(values)
     manifest = json.loads((path / layout.MANIFEST).read_text())
-    del manifest["crc32"]
+    del manifest["xxh3"]
     manifest["files"][layout.VALUES] = layout.write_file(path / layout.VALUES, json.dumps(values).encode()).model_dump()
     layout.seal(path, json.dumps(manifest).encode())
 

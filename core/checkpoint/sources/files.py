@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
-from ..storage import Fetch, safetensors_source
+from ..storage import Fetch, mapped_source
 from .entries import MODEL, dtype_name, whole
 from .torch_files import StoredTensor, TorchFile
 
@@ -37,7 +37,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: is no safetensors file, {error}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error}") from None
-    source = safetensors_source(path.parent)
+    source = mapped_source(path.parent)
     return Checkpoint(path, entries, {}, lambda _: source(path.name))
 
 

@@ -273,7 +273,7 @@ def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 def _attribute(owner: Any, name: Any) -> Inert:
     """Stands for getattr, which reaches whatever the process has; MMEngine's log takes its own methods."""
-    if not isinstance(owner, Named) or owner.name != _MMENGINE_HISTORY:
+    if not isinstance(owner, Inert) and getattr(owner, "name", None) != _MMENGINE_HISTORY:
         raise ForbiddenNameError(f"getattr of {name}")
     return Inert()
 

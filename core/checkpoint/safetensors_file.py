@@ -1,0 +1,124 @@
+"""Parts of a safetensors file, read straight to where they belong.
+
+The safetensors package maps files into memory; what is read then takes memory twice, and other storage than a local disk
+cannot be mapped at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .layout import DTYPES
+from .untrusted import MAX_JSON_BYTES, one_line
+
+Part = tuple[slice, ...]
+
+# Of a tensor that has to be converted or moved to a device, so much is in memory beside it.
+_BLOCK_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """In the file."""
+
+
+class SafetensorsFile:
+    """An open safetensors file; ``file(name, part)`` is that part of the tensor of this name.
+
+    Source of the file format: https://huggingface.co/docs/safetensors
+
+    Raises:
+        CheckpointError: its header is not one.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file = path, file
+        size = path.stat().st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_JSON_BYTES):
+            raise CheckpointError(f"{path}: is damaged, its header would have {length} bytes")
+        try:
+            header = json.loads(file.read(length))
+            self._entries = {
+                name: self._entry(name, entry, 8 + length, size)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: is damaged, its header is no header, {one_line(error)}") from None
+
+    @staticmethod
+    def _entry(name: str, entry: dict[str, Any], data: int, size: int) -> _Entry:
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+            raise ValueError("a number that is no size")
+        if end - begin != math.prod(shape) * dtype.itemsize or data + end > size:
+            raise ValueError(f"{end - begin} bytes of shape {shape}")
+        return _Entry(name, dtype, shape, data + begin)
+
+    def __call__(self, name: str, part: Part) -> Tensor:
+        """That part of a tensor, in new memory."""
+        entry = self._find(name)
+        shape = [piece.stop - piece.start for piece in part]
+        found = torch.empty(shape, dtype=entry.dtype)
+        self._fill(entry, part, found)
+        return found
+
+    def fill(self, name: str, part: Part, target: Tensor) -> None:
+        """Copy a part of a tensor into ``target``, which has its shape and any dtype and device."""
+        self._fill(self._find(name), part, target)
+
+    def _find(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path}: is damaged, it does not contain {name}")
+        return self._entries[name]
+
+    def _fill(self, entry: _Entry, part: Part, target: Tensor) -> None:
+        shape = tuple(piece.stop - piece.start for piece in part)
+        if len(part) != len(entry.shape) or any(piece.stop > n for piece, n in zip(part, entry.shape, strict=True)):
+            raise CheckpointError(f"{self.path}: is damaged, it has another shape of {entry.name}")
+        if tuple(target.shape) != shape:
+            target = target.view(shape)
+        if target.numel() == 0:
+            return
+        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        begin = entry.begin + (part[0].start * row if part else 0)
+        if shape[1:] == entry.shape[1:] and entry.dtype == target.dtype and target.is_cpu and target.is_contiguous():
+            self._read(begin, target)
+            return
+        if not part:
+            scalar = torch.empty((), dtype=entry.dtype)
+            self._read(begin, scalar)
+            target.copy_(scalar)
+            return
+        inner = (slice(None), *part[1:])
+        rows = max(1, _BLOCK_BYTES // row)
+        for first in range(0, shape[0], rows):
+            count = min(rows, shape[0] - first)
+            block = torch.empty(count, *entry.shape[1:], dtype=entry.dtype)
+            self._read(begin + first * row, block)
+            target[first : first + count].copy_(block[inner])
+
+    def _read(self, begin: int, target: Tensor) -> None:
+        """Fill contiguous memory of the CPU with the bytes from ``begin`` on."""
+        room = target.reshape(-1).view(torch.uint8).numpy().data
+        self._file.seek(begin)
+        done = 0
+        while done < len(room):
+            count = self._file.readinto(room[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{self.path}: is damaged, it ends too early")
+            done += count
