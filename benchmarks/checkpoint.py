@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from flextrain import OptimWrapper
-from flextrain.core.checkpoint import save_in_background
+from flextrain.core.checkpoint import Staging, save_in_background
 from flextrain.core.distributed import barrier
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
@@ -247,9 +247,11 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
 def asynchronous(layout: str, session: Session) -> dict[str, Callable[[Path], Callable[[], Any]]]:
     """Name to what begins a save and returns what waits for it."""
 
+    staging = Staging()  # kept from save to save, as the runner does
+
     def ours(path: Path) -> Callable[[], Any]:
         state = {**session.strategy.state_dict(), "optim.wrapper": session.optim.state_dict()}
-        return save_in_background(path, state).wait
+        return save_in_background(path, state, staging=staging).wait
 
     group = dist.new_group(backend="gloo") if layout == "fsdp" else None  # over training's it mixes up messages
 
