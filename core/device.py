@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import carries_cpu_tensors
 from .errors import ConfigError, StrategyError, one_of, suggest
 
 
@@ -76,6 +77,24 @@ class DeviceSpec:
     def group_backend(self) -> str:
         """The back end for a group that also carries CPU tensors (checkpoints, metrics, objects)."""
         return self.backend if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.backend}"
+
+    def complete_backend(self, asked: str | None, where: str = "strategy.backend") -> str:
+        """The back end that was asked for, with gloo beside it if it carries none of the CPU's tensors; None: the device's.
+
+        Raises:
+            ConfigError: one for accelerators only was asked for on the CPU.
+        """
+        if asked is None:
+            return self.group_backend
+        if self.type != "cpu" and asked.lower() == self.backend:
+            return self.group_backend
+        if carries_cpu_tensors(asked):
+            return asked
+        if ":" in asked:
+            return f"cpu:gloo,{asked}"
+        if self.type == "cpu":
+            raise ConfigError(f'{where}: "{asked}" sends no tensors that are on the CPU, choose "gloo" or leave it out')
+        return f"cpu:gloo,{self.type}:{asked}"
 
 
 class Devices(Mapping[str, DeviceSpec]):

@@ -155,16 +155,17 @@ def gather_object(value: T) -> list[T] | None:
     return box
 
 
-def side_group() -> Any:
+def side_group(timeout: datetime.timedelta | None = None) -> Any:
     """A gloo group of all processes beside the main one, for messages that come while that one is in use.
 
-    Made by the first call, which every process must make; None for one process.
+    Made by the first call, which every process must make; None for one process. A message may take as long as ``timeout``
+    of the first call says, torch's own 30 minutes by default.
     """
     if get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if world not in _side_groups:
-        _side_groups[world] = dist.new_group(backend="gloo")
+        _side_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return _side_groups[world]
 
 
@@ -204,16 +205,26 @@ def group_of(ranks: Sequence[int]) -> Iterator[Any]:
             dist.destroy_process_group(group)
 
 
+def carries_cpu_tensors(backend: str) -> bool:
+    """Whether a group with this back end, a name or ``device:name,...``, can send tensors that are on the CPU.
+
+    A single name that torch has not heard of is taken at its word: torch tries such a one on every device.
+    """
+    if ":" in backend:
+        return any(pair.partition(":")[0].strip() == "cpu" for pair in backend.lower().split(","))
+    return "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+
+
+def group_backend() -> str:
+    """The back ends of the process group, as ``device:name,...``."""
+    return str(dist.get_backend_config())
+
+
 def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float) -> None:
     """Join the group of all processes; ``init_method`` is ``env://``, ``tcp://host:port`` or ``file://path``."""
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        init_method=init_method,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    side_group()  # now that all are here: one that is missing later could not be waited for with a limit
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=init_method, timeout=timeout)
+    side_group(timeout)  # now that all are here: one that is missing later could not be waited for with a limit
 
 
 def init_alone(backend: str) -> None:

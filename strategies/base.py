@@ -48,7 +48,7 @@ class StrategyConfig(Config):
     launcher: str | None = None
     """Who started the processes: "none", "pytorch", "slurm" or "mpi"; None finds out."""
     backend: str | None = None
-    """Process-group back end, such as "cpu:gloo,cuda:nccl"; None takes the device's."""
+    """Process-group back end, such as "nccl"; gloo carries what is on the CPU if it does not. None takes the device's."""
     timeout_s: float | int = pydantic.Field(1800.0, gt=0)
     """Seconds after which a process that waits for others gives up."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -141,7 +141,9 @@ class Strategy:
 
         Raises:
             LaunchError: the launcher's variables are missing.
-            StrategyError: the device is not usable here, or the strategy cannot run on this many processes.
+            ConfigError: a back end that the device does not have.
+            StrategyError: the device is not usable here, the strategy cannot run on this many processes, or the process
+                group that exists cannot carry CPU tensors.
         """
         if self._spec is not None:
             return
@@ -151,7 +153,7 @@ class Strategy:
         self.device = select_device(spec, self.launch.local_rank)
         if self.launch.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
-                self.config.backend or spec.group_backend,
+                spec.complete_backend(self.config.backend),
                 rank=self.launch.rank,
                 world_size=self.launch.world_size,
                 init_method=self.launch.init_method,
@@ -159,6 +161,7 @@ class Strategy:
             )
             self._owns_group = True
             dist.leave_at_exit()
+        self._check_group()
         dist.side_group()  # made now, where all processes are
         self._spec = spec
 
@@ -167,9 +170,17 @@ class Strategy:
         if dist.is_initialized():
             return
         assert self._spec is not None
-        dist.init_alone(self.config.backend or self._spec.group_backend)
+        dist.init_alone(self._spec.complete_backend(self.config.backend))
         self._owns_group = True
         dist.leave_at_exit()
+
+    def _check_group(self) -> None:
+        """Raise StrategyError if a group that others have made cannot carry CPU tensors: counts, metrics, objects."""
+        if dist.get_world_size() > 1 and not dist.carries_cpu_tensors(found := dist.group_backend()):
+            raise StrategyError(
+                f'strategy.backend: the process group that is there already has "{found}" and nothing for tensors on the '
+                f'CPU, make it with init_process_group("cpu:gloo,{found}") or leave it to the strategy'
+            )
 
     def _check_world(self, world_size: int) -> None:
         """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""

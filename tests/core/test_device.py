@@ -94,6 +94,37 @@ def test_groups_of_accelerators_carry_cpu_tensors_too() -> None:
     assert DEVICES["npu"].group_backend == "cpu:gloo,npu:hccl"
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "complete"),
+    [
+        ("cuda", None, "cpu:gloo,cuda:nccl"),
+        ("cuda", "nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda", "NCCL", "cpu:gloo,cuda:nccl"),
+        ("cuda", "cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda", "cuda:nccl, cpu:mpi", "cuda:nccl, cpu:mpi"),
+        ("cuda", "gloo", "gloo"),
+        ("cuda", "mpi", "mpi"),
+        ("npu", "hccl", "cpu:gloo,npu:hccl"),  # torch_npu tells torch of it, at its import
+        ("npu", "npu:hccl", "cpu:gloo,npu:hccl"),
+        ("xpu", "xccl", "cpu:gloo,xpu:xccl"),
+        ("mps", "gloo", "cpu:gloo,mps:gloo"),
+        ("cpu", "gloo", "gloo"),
+        ("cpu", "newccl", "newccl"),  # unknown to torch too, which then tries it
+    ],
+)
+def test_a_back_end_that_is_asked_for_gets_gloo_beside_it(device: str, asked: str | None, complete: str) -> None:
+    assert DEVICES[device].complete_backend(asked) == complete
+
+
+def test_a_back_end_for_accelerators_does_not_do_on_the_cpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DEVICES["cpu"].complete_backend("nccl")
+    assert str(caught.value) == (
+        'strategy.backend: "nccl" sends no tensors that are on the CPU, choose "gloo" or leave it out'
+    )
+
+
 def test_an_accelerator_that_is_not_in_the_table_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))

@@ -60,6 +60,25 @@ def test_switches_are_set_once_by_setup_environment(
     assert npu1.run(switched, arguments) == [[{}, expected, {}]]
 
 
+def sums(**options: Any) -> list[tuple[str, float]]:
+    """The sum of ones over all processes, on the device and on the CPU."""
+    from flextrain import NPUStrategy
+    from flextrain.core.distributed import all_reduce
+    from flextrain.testing import fresh_rendezvous
+
+    fresh_rendezvous()
+    strategy = NPUStrategy(**options)
+    strategy.setup_environment()
+    found = [all_reduce(torch.ones((), device=device)) for device in (strategy.device, "cpu")]
+    strategy.teardown()
+    return [(tensor.device.type, tensor.item()) for tensor in found]
+
+
+@pytest.mark.parametrize("backend", [None, "hccl", "npu:hccl"])
+def test_processes_talk_about_what_is_on_the_cpu_too(npu2: Any, backend: str | None) -> None:
+    assert npu2.run(sums, backend=backend) == [[("npu", 2.0), ("cpu", 2.0)]] * 2
+
+
 def test_no_device_is_one_error(simulated_npu: Path) -> None:
     program = "from flextrain import NPUStrategy; NPUStrategy().setup_environment()"
     done = python("-c", program, ASCEND_RT_VISIBLE_DEVICES="")

@@ -157,6 +157,31 @@ def test_what_is_wrapped(workers2: WorkerGroup) -> None:
     assert workers2.run(what_is_called) == [{"trained": True, "frozen": False, "own step": False}] * 2
 
 
+def group_of_others(backend: str) -> tuple[list[str], bool]:
+    """What a strategy says of a group that was made before, and whether that is there still."""
+    fresh_rendezvous()
+    torch.distributed.init_process_group(backend)
+    said = []
+    try:
+        DDPStrategy(device="cpu").setup_environment()
+    except StrategyError as error:
+        said.append(str(error))
+    found = torch.distributed.is_initialized()
+    torch.distributed.destroy_process_group()
+    return said, found
+
+
+@pytest.mark.distributed
+def test_a_group_without_cpu_tensors_is_refused(workers2: WorkerGroup) -> None:
+    """What init_process_group("nccl") makes, in words that a machine without CUDA understands."""
+    message = (
+        'strategy.backend: the process group that is there already has "cuda:gloo" and nothing for tensors on the CPU, '
+        'make it with init_process_group("cpu:gloo,cuda:gloo") or leave it to the strategy'
+    )
+    assert workers2.run(group_of_others, "cuda:gloo") == [([message], True)] * 2
+    assert workers2.run(group_of_others, "cpu:gloo,cuda:gloo") == [([], True)] * 2
+
+
 def test_one_process_is_a_world_of_one() -> None:
     model = Net()
     strategy = DDPStrategy(device="cpu", static_graph=True, comm_hook="fp16_compress")
