@@ -239,8 +239,9 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
                 with cleared(folder / f"{number}-{name}-asynchronous") as path:
                     stall_s, stall_bytes, wait = measured(begin, path)
                     done_s, _, _ = measured(wait)
+                note(name, stall_bytes=stall_bytes)  # of the first too: its copies' memory is kept for the next
                 if number:
-                    note(name, stall_s=stall_s, stall_bytes=stall_bytes, background_s=done_s)
+                    note(name, stall_s=stall_s, background_s=done_s)
     return figures
 
 

@@ -347,17 +347,20 @@ class FlexibleRunner:
     def finish_saving(self, wait: bool = True) -> bool:
         """Wait for the checkpoint that is being written in the background; ``wait=False`` only looks whether it is done.
 
+        With ``wait=False`` one process may find it done an iteration before another does.
+
         Returns:
             Whether nothing is being written any more.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: it could not be saved; every process has logged the reason when it happened.
         """
         pending = self._pending_save
         if pending is None:
             return True
         if not wait and not pending.is_done():
             return False
+        pending.join()  # if that is interrupted, it is still under way
         self._pending_save = None
         pending.wait()
         self.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
@@ -463,7 +466,21 @@ class FlexibleRunner:
         resumed, load_from = self.options.resume_options, self.options.load_from
         if resumed is None:
             return load_from, None
-        return resumed.path or load_from or find_latest(self.checkpoint_dir), resumed
+        return resumed.path or load_from or self._newest(), resumed
+
+    def _newest(self) -> Path | None:
+        """The newest checkpoint as rank 0 sees it: other machines' view of a shared folder may be seconds old."""
+        found, wrong = None, None
+        if self.rank == 0:
+            try:
+                found = find_latest(self.checkpoint_dir)
+            except CheckpointError as error:
+                wrong = str(error)
+        # As text, because not everything that behaves like a path can be sent.
+        name, wrong = broadcast_object((found and str(found), wrong))
+        if wrong:
+            raise CheckpointError(wrong)
+        return place(name) if name else None
 
     def _load_or_resume(self) -> None:
         if self._started:

@@ -230,12 +230,18 @@ def _has_tensor(value: Any) -> bool:
 
 _SEPARATOR = "/"
 _EXTRA = "extra/"
+# A slash within a key, written as JSON pointers write it (RFC 6901).
+_ESCAPED = (("~", "~0"), ("/", "~1"))
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Nested mappings as one, down to tensors and plain values; names of parameters have dots, so parts get slashes."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{prefix}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
+        for plain, escaped in _ESCAPED:
+            key = key.replace(plain, escaped)
         path = f"{prefix}{_SEPARATOR}{key}"
         if isinstance(item, Mapping) and _has_tensor(item):
             flat.update(_flatten(item, path))
@@ -244,11 +250,17 @@ def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
+def _unescape(key: str) -> str:
+    for plain, escaped in reversed(_ESCAPED):
+        key = key.replace(escaped, plain)
+    return key
+
+
 def _unflatten(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         if path.startswith(prefix + _SEPARATOR):
-            *outer, last = path.removeprefix(prefix + _SEPARATOR).split(_SEPARATOR)
+            *outer, last = map(_unescape, path.removeprefix(prefix + _SEPARATOR).split(_SEPARATOR))
             place = nested
             for key in outer:
                 place = place.setdefault(key, {})

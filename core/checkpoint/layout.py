@@ -21,7 +21,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,12 @@ def begin(path: Path) -> Path:
     return folder
 
 
+def abandon(folder: Path) -> None:
+    """Remove what a failed save had put together; unless it is whole, and what it was to replace is gone already."""
+    if is_local(folder) or not is_checkpoint(folder):
+        remove_tree(folder)
+
+
 def commit(path: Path, folder: Path) -> None:
     """Give the finished save in ``folder`` its name; the checkpoint that had the name before goes only after that."""
     if not is_local(path):
@@ -306,7 +312,12 @@ _BLOCK = 2**20
 
 
 def seal(folder: Path, manifest: bytes) -> None:
-    """Write the index, a JSON object, with a checksum of itself as its first entry."""
+    """Write the index, a JSON object, with a checksum of itself as its first entry.
+
+    Raises:
+        CheckpointError: it is longer than what is read.
+    """
+    check_length(folder / MANIFEST, manifest)
     write_file(folder / MANIFEST, (b'{"xxh3":"%s",' % _digest(manifest[1:]), manifest[1:]))
 
 
@@ -341,22 +352,45 @@ def to_json(value: Any, where: str) -> bytes:
     """``value`` as JSON.
 
     Raises:
-        CheckpointError: naming the first key whose value JSON cannot hold.
+        CheckpointError: naming the first key whose value JSON cannot hold, or that is not text itself.
     """
+    _check_keys(value, where)
     try:
         return json.dumps(value).encode()
     except (TypeError, ValueError):
         raise CheckpointError(f"{_culprit(value, where)}: cannot be saved, give plain values or tensors") from None
 
 
+def _check_keys(value: Any, where: str) -> None:
+    """JSON makes text of numbers that are keys, so that they would not be found again."""
+    for key, item in _items(value):
+        if isinstance(value, Mapping) and not isinstance(key, str):
+            raise CheckpointError(f"{where}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
+        if isinstance(item, (Mapping, list, tuple)):
+            _check_keys(item, f"{where}.{key}")
+
+
 def _culprit(value: Any, where: str) -> str:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
+    for key, item in _items(value):
         try:
-            json.dumps({key: item})
+            json.dumps(item)
         except (TypeError, ValueError):
-            return _culprit(item, f"{where}.{key}") if isinstance(key, (str, int)) else f"{where}[{key!r}]"
+            return _culprit(item, f"{where}.{key}")
     return f"{where} ({type(value).__name__})"
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def check_length(path: Path, text: bytes) -> None:
+    """Nothing is written that would be too long to read.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: would have {len(text)} bytes, more than {MAX_JSON_BYTES} are not read")
 
 
 def read_manifest(path: Path) -> Manifest:

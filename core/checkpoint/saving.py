@@ -6,10 +6,13 @@ out evenly.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from .peers import Peers
 from .places import is_local, place
 from .planners import ShardSavePlanner
 from .storage import name_in_file, write_shard
+
+_logger = logging.getLogger("flextrain")
 
 TIMEOUT_S = 600.0
 
@@ -128,7 +133,8 @@ class PendingSave:
         begin = time.perf_counter()
         try:
             save.finish()
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised where it is waited for, which a script may leave out
+            _logger.error("%s", error)
             self._error = error
         self.seconds = time.perf_counter() - begin
 
@@ -136,13 +142,17 @@ class PendingSave:
         """Whether it has come to its end, good or bad; does not wait."""
         return not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait for its end, good or bad."""
+        self._thread.join()
+
     def wait(self) -> Path:
         """The checkpoint's path, when it is complete.
 
         Raises:
             CheckpointError: it could not be saved.
         """
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
         return self.path
@@ -192,13 +202,15 @@ class _Save:
         plans, metadata = self._planner.create_global_plan([plan for plan, _ in offers])
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
         self._text = layout.to_json(self._values | per_rank, "checkpoint")
+        layout.check_length(self.path / layout.VALUES, self._text)
         self._entries = _entries(plans, metadata)
         folder = str(layout.begin(self.path))
         return [(plan, folder) for plan in plans]
 
     def stage(self, staging: Staging) -> None:
         """Copy what this process writes, so that training may go on."""
-        self._peers.round(lambda: self._copy(staging), lambda copied: copied)
+        with self._cleared_away():
+            self._peers.round(lambda: self._copy(staging), lambda copied: copied)
         self._tensors.clear()
         del self._planner
 
@@ -212,7 +224,19 @@ class _Save:
 
     def finish(self) -> None:
         """Write this process's part; rank 0 completes the checkpoint when all have."""
-        self._peers.round(self._write, self._complete)
+        with self._cleared_away():
+            self._peers.round(self._write, self._complete)
+
+    @contextmanager
+    def _cleared_away(self) -> Iterator[None]:
+        """If it fails, its parts make room: where a disk is full, they would keep it full."""
+        try:
+            yield
+        except CheckpointError:
+            if self._peers.is_main:
+                with contextlib.suppress(OSError):  # the reason for the failure is what has to be heard
+                    layout.abandon(self._folder)
+            raise
 
     def _write(self) -> tuple[str, FileEntry] | None:
         folder = self._folder

@@ -66,6 +66,7 @@ def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    layout.check_length(path, text)
     text += b" " * (-len(text) % 8)
     return layout.write_file(path, itertools.chain((struct.pack("<Q", len(text)), text), map(_bytes_of, tensors)))
 

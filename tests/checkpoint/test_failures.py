@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, find_latest, save_checkpoint, save_in_background
+from flextrain.core.checkpoint import Checkpoint, find_latest, layout, save_checkpoint, save_in_background
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -113,6 +113,7 @@ def test_a_full_disk(small_disk: Path, workers2: WorkerGroup, free: int, backgro
         assert f"{small_disk / 'epoch_2'}: could not be saved on rank " in heard
         assert os.strerror(errno.ENOSPC) in heard
     assert number_in(small_disk) == 1.0
+    assert not list(small_disk.glob(".*")), "what was written takes up the room that there is"
     filler.unlink()
     assert workers2.run(save_once, small_disk / "epoch_2", 2.0, background) == ["saved"] * 2
     assert number_in(small_disk) == 2.0
@@ -130,6 +131,7 @@ def save_limited(path: Path, limited: Sequence[int], background: bool) -> list[s
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         dist.barrier()
+        assert not layout.temporary(path).exists()
         return [heard, str(number_in(path.parent)), attempt(path, 3.0, background)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -81,9 +82,10 @@ def test_what_changes_after_the_call_is_not_written(tmp_path: Path, monkeypatch:
     assert Checkpoint.open(tmp_path / "a").values == {"loop": {"iter": 1, "history": [1, 2]}}
 
 
-def test_an_error_is_raised_by_wait_and_the_old_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_is_logged_and_raised_by_wait_and_the_old_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
     save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)})
 
     def full(*args: Any) -> Any:
@@ -91,6 +93,10 @@ def test_an_error_is_raised_by_wait_and_the_old_checkpoint_stays(
 
     monkeypatch.setattr(saving, "write_shard", full)
     pending = save_in_background(tmp_path / "a", {"model.w": torch.ones(3)})
+    pending.join()
+    assert "a: could not be saved on rank 0: [Errno 28] No space left on device" in caplog.text, (
+        "nobody may wait for it"
+    )
     with pytest.raises(CheckpointError, match="a: could not be saved on rank 0: .*No space left on device"):
         pending.wait()
     assert load_all(tmp_path / "a")["model.w"].tolist() == [0, 0, 0]
@@ -146,9 +152,9 @@ def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
 
 
 @contextmanager
-def group() -> Iterator[int]:
+def group(timeout_s: float = 30) -> Iterator[int]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    distributed.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    distributed.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=timeout_s)
     try:
         yield rank
     finally:
@@ -222,6 +228,24 @@ def test_who_does_not_come_is_named(
     assert found == (
         f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come to save within 0.5 s; every process has to call it"
     )
+
+
+def one_hangs(path: Path) -> float:
+    """The seconds until the others know, at the latest when the group's limit is over."""
+    with group(timeout_s=1) as rank, pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(saving, "write_shard", lambda *args: time.sleep(5))
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError, match="another process was lost"):
+            save_checkpoint(path, in_all_layouts(0.0))
+        return time.monotonic() - begin
+
+
+@pytest.mark.distributed
+def test_the_limit_of_the_group_holds_for_saves(workers2: WorkerGroup, tmp_path: Path) -> None:
+    first, _ = workers2.run(one_hangs, tmp_path / "a")
+    assert first < 4
+    assert not is_checkpoint(tmp_path / "a")
 
 
 def share_of(path: Path) -> int:

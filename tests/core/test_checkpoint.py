@@ -154,7 +154,6 @@ def test_a_template_that_does_not_fit(tmp_path: Path, template: dict[str, Tensor
         ({"hook": {"a": [1, {"b": object()}]}}, {}, "checkpoint.hook.a.1.b (object)"),
         ({"hook": {"a": {1, 2}}}, {}, "checkpoint.hook.a (set)"),
         ({"hook": {"a": torch.ones(1)}}, {}, "checkpoint.hook.a (Tensor)"),
-        ({"hook": {(1, 2): 3}}, {}, "checkpoint.hook[(1, 2)]"),
         ({}, {"rng": {"a": b"bytes"}}, "per_rank.rng.a (bytes)"),
         ({}, {"rng": lambda: 0}, "per_rank.rng (function)"),  # which could not even be sent to rank 0
     ],
@@ -166,6 +165,34 @@ def test_values_that_json_cannot_hold_are_named(
         save_checkpoint(tmp_path / "a", state, per_rank=per_rank)
     assert f"on rank 0: {culprit}: cannot be saved, give plain values or tensors" in str(caught.value)
     assert not is_checkpoint(tmp_path / "a")
+
+
+@pytest.mark.parametrize("key", [1, True, None, (1, 2)])
+def test_keys_that_json_would_change_are_named(tmp_path: Path, key: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path / "a", {"hook": {"a": [{key: 3}]}})
+    assert f"checkpoint.hook.a.0[{key!r}]: cannot be saved, keys have to be text, not " in str(caught.value)
+    assert not is_checkpoint(tmp_path / "a")
+
+
+@pytest.mark.parametrize("bulky, file", [("values", "values.json"), ("tensors", "rank-00000.safetensors")])
+def test_what_would_be_too_long_to_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bulky: str, file: str
+) -> None:
+    save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)})
+    state = {f"model.{i}": torch.ones(1) if bulky == "tensors" else i for i in range(100)}
+    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 1000)
+    with pytest.raises(CheckpointError, match=f"{file}: would have .* bytes, more than 1000 are not read"):
+        save_checkpoint(tmp_path / "a", state)
+    assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
+    # The index is longer than any other file, as it has every piece's place.
+    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10_000)
+    if bulky == "tensors":
+        with pytest.raises(
+            CheckpointError, match=f"{layout.MANIFEST}: would have .* bytes, more than 10000 are not read"
+        ):
+            save_checkpoint(tmp_path / "a", state)
+        assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
 
 
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:

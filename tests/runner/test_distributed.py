@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from flextrain import CheckpointError
+from flextrain.runner import runner as runner_module
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
@@ -383,3 +384,51 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         if isinstance(value, Tensor):
             assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key
     assert state["schedulers"] == expected["schedulers"]
+
+
+# Which checkpoint is the newest
+
+
+class Iterations(Hook):
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
+
+    def before_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        self.iterations.append(runner.iter)
+
+
+def resumed_at(folder: Path, stale: bool) -> int | str:
+    """The update that this process goes on from; one may see a shared folder as it was a while ago."""
+    fresh_group()
+    with pytest.MonkeyPatch.context() as patch:
+        options = dict(train_dataloader=loader(), train_cfg=dict(max_epochs=3), resume=True)
+        runner = make_runner(folder, **options, custom_hooks=[watch := Iterations()])
+        if runner.rank == 1:
+            patch.setattr(runner_module, "find_latest", lambda _: Path(folder) / "epoch_1" if stale else None)
+        try:
+            runner.train()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            runner.strategy.teardown()
+        return watch.iterations[0]
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_all_processes_take_the_checkpoint_that_rank_0_takes(
+    tmp_path: Path, workers2: WorkerGroup, stale: bool
+) -> None:
+    changes = dict(default_hooks=dict(checkpoint=dict(interval=1)), train_cfg=dict(max_epochs=2))
+    workers2.run(run_quietly, tmp_path, changes)
+    first, second = workers2.run(resumed_at, tmp_path, stale)
+    assert first == second == 2 * 7
+
+
+def test_all_processes_hear_that_the_newest_is_gone(tmp_path: Path, workers2: WorkerGroup) -> None:
+    (tmp_path / "latest").write_text("epoch_7")
+    for heard in workers2.run(resumed_at, tmp_path, True):
+        assert str(heard).startswith(f'{tmp_path / "latest"}: names "epoch_7", which is no complete checkpoint')
+
+
+def run_quietly(folder: Path, changes: dict[str, Any]) -> None:
+    run(folder, **changes)

@@ -157,6 +157,42 @@ def test_a_missing_tensor_of_a_hook_is_named(tmp_path: Path, path: Path, monkeyp
         resumed(tmp_path / "rest", path)
 
 
+class Notes(Hook):
+    """Its state has keys in which there is a slash, as in the path of a file or the name of a metric."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_keys_of_hooks_may_have_slashes(tmp_path: Path) -> None:
+    notes, again = Notes(), Notes()
+    notes.state = {
+        "val/loss": 1.5,
+        "val": {"loss": torch.ones(2)},
+        "a/b": {"c/d": torch.zeros(3), "e~1f/~0": 1},
+        "plain": {"i/j": 2},
+    }
+    runner = make_runner(tmp_path, custom_hooks=[notes])
+    runner.train()
+    path = runner.save_checkpoint(tmp_path, "a")
+    make_runner(tmp_path, custom_hooks=[again]).resume(path)
+    torch.testing.assert_close(again.state, notes.state, rtol=0, atol=0)
+
+
+def test_keys_of_hooks_have_to_be_text(tmp_path: Path) -> None:
+    notes = Notes()
+    notes.state = {"by_layer": {3: torch.ones(2)}}
+    says = r"hook.Notes/by_layer\[3\]: cannot be saved, keys have to be text, not int"
+    with pytest.raises(CheckpointError, match=says):
+        make_runner(tmp_path, custom_hooks=[notes, SaveEvery({5})]).train()
+
+
 def test_tensors_that_are_left_out_are_not_read(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
     load = Checkpoint.load
