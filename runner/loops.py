@@ -334,6 +334,7 @@ class EvalLoop(BaseLoop):
         runner = self.runner
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
+        runner.strategy.share_buffers()  # after the hooks, which may have averaged them
         was_training = runner.model.training
         runner.model.eval()
         self.evaluator.to(runner.strategy.device)

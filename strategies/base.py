@@ -265,6 +265,14 @@ class Strategy:
         """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
         return NOTHING
 
+    def share_buffers(self) -> None:
+        """Give every process rank 0's floating-point buffers, in one message; all processes come here before evaluation.
+
+        Running statistics follow what a process trains on. Evaluation with those of each would depend on which process
+        has which sample; DistributedDataParallel sends rank 0's before every forward for the same reason.
+        """
+        dist.broadcast_tensors([buffer for buffer in self.module.buffers() if buffer.is_floating_point()])
+
     # State
 
     def aliases(self) -> dict[str, str]:
@@ -305,7 +313,8 @@ class Strategy:
         - ``optim.state.<name>.<key>``: what the optimizer keeps of a parameter, if it has created it;
         - ``optim.group.<name>.<key>``: the hyper-parameters in force for it, and its optimizer's class as ``optimizer``.
 
-        Needs no communication. Whole buffers are rank 0's: those of other ranks are overwritten before the next forward.
+        Needs no communication. Buffers are rank 0's, as in evaluation (see ``share_buffers``); other processes' running
+        statistics, which may differ while training is under way, are not kept.
         """
         state: dict[str, Any] = dict(self._offered())
         for name, wrapper, parameter, group in self._optimized():

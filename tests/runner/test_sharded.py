@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
-from flextrain import BaseModel, Hook, StrategyError
+from flextrain import BaseMetric, BaseModel, Hook, StrategyError
 from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
@@ -119,6 +120,90 @@ def test_weights_of_a_file_are_dealt_out(tmp_path: Path, workers2: WorkerGroup) 
     for found in workers2.run(trained, str(tmp_path / "run"), FSDP, **changes):
         for name, value in weights.items():
             assert torch.equal(found["state"][f"model.{name}"], value)
+
+
+class Normalised(nn.Module):
+    """Its running statistics are those of what a process has trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.seen: list[list[float]] = []
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = self.head(self.norm(x))
+        if mode == "loss":
+            return {"loss": functional.cross_entropy(logits, y)}
+        self.seen.append(statistics(self))
+        return logits
+
+
+def statistics(model: nn.Module) -> list[float]:
+    return torch.cat([b for b in model.buffers() if b.is_floating_point()]).tolist()
+
+
+class Sum(BaseMetric):
+    """The sum of the first logits of all samples."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_samples[:, 0].tolist()
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"sum": sum(results)}
+
+
+class Statistics(Hook):
+    """Each process's own, right before validation."""
+
+    def before_val_epoch(self, runner: Any) -> None:
+        self.own = statistics(runner.strategy.module)
+
+
+NORMALISED: dict[str, Any] = dict(
+    model=Normalised,
+    train_dataloader=dict(batch_size=4, dataset=Samples(24), collate_fn="default_collate"),
+    **{**validation(9), "val_evaluator": dict(type=Sum)},
+)
+
+
+def validated(folder: str, strategy: dict[str, Any], more: list[Any], **changes: Any) -> dict[str, Any]:
+    """Statistics before validation and in each of its forwards, and its metrics."""
+    fresh_group()
+    own, metrics = Statistics(), Metrics()
+    runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, *more], **changes)
+    runner.train()
+    seen = runner.strategy.module.seen
+    runner.strategy.teardown()
+    return {"own": own.own, "seen": seen, "metrics": metrics.seen}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param({**DDP, "broadcast_buffers": False}, id="ddp"),
+        pytest.param(FSDP, id="fsdp"),
+        with_zero(ZERO[1], name="zero1"),
+        with_zero(ZERO[3], name="zero3"),
+    ],
+)
+def test_all_processes_evaluate_with_the_statistics_of_one(
+    tmp_path: Path, workers2: WorkerGroup, strategy: dict[str, Any]
+) -> None:
+    """Those that a checkpoint has: one process that loads it finds the same metrics."""
+    saving = dict(train_cfg=dict(max_epochs=1), default_hooks=dict(checkpoint=dict(interval=1)))
+    first, second = workers2.run(validated, str(tmp_path / "run"), strategy, [], **saving)
+    assert first["own"] != second["own"], "each has seen other samples"
+    assert first["seen"] == [first["own"]] * 2
+    assert second["seen"] == [first["own"]] * 2
+    alone = make_runner(tmp_path / "alone", **NORMALISED, load_from=str(tmp_path / "run" / "epoch_1"))
+    assert first["metrics"] == second["metrics"] == [pytest.approx(alone.val(), rel=1e-6)]
+
+
+def test_averaged_statistics_stay_so_in_evaluation(tmp_path: Path, workers2: WorkerGroup) -> None:
+    iterations = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=3))
+    first, second = workers2.run(validated, str(tmp_path), FSDP, [dict(type="SyncBuffersHook")], **iterations)
+    means = [(a + b) / 2 for a, b in zip(first["own"], second["own"], strict=True)]
+    assert first["seen"][0] == second["seen"][0] == pytest.approx(means, rel=1e-6)
 
 
 class OwnStep(Net, BaseModel):
