@@ -39,20 +39,6 @@ def test_train_classifier_with_ddp(run_example: RunExample) -> None:
     assert accuracies(done.stdout)[-1] > 70
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.deepspeed
-def test_train_classifier_sharded_is_as_accurate_as_with_ddp(run_example: RunExample, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    reached = {}
-    for strategy in ("--use-ddp", "--use-fsdp", "--use-deepspeed --zero-stage 3"):
-        flags = (*strategy.split(), "--epochs", "2", "--batch-size", "32", "--work-dir", str(tmp_path / strategy))
-        reached[strategy] = accuracies(run_example("train_classifier.py", *flags, processes=2).stdout)[-1]
-    assert reached["--use-ddp"] > 85
-    # The same batches: one of the 389 validation digits is 0.26 percent, and rounding may turn a few.
-    assert all(value == pytest.approx(reached["--use-ddp"], abs=1.1) for value in reached.values()), reached
-
-
 @pytest.mark.distributed
 def test_train_classifier_with_the_old_launcher(run_example: RunExample) -> None:
     flags = ("--launcher", "pytorch", "--epochs", "1")

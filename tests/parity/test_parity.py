@@ -21,7 +21,7 @@ from flextrain.testing.sessions import Session, single_device, started, whole_mo
 
 pytestmark = pytest.mark.distributed
 
-UPDATES = 50
+UPDATES = {"DDPStrategy": 50, "FSDPStrategy": 30, "DeepSpeedStrategy": 30}
 BATCH = 8  # samples in a global micro-batch
 # Float32 rounds each sum to 6e-8 of its size, and a sum over processes is rounded in another order. Over 50 updates these
 # add up like noise to a few times that; a different sum is off by far more than a millionth.
@@ -90,21 +90,25 @@ RECIPES = {
     "uneven-counts": Recipe(MOMENTUM, (BATCH, 5, 3), CLIP),
     "uneven-counts-accumulate": Recipe(MOMENTUM, (BATCH, 7, 2, 3, 5), dict(accumulative_counts=2)),
     "bf16": Recipe(MOMENTUM, bf16=True),
+    "bf16-clip": Recipe(MOMENTUM, options=CLIP, bf16=True),
+    "bf16-accumulate": Recipe(MOMENTUM, (BATCH,) * 10, dict(accumulative_counts=4), bf16=True),
     "bf16-accumulate-clip": Recipe(MOMENTUM, (BATCH,) * 10, dict(accumulative_counts=4, **CLIP), bf16=True),
     "ragged-targets": Recipe(MOMENTUM, (BATCH,) * 5, dict(accumulative_counts=2), ragged=True),
 }
-ON_ALL_MODELS = ("adamw", "accumulate-clip", "bf16", "bf16-accumulate-clip")
+# With or without accumulation, clipping and bfloat16; some with all models always, the others with all under ``full``.
+ON_ALL_MODELS = ("adamw", "accumulate-clip", "bf16-accumulate-clip")
+ON_ALL_IN_FULL = ("adamw-clip", "accumulate", "bf16", "bf16-clip", "bf16-accumulate")
 
 
-def global_windows(model: type[SmallModel], recipe: Recipe) -> list[list[Batch]]:
-    """The windows of UPDATES updates: epoch after epoch over the same samples."""
+def global_windows(model: type[SmallModel], recipe: Recipe, updates: int) -> list[list[Batch]]:
+    """The windows of ``updates`` updates: epoch after epoch over the same samples."""
     epoch = [model.sample(count, seed=i) for i, count in enumerate(recipe.epoch)]
     if recipe.ragged:
         for i, batch in enumerate(epoch):
             targets = batch["y"].view(-1)
             targets[: targets.numel() // 8 * (1 + i % 3)] = -100
     one = windows(epoch, recipe.optim().accumulate)
-    return (one * (UPDATES // len(one) + 1))[:UPDATES]
+    return (one * (updates // len(one) + 1))[:updates]
 
 
 def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, dict[str, Any]]:
@@ -114,7 +118,7 @@ def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, dict[str,
 def compare(strategy: dict[str, Any], model: type[SmallModel], name: str) -> Trace:
     """In a worker: train under the strategy and alone, and hold one against the other."""
     recipe = RECIPES[name]
-    data = global_windows(model, recipe)
+    data = global_windows(model, recipe, UPDATES[strategy["type"]])
     tolerance = recipe.tolerance(strategy)
     with single_device(recipe.optim(), model) as single:
         before = whole_model(single.strategy)
@@ -147,18 +151,23 @@ def name_of(strategy: dict[str, Any]) -> str:
 
 
 def cases() -> list[Any]:
-    """Every recipe with every strategy, the models in turn, and two recipes with all of them."""
+    """Every recipe with every strategy, the models in turn, and some recipes with all of them."""
     found = []
     for strategy in STRATEGIES:
         for i, name in enumerate(RECIPES):
-            models = MODELS if name in ON_ALL_MODELS else [MODELS[i % len(MODELS)]]
-            found += [(strategy, model, name) for model in models]
+            for model in MODELS:
+                in_turn = model is MODELS[i % len(MODELS)]
+                if in_turn or name in ON_ALL_MODELS + ON_ALL_IN_FULL:
+                    found.append(((strategy, model, name), in_turn or name in ON_ALL_MODELS))
     for strategy in VARIANTS:
-        found += [(strategy, TinyTransformer, "accumulate-clip"), (strategy, HalfFrozen, "smaller-last-batch")]
-    return [
-        pytest.param(*case, id=label(*case), marks=[pytest.mark.deepspeed] if "DeepSpeed" in case[0]["type"] else [])
-        for case in found
-    ]
+        found.append(((strategy, TinyTransformer, "accumulate-clip"), True))
+        found.append(((strategy, HalfFrozen, "smaller-last-batch"), True))
+    return [pytest.param(*case, id=label(*case), marks=marks(case[0], always)) for case, always in found]
+
+
+def marks(strategy: dict[str, Any], always: bool) -> list[pytest.MarkDecorator]:
+    engine = [pytest.mark.deepspeed] if strategy["type"] == "DeepSpeedStrategy" else []
+    return engine if always else [*engine, pytest.mark.full]
 
 
 @pytest.mark.parametrize("strategy, model, recipe", cases())
@@ -166,7 +175,7 @@ def test_parity(workers2: WorkerGroup, strategy: dict[str, Any], model: type[Sma
     first, second = workers2.run(compare, strategy, model, recipe)
     assert first == second
     assert sum(first.losses[-10:]) < sum(first.losses[:10])
-    assert first.skipped == [False] * UPDATES
+    assert first.skipped == [False] * UPDATES[strategy["type"]]
     max_norm = RECIPES[recipe].options.get("clip_grad", {}).get("max_norm")
     if max_norm is not None:
         assert any(norm is not None and norm > max_norm for norm in first.grad_norms), "nothing was clipped"
