@@ -39,7 +39,9 @@ types: $(VENV)/.installed-dev
 	@$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flextrain
 
+# torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
 unit: $(VENV)/.installed-dev
+	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 # Measures on the machine at hand, and puts the result into benchmarks/results/ and the README.

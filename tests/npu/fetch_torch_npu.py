@@ -3,14 +3,13 @@
     python tests/npu/fetch_torch_npu.py            # fetch, check, write fused_optimizers.md
     python tests/npu/fetch_torch_npu.py --fetch    # fetch only; tests/npu/test_fused_optimizers.py then runs
 
-The wheel is unpacked into build/, never installed: without CANN an installed torch_npu keeps torch from being imported.
+The wheel (44 MB) is unpacked into build/, never installed: without CANN an installed torch_npu keeps torch from being imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,24 +18,47 @@ from pathlib import Path
 
 VERSION = "2.14.0"
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "build" / f"torch_npu-{VERSION}" / "torch_npu"
+BUILD = ROOT / "build"
+SOURCE = BUILD / f"torch_npu-{VERSION}" / "torch_npu"
 REPORT = Path(__file__).with_name("fused_optimizers.md")
 DOCUMENT = ROOT / "docs" / "npu.md"
 
 
 def fetch() -> None:
-    """Put the Python files of the wheel where the tests look for them."""
+    """Put the Python files of the wheel where the tests look for them.
+
+    Raises:
+        OSError: it cannot be downloaded; the message ends with what pip said.
+    """
     if SOURCE.is_dir():
         return
-    with tempfile.TemporaryDirectory() as folder:
-        wheel = [f"torch_npu=={VERSION}", "--python-version", "3.11", "--only-binary=:all:", "--no-deps"]
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *wheel, "--dest", folder], check=True)
+    BUILD.mkdir(exist_ok=True)
+    # In the same file system, so that the folder appears at once or not at all.
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+        # The machine at hand does not matter: only Python files are taken.
+        wheel = [f"torch_npu=={VERSION}", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
+        how = ["--only-binary=:all:", "--no-deps", "--quiet", "--retries", "1", "--timeout", "15"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            *wheel,
+            *how,
+            "--dest",
+            folder,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"]
+            raise OSError(f"torch_npu {VERSION} cannot be downloaded: {said[-1]}")
         (file,) = Path(folder).glob("*.whl")
+        unpacked = Path(folder) / SOURCE.parent.name
         with zipfile.ZipFile(file) as archive:
             sources = [name for name in archive.namelist() if name.startswith("torch_npu/") and name.endswith(".py")]
-            archive.extractall(Path(folder) / "unpacked", sources)
-        SOURCE.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(Path(folder) / "unpacked" / "torch_npu", SOURCE)
+            archive.extractall(unpacked, sources)
+        unpacked.rename(SOURCE.parent)
 
 
 def documented_signatures() -> dict[str, str]:
@@ -89,8 +111,12 @@ def report() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fetch", action="store_true", help="only fetch the sources")
-    fetch()
-    if not parser.parse_args().fetch:
+    arguments = parser.parse_args()
+    try:
+        fetch()
+    except OSError as error:
+        sys.exit(f"{error}; without its sources the tests of its fused optimizers are skipped")
+    if not arguments.fetch:
         text = report()
         REPORT.write_text(text)
         print(text)
