@@ -39,6 +39,9 @@ NEAREST = {
 }
 """The others, with the one of torch's own that comes nearest."""
 
+_PLAIN_FORMATS = (-1, 0, 1, 2, 27, 30)
+"""torch_npu's numbers of the layouts that have no more elements than the tensor; the device's own are padded."""
+
 _NAMES = sorted({**TWINS, **NEAREST})
 _BASE = "NpuFusedOptimizerBase"
 
@@ -123,7 +126,10 @@ class FusedAdapter(OptimizerAdapter):
             raise self.refuse(f"works on npu only and {name} is on {parameter.device.type}")
         if parameter.dtype not in (torch.float32, torch.float16):
             raise self.refuse(f"takes float32 and float16 only and {name} is {parameter.dtype}")
-        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+        if not parameter.is_contiguous():
+            raise self.refuse(f"takes contiguous parameters only and {name} is not")
+        plain = importlib.import_module("torch_npu").get_npu_format(parameter) in _PLAIN_FORMATS
+        if plain and not _is_alone(parameter):
             raise self.refuse(f"moves parameters to memory of its own and {name} shares its memory with others")
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -131,21 +137,57 @@ class FusedAdapter(OptimizerAdapter):
 
     def begin_update(self) -> None:
         """See OptimizerAdapter: every parameter takes part from the first update on, with its gradient where it was put."""
-        blocks = [_extent(block) for block in self.optimizer.get_combined_grads() if block is not None]
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    continue
-                name, grad = self._name_of(parameter), parameter.grad
-                if grad is None and not blocks:
-                    raise self.refuse(f"needs a gradient of every parameter at the first update and {name} has none")
-                if grad is not None and grad.is_sparse:
-                    raise self.refuse(f"takes no sparse gradients and {name} has one")
-                if blocks and not _lies_in(grad, blocks):
-                    raise self.refuse(
-                        f"knows the gradients of its first update only, and {name} had none then, or it was dropped since "
-                        "(by module.zero_grad(), say)"
-                    )
+        if self._is_combined:
+            self._check_gradients()
+        else:
+            self._prepare_gradients()
+
+    @property
+    def _is_combined(self) -> bool:
+        return bool(self.optimizer.is_params_grads_combined)
+
+    def _prepare_gradients(self) -> None:
+        for name, parameter in self._parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                raise self.refuse(f"needs a gradient of every parameter at the first update and {name} has none")
+            self._check_dense(name, parameter.grad)
+            if not (parameter.grad.is_contiguous() and _is_alone(parameter.grad)):
+                # Such as the gradients of weights that were joined by torch.cat: parts of one tensor's memory.
+                parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+
+    def _check_gradients(self) -> None:
+        parameters = _extents(self.optimizer.get_combined_params())
+        gradients = _extents(self.optimizer.get_combined_grads())
+        for name, parameter in self._parameters():
+            if not parameter.requires_grad:
+                if _lies_in(parameter, parameters):
+                    raise self.refuse(f"moves all parameters of its first update together and {name} was frozen since")
+                continue
+            if parameter.grad is not None:
+                self._check_dense(name, parameter.grad)
+            if parameter.grad is None or not _lies_in(parameter.grad, gradients):
+                raise self.refuse(
+                    f"knows the gradients of its first update only, and {name} had none then, or it was dropped since "
+                    "(by module.zero_grad(), say)"
+                )
+
+    def _check_dense(self, name: str, grad: Tensor) -> None:
+        if grad.is_sparse:
+            raise self.refuse(f"takes no sparse gradients and {name} has one")
+
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        return [(self._name_of(p), p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def zero_grad(self) -> None:
+        """See OptimizerAdapter; before the first update the gradients are dropped, as torch's own does."""
+        if self._is_combined:
+            self.optimizer.zero_grad()
+            return
+        # The optimizer would take the gradients that are there now for all that there will be.
+        for _, parameter in self._parameters():
+            parameter.grad = None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """See OptimizerAdapter."""
@@ -212,9 +254,15 @@ def _twin_settings(kind: str) -> dict[str, Any]:
     return dict(twin.defaults)
 
 
-def _extent(block: Tensor) -> tuple[int, int]:
-    return block.data_ptr(), block.data_ptr() + block.numel() * block.element_size()
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether nothing else is in the tensor's memory."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def _lies_in(grad: Tensor | None, blocks: list[tuple[int, int]]) -> bool:
-    return grad is not None and (not grad.numel() or any(begin <= grad.data_ptr() < end for begin, end in blocks))
+def _extents(blocks: list[Tensor | None]) -> list[tuple[int, int]]:
+    """First address, and the one behind the last."""
+    return [(b.data_ptr(), b.data_ptr() + b.numel() * b.element_size()) for b in blocks if b is not None]
+
+
+def _lies_in(tensor: Tensor, extents: list[tuple[int, int]]) -> bool:
+    return not tensor.numel() or any(begin <= tensor.data_ptr() < end for begin, end in extents)

@@ -228,14 +228,7 @@ class OptimWrapper:
 
     def zero_grad(self) -> None:
         """Drop the gradients of all parameters of this optimizer."""
-        optimizer = self.optimizer
-        if type(optimizer).zero_grad is not Optimizer.zero_grad:  # it keeps more than the gradients
-            optimizer.zero_grad()
-            return
-        # What torch's own does, without its entry in the profile, which takes longer than the work.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        self.adapter.zero_grad()
 
     def _unscale(self) -> None:
         pass

@@ -142,8 +142,54 @@ def keys_and_values(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return found[0], found[1]
 
 
-def refused(strategy: Any, wrapper: Any, dtype: torch.dtype = torch.float32, shared: bool = False) -> str:
-    """What setting up a small model raises."""
+class Joined(nn.Module):
+    """Two weights that are one matrix in forward: torch makes both gradients parts of one tensor's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([self.first.weight, self.second.weight])
+        return nn.functional.linear(x, weight, torch.cat([self.first.bias, self.second.bias]))
+
+
+def joined(name: str, zero_first: bool = False) -> float:
+    """How far the fused optimizer's weights are from its twin's where gradients come as parts of others.
+
+    Args:
+        name: of the fused optimizer.
+        zero_first: zero the gradients of one layer only, before the first update, as training of parts in turns does.
+    """
+    weights = []
+    for kind in (name, TWINS[name]):
+        torch.manual_seed(0)
+        strategy, model = make_npu(), Joined()
+        _, wrapper = strategy.setup(model, optim(kind))
+        if zero_first:
+            model.second(torch.ones(3, 4, device="npu")).sum().backward()
+            wrapper.zero_grad()
+        for x in torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1)).to("npu"):
+            wrapper.backward(model(x).square().mean())
+            wrapper.step()
+        weights.append({key: tensor.cpu() for key, tensor in model.state_dict().items()})
+        strategy.teardown()
+    return difference(*weights)
+
+
+def refused(
+    strategy: Any, wrapper: Any, dtype: torch.dtype = torch.float32, weight: str = "plain", format: int = 2
+) -> str:
+    """What setting up a small model raises.
+
+    Args:
+        strategy, wrapper: their configurations.
+        dtype: of the parameters.
+        weight: how it lies in memory: "plain", "shared" with others, or "turned", its columns one after the other.
+        format: number of the layout that the device gives parameters.
+    """
+    import torch_npu
+
     from flextrain.core import distributed as dist
     from flextrain.core.errors import FlexTrainError
     from flextrain.optim import build_optim_wrapper
@@ -151,9 +197,12 @@ def refused(strategy: Any, wrapper: Any, dtype: torch.dtype = torch.float32, sha
     from flextrain.testing.sessions import make_strategy
 
     model = nn.Linear(4, 2).to(dtype)
-    if shared:
-        whole = torch.ones(2, 2, 4, device="npu")
-        model.weight = nn.Parameter(whole[0])
+    if weight == "shared":
+        model.weight = nn.Parameter(torch.ones(2, 2, 4, device="npu")[0])
+    if weight == "turned":
+        model.weight = nn.Parameter(torch.ones(4, 2).t())
+    plain = torch_npu.get_npu_format
+    torch_npu.get_npu_format = lambda tensor: format
     fresh_rendezvous()
     try:
         built = make_strategy(strategy)
@@ -164,6 +213,8 @@ def refused(strategy: Any, wrapper: Any, dtype: torch.dtype = torch.float32, sha
             dist.destroy_process_group()
     except FlexTrainError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        torch_npu.get_npu_format = plain
     return "nothing"
 
 
@@ -179,8 +230,8 @@ def misuse(name: str, how: str) -> str:
     _, wrapper = strategy.setup(model, optim(name))
     try:
         for i in range(3):
-            if i == 1 and how == "unfrozen":
-                late.requires_grad_(True)
+            if i == 1 and how in ("unfrozen", "frozen"):
+                late.requires_grad_(how == "unfrozen")
             x = torch.ones(3, 4, device="npu")
             output = model[1](x) if how == "unused" else model(x)
             wrapper.backward(output.square().mean())

@@ -108,7 +108,8 @@ NPU = fused.NPU
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "the CPU": (dict(strategy=CPU), ADAMW, "works on npu only and weight is on cpu; choose \"AdamW\", which computes the same"),
     "bfloat16": (dict(dtype=torch.bfloat16), ADAMW, "takes float32 and float16 only and weight is torch.bfloat16; choose"),
-    "shared memory": (dict(shared=True), ADAMW, "weight shares its memory with others; choose"),
+    "shared memory": (dict(weight="shared"), ADAMW, "weight shares its memory with others; choose"),
+    "not contiguous": (dict(weight="turned"), ADAMW, "takes contiguous parameters only and weight is not; choose"),
     "FSDP": (dict(strategy=dict(type="FSDPStrategy")), ADAMW, "needs whole parameters and weight is sharded; choose"),
     "global norm": ({}, LAMB, "cannot do use_global_grad_norm=True, which calls a method that torch_npu lacks; choose"),
     "cosine": ({}, COSINE, 'cannot do schedule="warmup_cosine", in which torch_npu takes the cosine of a number; choose'),
@@ -137,6 +138,18 @@ def test_what_they_cannot_do_is_refused_by_setup(one: Any, what: str) -> None:
     assert message in said
 
 
+def test_a_parameter_in_a_layout_of_the_devices_own_is_not_taken_for_a_shared_one(one: Any) -> None:
+    # It is padded, so that its memory is larger than its elements; shared stands for that here.
+    arguments = dict(wrapper=dict(optimizer=ADAMW), strategy=NPU, weight="shared")
+    assert one.run(fused.refused, **arguments, format=29) == ["nothing"]
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("name", TWINS)
+def test_gradients_that_are_parts_of_one_tensor(one: Any, name: str, zero_first: bool) -> None:
+    assert one.run(fused.joined, name, zero_first)[0] < 1e-6
+
+
 def test_masters_whose_gradients_are_new_every_time_are_refused(one: Any) -> None:
     (said,) = one.run(fused.refused, NPU, dict(type="ApexOptimWrapper", opt_level="O2", optimizer=ADAMW))
     assert "O2 gives NpuFusedAdamW new gradients at every update, which it does not see; choose O1" in said
@@ -147,6 +160,7 @@ def test_masters_whose_gradients_are_new_every_time_are_refused(one: Any) -> Non
     "how, message",
     [
         ("unfrozen", "knows the gradients of its first update only, and 0.bias had none then"),
+        ("frozen", "moves all parameters of its first update together and 0.bias was frozen since; choose"),
         ("dropped", "or it was dropped since (by module.zero_grad(), say); choose"),
         ("unused", "needs a gradient of every parameter at the first update and 0.weight has none; choose"),
     ],
