@@ -26,7 +26,7 @@ class EngineState:
         engine: DeepSpeed's.
         module: the user's.
         fragments: this process's parts of the trainable parameters.
-        originals: frozen parameters in float32, where the engine has them in half precision only.
+        originals: frozen parameters in float32 on the CPU, where the engine has them in half precision only.
         frozen_groups: the groups that frozen parameters were given to; the engine's optimizer has none of them.
     """
 

@@ -165,8 +165,9 @@ class Bf16(Config):
 
     enabled: bool = True
     """Train in bfloat16."""
-    check_grad_overflow: bool = True
-    """Skip an update whose gradients are not finite."""
+    check_grad_overflow: bool = False
+    """Skip an update whose gradients are not finite, for which the host waits for the device at each; DeepSpeed's own
+    default is True. For stages 1 and 2: its stages 0 and 3 skip such an update in any case."""
     immediate_grad_update: Literal[False] = False
     """Only False."""
     bf16_master_weights_and_grads: Literal[False] = False

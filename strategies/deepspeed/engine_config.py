@@ -12,7 +12,7 @@ from ...core.errors import ConfigError, StrategyError
 from ...core.precision import Precision
 from ...optim.amp import AmpOptimWrapper
 from ...optim.wrapper import OptimWrapper
-from .config import WHERE, DeepSpeedConfig, EngineCheckpointing
+from .config import WHERE, Bf16, DeepSpeedConfig, EngineCheckpointing
 from .wrapper import DeepSpeedOptimWrapper
 
 _NEVER = 10**15  # updates between two of DeepSpeed's log lines
@@ -163,7 +163,7 @@ def engine_config(
         zero[key] = min(zero[key], num_elements + num_elements % 2)
     zero["round_robin_gradients"] = False
     micro = _micro_batch(config, request.accumulate, world_size)
-    bf16 = config.bf16.check_grad_overflow if config.bf16 else True
+    bf16 = config.bf16 or Bf16()
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         # A window's micro-batches arrive already divided by its length.
@@ -171,7 +171,7 @@ def engine_config(
         "train_batch_size": micro * world_size,
         # The default went from 0 to 1.0 in DeepSpeed 0.19.3.
         "gradient_clipping": request.max_norm if stage else 0.0,
-        "bf16": {"enabled": request.dtype is torch.bfloat16, "check_grad_overflow": bf16},
+        "bf16": {"enabled": request.dtype is torch.bfloat16, "check_grad_overflow": bf16.check_grad_overflow},
         "fp16": {"enabled": request.dtype is torch.float16, **request.loss_scaling},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,

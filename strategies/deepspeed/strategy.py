@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -154,7 +154,7 @@ class DeepSpeedStrategy(Strategy):
             stage = 0  # without an optimizer there is nothing to split
         originals: dict[str, Tensor] = {}
         if dtype is not torch.float32:
-            originals = _originals(model, dtype)
+            originals = _originals(model, dtype, self.left_out())
             keep_running_statistics(model, dtype)
             self._cast_at_the_border(model, dtype)
         num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
@@ -166,8 +166,8 @@ class DeepSpeedStrategy(Strategy):
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
-        frozen = {name: _as_kept(model, name, originals[name]) for name, p in model.named_parameters()
-                  if name in originals and not any(part.name == name for part in fragments)}  # fmt: skip
+        trained = {part.name for part in fragments}
+        frozen = {name: _as_kept(model, name, value) for name, value in originals.items() if name not in trained}
         self._state = EngineState(self._engine, model, fragments, frozen, frozen_groups)
         return self._engine  # type: ignore[no-any-return]
 
@@ -338,17 +338,21 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def _originals(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters in float32, as they are before the engine casts them; pieces that exist already are cast here."""
+def _originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor]:
+    """Parameters in float32, as they are before the engine casts them; pieces that exist already are cast here.
+
+    In the host's memory: those of trainable parameters are needed for a moment, those of frozen ones for checkpoints alone.
+    """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        if state.is_partitioned(parameter):
-            found[name] = state.own_part(parameter).to(torch.float32).clone()
+        split = state.is_partitioned(parameter)
+        if name not in left_out:
+            own = state.own_part(parameter) if split else parameter.detach()
+            found[name] = own.to("cpu", torch.float32, copy=True)
+        if split:
             state.cast_part(parameter, dtype)
-        else:
-            found[name] = parameter.detach().to(torch.float32, copy=True)
     return found
 
 

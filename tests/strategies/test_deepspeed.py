@@ -473,7 +473,40 @@ def test_the_engines_configuration_is_logged_and_spelled_out(caplog: pytest.LogC
     assert config["managed_gradient_accumulation"] is False
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_optimization"]["overlap_comm"] is False
-    assert not config["bf16"]["enabled"]
+    assert config["bf16"] == {"enabled": False, "check_grad_overflow": False}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_weights_that_checkpoints_lack_are_kept_once(stage: int) -> None:
+    """In the precision that the model computes in; the others in float32 too."""
+    for exclude in (False, True):
+        spec = zero(stage, exclude_frozen_parameters=exclude)
+        with alone(spec, bf16(), HalfFrozen()) as (strategy, _, _):
+            frozen = [name for name, p in strategy.module.named_parameters() if not p.requires_grad]
+            kept = {strategy.model_state()[name].dtype for name in frozen}
+            assert kept == {torch.bfloat16 if exclude else torch.float32}
+            assert (not any(f"model.{name}" in strategy.state_dict() for name in frozen)) == exclude
+
+
+def loaded_without_a_copy(stage: int, path: Path) -> list[float]:
+    """The frozen weights of a checkpoint that has them, in a run whose checkpoints lack them."""
+    for exclude, seed in ((False, 3), (True, 4)):
+        with started(zero(stage, exclude_frozen_parameters=exclude), bf16(), HalfFrozen, seed=seed) as session:
+            if exclude:
+                load(session, path)
+            else:
+                save(session, path)
+            found = torch.cat(evaluate(session.strategy, session.model, data(HalfFrozen, 2)))
+            if not exclude:
+                expected = found
+    return [float((found - expected).abs().max()), float(expected.abs().max())]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights_are_loaded_into_the_model_itself(workers2: WorkerGroup, stage: int, tmp_path: Path) -> None:
+    for difference, size in workers2.run(loaded_without_a_copy, stage, tmp_path / "c"):
+        assert difference == 0 < size
 
 
 def test_options_have_two_homes() -> None:
@@ -705,11 +738,11 @@ def test_weights_loaded_for_evaluation(workers2: WorkerGroup, stage: int, half: 
     workers2.run(evaluate_loaded, stage, half, tmp_path / "c")
 
 
-def overflow_in_bf16(stage: int) -> tuple[list[bool], list[bool]]:
+def overflow_in_bf16(stage: int, **options: Any) -> tuple[list[bool], list[bool]]:
     """Updates that were skipped, and those that left the weights as they were, when one rank's third gradient is infinite."""
     batches = [{**batch, "strain": torch.zeros(8)} for batch in data(ConformanceNet, 4)]
     batches[2]["strain"][-1] = torch.inf
-    with started(zero(stage), bf16(clip_grad=dict(max_norm=1.0)), ConformanceNet) as session:
+    with started(zero(stage, **options), bf16(clip_grad=dict(max_norm=1.0)), ConformanceNet) as session:
         found = run(session, one_each(batches))
     still = [torch.equal(a["model.probe"], b["model.probe"]) for a, b in zip(found.weights, found.weights[1:])]  # noqa: B905
     return found.trace.skipped, still
@@ -719,8 +752,17 @@ def overflow_in_bf16(stage: int) -> tuple[list[bool], list[bool]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_infinite_gradient_skips_the_update_everywhere(workers2: WorkerGroup, stage: int) -> None:
     expected = [False, False, True, False]
-    for skipped, still in workers2.run(overflow_in_bf16, stage):
+    options = dict(bf16=dict(check_grad_overflow=True))
+    for skipped, still in workers2.run(overflow_in_bf16, stage, **options):
         assert skipped == still == expected
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nobody_waits_for_the_device_to_look_at_gradients_in_bf16(workers2: WorkerGroup, stage: int) -> None:
+    """Unless check_grad_overflow asks for it: what is not finite then ends up in the weights."""
+    for skipped, _ in workers2.run(overflow_in_bf16, stage):
+        assert skipped == [False] * 4
 
 
 class Recomputes(Mlp):

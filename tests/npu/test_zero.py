@@ -1,0 +1,46 @@
+"""DeepSpeedStrategy on the simulated device: what is where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain.optim import AmpOptimWrapper
+from flextrain.testing.models import HalfFrozen
+from flextrain.testing.sessions import load, save, started, whole_model
+
+from .training import ADAMW
+
+pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+pytestmark = [pytest.mark.npu, pytest.mark.distributed, pytest.mark.deepspeed]
+
+
+def frozen_weights(folder: Path, stage: int) -> tuple[dict[str, set[str]], bool]:
+    """Where trained and frozen weights in full precision are, and whether another run takes them over bit for bit."""
+    states = []
+    for seed in (3, 4):
+        strategy = dict(type="DeepSpeedStrategy", device="npu", zero_optimization=dict(stage=stage))
+        with started(strategy, AmpOptimWrapper(ADAMW, dtype="bfloat16"), HalfFrozen, seed=seed) as session:
+            (save if seed == 3 else load)(session, folder)
+            state = session.strategy.model_state()
+            places: dict[str, set[str]] = {"trained": set(), "frozen": set()}
+            for name, parameter in session.strategy.module.named_parameters():
+                kind = "trained" if parameter.requires_grad else "frozen"
+                places[kind].add(
+                    f"{state[name].dtype} on {state[name].device.type}, {parameter.dtype} on {parameter.device.type}"
+                )
+            states.append({key: value.cpu() for key, value in whole_model(session.strategy).items()})
+    return places, all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights_in_full_precision_take_no_room_on_the_device(npu2: Any, tmp_path: Path, stage: int) -> None:
+    for places, same in npu2.run(frozen_weights, tmp_path / "c", stage):
+        assert places == {
+            "trained": {"torch.float32 on npu, torch.bfloat16 on npu"},
+            "frozen": {"torch.float32 on cpu, torch.bfloat16 on npu"},
+        }
+        assert same
