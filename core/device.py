@@ -256,6 +256,13 @@ def memory_mb(device: torch.device) -> float:
     return float(module.max_memory_allocated(device)) / 2**20 if hasattr(module, "max_memory_allocated") else 0.0
 
 
+def overflows_to_inf(device_type: str) -> bool:
+    """Whether float16 arithmetic beyond the largest number gives inf; some Ascend NPUs stop at that number."""
+    utils = getattr(getattr(torch, device_type, None), "utils", None)
+    ask = getattr(utils, "is_support_inf_nan", None)
+    return True if ask is None else bool(ask())
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything that was started on ``device`` is done."""
     if device.type != "cpu":

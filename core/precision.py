@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -128,6 +129,17 @@ def cast_tensors(data: Any, dtype: torch.dtype) -> Any:
     if type(data) in (list, tuple):
         return type(data)(cast_tensors(value, dtype) for value in data)
     return data
+
+
+def autocast_computes_in(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether autocast does on this kind of device what it is told; on most it warns and leaves float32 as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.autocast(device_type, dtype):
+                return torch.is_autocast_enabled(device_type)
+        except (RuntimeError, AssertionError):  # on others it raises; the latter where a package lacks what it needs
+            return False
 
 
 def require(asked: torch.dtype | None, found: tuple[torch.dtype, ...], what: str) -> None:

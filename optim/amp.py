@@ -13,9 +13,9 @@ from torch.amp import GradScaler
 
 from ..core import gradients
 from ..core.config import check_call
-from ..core.device import DEVICES
-from ..core.errors import ConfigError
-from ..core.precision import Precision
+from ..core.device import DEVICES, overflows_to_inf
+from ..core.errors import ConfigError, StrategyError, one_of
+from ..core.precision import DTYPES, Precision, autocast_computes_in
 from ..core.registry import OPTIM_WRAPPERS
 from .wrapper import OptimWrapper
 
@@ -48,12 +48,24 @@ class LossScaler:
         if self._fixed is not None:
             arguments = {"init_scale": self._fixed}
         self._arguments = arguments
+        self._device_type = device_type
         self._scaler: GradScaler = _LayoutScaler(device_type, **arguments)
         self._applied = False
 
-    def use(self, kind: Callable[..., GradScaler]) -> None:
-        """Take another class of scaler, as long as nothing was scaled."""
-        self._scaler = kind(**self._arguments)
+    def suit(self, own: Callable[..., GradScaler] | None, where: str) -> None:
+        """Take the optimizer's own class of scaler, if it has one; called before anything is scaled.
+
+        Raises:
+            StrategyError: torch's scaler could not see an overflow on this device.
+        """
+        if own is not None:
+            self._scaler = own(**self._arguments)
+        elif not overflows_to_inf(self._device_type):
+            raise StrategyError(
+                f"{where}: float16 needs loss scaling, which looks for inf, and this {self._device_type} stops at the "
+                "largest number; set INF_NAN_MODE_ENABLE=1 where the chip has that, or choose one of torch_npu's "
+                "optimizers (NpuFusedAdamW, ...), whose scaler asks the chip"
+            )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current factor."""
@@ -139,7 +151,11 @@ class AmpOptimWrapper(OptimWrapper):
         return Precision(compute=self._dtype, loss_scale=scale)
 
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        """See OptimWrapper; also settles the dtype and makes the scaler."""
+        """See OptimWrapper; also settles the dtype and makes the scaler.
+
+        Raises:
+            StrategyError: autocast does not compute in that dtype on this device.
+        """
         super().attach(device, autocast)
         if self._dtype is None:
             self._dtype = DEVICES[device.type].autocast_dtype
@@ -147,14 +163,25 @@ class AmpOptimWrapper(OptimWrapper):
                 raise ConfigError(
                     f"{self.where}.loss_scale: has no meaning with {self._dtype}, the default on {device.type}"
                 )
+        assert self._dtype is not None
+        if not autocast_computes_in(device.type, self._dtype):
+            others = [name for name in ("float16", "bfloat16") if autocast_computes_in(device.type, DTYPES[name])]
+            advice = one_of(others) if others else "OptimWrapper, which computes in float32"
+            raise StrategyError(
+                f"{self.where}.dtype: autocast on {device.type} does not compute in {self._dtype}, choose {advice}"
+            )
         if self._dtype is torch.float16 and self._scaler is None:
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
 
     def build(self, model: nn.Module) -> None:
-        """See OptimWrapper."""
+        """See OptimWrapper; takes the optimizer's own scaler, if it has one.
+
+        Raises:
+            StrategyError: what OptimWrapper's raises, or loss scaling could not see an overflow on this device.
+        """
         super().build(model)
-        if self._scaler and self.adapter.grad_scaler is not None:
-            self._scaler.use(self.adapter.grad_scaler)
+        if self._scaler:
+            self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.dtype")
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""

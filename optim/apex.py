@@ -156,6 +156,8 @@ class ApexOptimWrapper(OptimWrapper):
                 f"{self.where}.opt_level: O2 gives {type(self.optimizer).__name__} new gradients at every update, which it "
                 "does not see; choose O1, or one of torch's optimizers"
             )
+        if self._scaler:
+            self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.opt_level")
 
     def model_parameter(self, parameter: Tensor) -> Tensor:
         """See OptimWrapper."""

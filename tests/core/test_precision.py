@@ -12,6 +12,7 @@ from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.core.precision import (
     Precision,
     PrecisionReport,
+    autocast_computes_in,
     cast_parameters,
     cast_tensors,
     dtypes,
@@ -124,6 +125,14 @@ def test_a_broken_promise_raises() -> None:
     require(HALF, (), "parameters")
     with pytest.raises(StrategyError, match=r"^precision: parameters .*torch.float16.* torch.float32$"):
         require(HALF, (FULL,), "parameters")
+
+
+def test_an_autocast_that_would_do_nothing_is_found() -> None:
+    assert autocast_computes_in("cpu", torch.bfloat16)
+    assert autocast_computes_in("cpu", torch.float16)
+    assert not autocast_computes_in("cpu", torch.float64)
+    assert not autocast_computes_in("meta", torch.float16)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_report_reads_as_one_line() -> None:

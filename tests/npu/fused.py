@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flextrain import AmpOptimWrapper, OptimWrapper
+from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from flextrain.optim.npu_fused import TWINS
 from flextrain.testing.checks_training import Decay, batches, one_each
 from flextrain.testing.compare import relative_difference
@@ -39,6 +39,7 @@ RECIPES: dict[str, tuple[Callable[..., OptimWrapper], dict[str, Any]]] = {
     "float32, accumulated": (OptimWrapper, dict(accumulative_counts=3)),
     "bfloat16 autocast": (AmpOptimWrapper, dict(dtype="bfloat16", clip_grad=CLIP)),
     "float16 autocast, scaled": (AmpOptimWrapper, dict(dtype="float16", loss_scale=dict(init_scale=256.0))),
+    "Apex's O1": (ApexOptimWrapper, dict(opt_level="O1", loss_scale=128.0, clip_grad=CLIP)),
     "float16 autocast, scaled, clipped": (AmpOptimWrapper, dict(dtype="float16", loss_scale=128.0, clip_grad=CLIP)),
 }
 

@@ -155,3 +155,42 @@ def test_statistics_over_all_devices(npu2: Any, tmp_path: Path) -> None:
     for together, apart, expected in npu2.run(normalised, tmp_path):
         assert together == pytest.approx(expected, rel=1e-4)
         assert apart != pytest.approx(expected, rel=1e-4)
+
+
+def half(dtype: str, *, bfloat16: bool = True, infinite: bool = True) -> str:
+    """What mixed precision says on a chip that may lack bfloat16, or stops at the largest number."""
+    from flextrain import AmpOptimWrapper, FlexTrainError, NPUStrategy
+    from flextrain.testing import fresh_rendezvous
+
+    npu = torch.npu  # type: ignore[attr-defined]
+    before = npu.get_amp_supported_dtype, npu.utils.is_support_inf_nan
+    if not bfloat16:
+        npu.get_amp_supported_dtype = lambda: [torch.float16, torch.float32]
+    npu.utils.is_support_inf_nan = lambda: infinite
+    fresh_rendezvous()
+    strategy = NPUStrategy()
+    try:
+        strategy.setup(nn.Linear(2, 2), AmpOptimWrapper(dict(type="AdamW"), dtype=dtype))
+    except FlexTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        npu.get_amp_supported_dtype, npu.utils.is_support_inf_nan = before
+        strategy.teardown()
+    return "nothing"
+
+
+def test_a_chip_without_bfloat16_does_not_compute_in_float32_in_its_place(npu1: Any) -> None:
+    assert npu1.run(half, "float16", bfloat16=False) == npu1.run(half, "bfloat16") == ["nothing"]
+    assert npu1.run(half, "bfloat16", bfloat16=False) == [
+        "StrategyError: optim_wrapper.dtype: autocast on npu does not compute in torch.bfloat16, choose float16"
+    ]
+
+
+def test_loss_scaling_on_a_chip_whose_overflow_is_no_inf_is_refused(npu1: Any) -> None:
+    assert npu1.run(half, "bfloat16", infinite=False) == ["nothing"]
+    (said,) = npu1.run(half, "float16", infinite=False)
+    assert said == (
+        "StrategyError: optim_wrapper.dtype: float16 needs loss scaling, which looks for inf, and this npu stops at the "
+        "largest number; set INF_NAN_MODE_ENABLE=1 where the chip has that, or choose one of torch_npu's optimizers "
+        "(NpuFusedAdamW, ...), whose scaler asks the chip"
+    )
