@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..core.device import device_spec
+from ..core.errors import ConfigError
 from ..core.registry import STRATEGIES
 from .ddp import DDPConfig, DDPStrategy
 
@@ -44,7 +45,11 @@ class NPUStrategy(DDPStrategy):
     config: NPUConfig
 
     def setup_environment(self) -> None:
-        """See Strategy; also sets torch_npu's switches, before anything runs on the device."""
+        """See Strategy; also sets torch_npu's switches, before anything runs on the device.
+
+        Raises:
+            ConfigError: torch_npu refuses one of the options.
+        """
         if self._spec is None:
             self._set_switches(device_spec(self.config.device).module)
         super().setup_environment()
@@ -60,4 +65,8 @@ class NPUStrategy(DDPStrategy):
         if config.conv_hf32 is not None:
             npu.conv.allow_hf32 = config.conv_hf32
         if config.options:
-            npu.set_option(dict(config.options))
+            try:
+                npu.set_option(dict(config.options))
+            except ValueError as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"strategy.options: torch_npu refuses it: {reason}") from None

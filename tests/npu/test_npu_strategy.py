@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .conftest import python
+from .fetch_torch_npu import SOURCE
 from .training import make_runner, train, train_on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
@@ -58,6 +61,40 @@ def test_switches_are_set_once_by_setup_environment(
     npu1: Any, arguments: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert npu1.run(switched, arguments) == [[{}, expected, {}]]
+
+
+def wrong_option() -> str:
+    from flextrain import ConfigError, NPUStrategy
+
+    with pytest.raises(ConfigError) as caught:
+        NPUStrategy(options=dict(ACL_OP_DEBUG_LEVEL=7)).setup_environment()
+    return str(caught.value)
+
+
+def test_a_value_that_torch_npu_refuses_names_the_key(npu1: Any) -> None:
+    said = "strategy.options: torch_npu refuses it: value of ACL_OP_DEBUG_LEVEL should be from 0 to 4 but got 7"
+    assert npu1.run(wrong_option) == [said]
+
+
+def test_what_is_called_is_in_torch_npus_own_sources() -> None:
+    source = Path(os.environ.get("TORCH_NPU_SOURCE", SOURCE)) / "npu"
+    if not source.is_dir():
+        pytest.skip("needs torch_npu's sources: python tests/npu/fetch_torch_npu.py")
+    module = ast.parse((source / "__init__.py").read_text())
+    names = {target.id: node.value for node in module.body if isinstance(node, ast.Assign) for target in node.targets}
+    # docs/devices.md asks the same of any device.
+    used = {"is_available", "device_count", "set_device", "synchronize", "empty_cache", "max_memory_allocated"}
+    used |= {"get_rng_state", "set_rng_state", "get_amp_supported_dtype", "set_option", "set_compile_mode"}
+    assert used <= set(ast.literal_eval(names["__all__"]))
+    assert {"config", "matmul", "conv"} <= names.keys()
+    parsed = [ast.parse((source / file).read_text()) for file in ("npu_config.py", "utils.py")]
+    functions = {node.name: node for tree in parsed for node in tree.body if isinstance(node, ast.FunctionDef)}
+    arguments = {name: [argument.arg for argument in node.args.args] for name, node in functions.items()}
+    assert arguments["set_option"] == ["option"]
+    assert arguments["set_compile_mode"] == ["jit_compile"]
+    assert arguments["is_support_inf_nan"] == []
+    text = (source / "npu_config.py").read_text()
+    assert {'"allow_internal_format"', '"allow_hf32"'} <= set(re.findall(r'if name == ("\w+")', text))
 
 
 def sums(**options: Any) -> list[tuple[str, float]]:

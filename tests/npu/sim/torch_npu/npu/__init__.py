@@ -117,6 +117,9 @@ options: dict[str, str] = {}
 
 
 def set_option(option: dict[str, Any]) -> None:
+    level = option.get("ACL_OP_DEBUG_LEVEL", 0)
+    if str(level) not in {"0", "1", "2", "3", "4"}:  # one that stands for the values that Ascend's refuses
+        raise ValueError(f"value of ACL_OP_DEBUG_LEVEL should be from 0 to 4\nbut got {level}")
     options.update({name: str(value) for name, value in option.items()})
 
 
