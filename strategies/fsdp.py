@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import pydantic
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -138,8 +139,8 @@ class FSDPConfig(StrategyConfig):
     """Which submodules are units, gathered and freed at once: "blocks" (the repeated ones), names of classes, or a function
     of the submodule. None: the model as a whole is one."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered parameters between forward and backward; an int: keep them on groups of so many processes. None: as
-    fully_shard does, for every unit but the outermost."""
+    """Free gathered parameters between forward and backward; an int: keep them on groups of so many processes. None: for
+    every unit but the outermost, which backward begins with."""
     mixed_precision: MixedPrecision | None = None
     """Compute in another dtype than float32; faster than AmpOptimWrapper."""
     cpu_offload: bool = False
@@ -272,6 +273,10 @@ class FSDPStrategy(Strategy):
                 "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them; with "
                 "mixed_precision, OptimWrapper"
             )
+        if self.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise StrategyError(
+                f'strategy.device: torch {torch.__version__} shards on accelerators only, "cpu" needs torch 2.7'
+            )
         self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
         if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
             name = next(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
@@ -325,10 +330,14 @@ class FSDPStrategy(Strategy):
             options = self._options(outermost=unit in roots)
             if any(parameter in self._scalars for parameter in unit.parameters()):
                 options["ignored_params"] = self._scalars
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
+            # Spelled out: torch 2.6 takes no None.
+            after = unit not in roots if reshard is None else reshard
+            fully_shard(unit, mesh=mesh, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         if self._built:
             self._materialize(model)
+        for unit in (*self._units, *roots):
+            _settle(unit)
         self._prefetch()
         self._log_units(model)
         for root in roots:
@@ -411,21 +420,17 @@ class FSDPStrategy(Strategy):
 
     def _materialize(self, model: nn.Module) -> None:
         """Give every parameter memory for this process's part of it, and the values that the constructor wanted."""
+        for scalar in self._scalars:
+            if scalar.is_meta:  # in place, since several modules may have it
+                real = nn.Parameter(torch.zeros_like(scalar, device=self.device), requires_grad=scalar.requires_grad)
+                torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
         device = torch.device("cpu") if self.config.offloads else self.device
-        real: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in real and parameter.device.type == "meta":
-                    real[id(parameter)] = _allocate(parameter, device)
+        # As Module.to does, so that FSDP learns of the new memory at once; buffers have theirs already.
+        model._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         places: dict[int, Place] = {}
-        for name, parameter in model.named_parameters():
-            target = real[id(parameter)].detach()
-            built = self._built[name]
+        for name, built in self._built.items():
+            target = model.get_parameter(name).detach()
             places[storage_key(built)] = Place(built, partial(_gather, target), partial(_scatter, target))
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in real:
-                    module._parameters[name] = real[id(parameter)]
         if not self.config.skip_init_weights:
             with same_random_state(dist.broadcast(torch.get_rng_state())):
                 self._deferred.replay(places)
@@ -548,19 +553,15 @@ def _keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _allocate(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    local = torch.zeros(parameter.to_local().shape, dtype=parameter.dtype, device=device)
-    sharded = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+def _settle(unit: nn.Module) -> None:
+    """Have a unit's parts lie now where they will lie in training, since hooks keep hold of them.
+
+    Before 2.10 torch moves those that it pads at the first forward (pytorch/pytorch#163130).
+    """
+    if Version(torch.__version__) < Version("2.10"):
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.lazy_init()
 
 
 def _gather(target: Tensor) -> Tensor:

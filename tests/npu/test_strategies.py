@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from flextrain.testing import check_strategy
+from flextrain.testing import check_strategy, fresh_rendezvous
 from flextrain.testing.compare import relative_difference
 from flextrain.testing.kit import CHECKS
 
-from .training import ADAMW, CPU, train, train_on_cpu
+from .training import ADAMW, CPU, Classifier, History, make_runner, train, train_on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -80,6 +81,45 @@ def test_digits_in_two_processes(npu2: Any, tmp_path: Path, strategy: Any) -> No
         assert (
             relative_difference(torch.tensor(losses), torch.tensor(expected)) < 1e-5
         )  # AdamW enlarges the rounding of another order of sums
+
+
+OFFLOADED = {**FSDP, "cpu_offload": True}
+
+
+class Scaled(Classifier):
+    """With buffers to compute with, and a parameter of odd size and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[3] = nn.Linear(32, 11)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 11))
+
+    def forward(self, images: Tensor, labels: Tensor, mode: str = "loss") -> Any:
+        logits = self.head(self.features(images)) * self.scale * self.temperature
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def offloaded(folder: Path, is_built: bool) -> tuple[list[float], list[float], dict[str, str]]:
+    """Losses, those expected, and where parameters and buffers are."""
+    fresh_rendezvous()
+    torch.manual_seed(5)
+    history = History()
+    model = Scaled() if is_built else Scaled
+    runner = make_runner(folder / "npu", OFFLOADED, 2, model=model, custom_hooks=[history])
+    runner.train()
+    places = {name: tensor.device.type for name, tensor in runner.strategy.model_state().items()}
+    runner.strategy.teardown()
+    torch.manual_seed(5)
+    return history.losses, train_on_cpu(folder / "cpu", model=Scaled() if is_built else Scaled), places
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["instance", "class"])
+def test_parameters_on_the_host(npu2: Any, tmp_path: Path, is_built: bool) -> None:
+    on_device = {"temperature", "scale"}  # what is whole in every process
+    for losses, expected, places in npu2.run(offloaded, tmp_path, is_built):
+        assert places == {name: "npu" if name in on_device else "cpu" for name in places}
+        assert relative_difference(torch.tensor(losses), torch.tensor(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,25 @@ def test_a_run_is_the_same_under_both(tmp_path: Path, workers2: WorkerGroup, str
         assert one["trained"] == other["trained"]
     assert [metrics["count"] for metrics in ddp[0]["metrics"]] == [9] * 4, "one after each epoch, and one at the end"
     assert any(key.startswith("hook.") for key in ddp[0]["state"]), "averages are compared too"
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(FSDP, id="fsdp"), with_zero(ZERO[3], name="zero3")])
+@pytest.mark.parametrize("is_built", [True, False], ids=["instance", "function"])
+def test_averages_of_parts_of_different_sizes(
+    tmp_path: Path, workers2: WorkerGroup, strategy: dict[str, Any], is_built: bool
+) -> None:
+    """Seven rows on two processes."""
+    torch.manual_seed(1)
+    model = Net(7, dropout=0.0) if is_built else partial(Net, 7, dropout=0.0)
+    loader = {**SETTINGS["train_dataloader"], "batch_size": 4}
+    single = dict(type="SingleDeviceStrategy", device="cpu")
+    expected = trained(str(tmp_path / "single"), single, model=copy.deepcopy(model), train_dataloader=loader)["state"]
+    averages = [key for key in expected if key.startswith("hook.")]
+    assert len(averages) == 4
+    for found in workers2.run(trained, str(tmp_path / "sharded"), strategy, model=model):
+        for key in averages:
+            torch.testing.assert_close(found["state"][key], expected[key], rtol=1e-5, atol=1e-6)
+            assert not torch.equal(expected[key], expected[key.replace("hook.averaged", "model")])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from flextrain import (
 )
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.optim import ApexOptimWrapper
-from flextrain.strategies import SingleDeviceStrategy
+from flextrain.strategies import SingleDeviceStrategy, fsdp
 from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp, SmallModel
@@ -240,6 +240,44 @@ def test_units(options: dict[str, Any], expected: list[str]) -> None:
     assert "Net (258)" in line
     if expected == BLOCKS:
         assert "3 x Block (54)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "root", "blocks"),
+    [
+        ({}, False, True),
+        (dict(reshard_after_forward=True), True, True),
+        (dict(reshard_after_forward=False), False, False),
+        (dict(model_wrapper=dict(sharding_strategy="SHARD_GRAD_OP")), False, False),
+    ],
+    ids=["default", "always", "never", "older key"],
+)
+def test_what_is_freed_after_forward(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], root: bool, blocks: bool
+) -> None:
+    """Said in full to torch, which takes no None in 2.6."""
+    said: list[tuple[type[nn.Module], Any]] = []
+
+    @wraps(fsdp.fully_shard)
+    def watched(module: nn.Module, **given: Any) -> Any:
+        said.append((type(module), given["reshard_after_forward"]))
+        return sharded(module, **given)
+
+    sharded = fsdp.fully_shard
+    monkeypatch.setattr(fsdp, "fully_shard", watched)
+    strategy, called, _ = prepared(wrap="blocks", **options)
+    called(data(0))
+    kept = [type(p) is nn.Parameter for p in called.blocks[0].parameters()]
+    strategy.teardown()
+    assert said == [(Block, blocks)] * 3 + [(Net, root)]
+    assert kept == [not blocks] * 4
+
+
+def test_a_torch_that_cannot_shard_on_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu.Stream, "record_event")
+    with pytest.raises(StrategyError, match=r'^strategy.device: torch .* "cpu" needs torch 2\.7$'):
+        prepared()
+    torch.distributed.destroy_process_group()
 
 
 def layouts(**options: Any) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
