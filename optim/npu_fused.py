@@ -6,10 +6,9 @@ gradient does outside of its block afterwards, they do not see; most of what is 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.errors import CheckpointError, ConfigError, StrategyError
+from ..core.errors import ConfigError, StrategyError
 from ..core.registry import OPTIMIZERS
-from .adapter import OptimizerAdapter
+from .twin import TwinAdapter
 
 TWINS = {
     "NpuFusedAdadelta": "Adadelta",
@@ -75,14 +74,12 @@ def _find(name: str) -> Callable[..., Any] | None:
         ) from error
 
 
-def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
-    """The adapter that an optimizer needs."""
-    # By name: importing torch_npu to ask would make a call into it.
-    fused = any(kind.__name__ == _BASE for kind in type(optimizer).__mro__)
-    return FusedAdapter(optimizer, where) if fused else OptimizerAdapter(optimizer, where)
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it is one of them; asked by name, since importing torch_npu to ask would make a call into it."""
+    return any(kind.__name__ == _BASE for kind in type(optimizer).__mro__)
 
 
-class FusedAdapter(OptimizerAdapter):
+class FusedAdapter(TwinAdapter):
     """What torch_npu's fused optimizers need; refuses what they would do wrong in silence, or fail at later.
 
     Its clipping and loss scaling are torch_npu's own, over one block of memory. Both read from the device at each update.
@@ -96,17 +93,13 @@ class FusedAdapter(OptimizerAdapter):
         self._names: dict[int, str] = {}
 
     @property
-    def _kind(self) -> str:
-        return type(self.optimizer).__name__
-
-    @property
-    def name(self) -> str:
-        """See OptimizerAdapter."""
-        return TWINS.get(self._kind, self._kind)
+    def twin(self) -> str | None:
+        """See TwinAdapter."""
+        return TWINS.get(self.kind)
 
     def refuse(self, reason: str) -> StrategyError:
         """The error that says why it cannot be used here, and what to use."""
-        return StrategyError(f"{self.where}.optimizer: {self._kind} {reason}; {alternative(self._kind)}")
+        return StrategyError(f"{self.where}.optimizer: {self.kind} {reason}; {alternative(self.kind)}")
 
     def check(self, model: nn.Module) -> None:
         """See OptimizerAdapter."""
@@ -200,16 +193,9 @@ class FusedAdapter(OptimizerAdapter):
 
     # Checkpoints
 
-    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """See OptimizerAdapter: as torch's own have it, the number of steps as a 0-dim float32 tensor."""
-        state = dict(self.optimizer.state.get(parameter, {}))
-        if "step" in state:
-            state["step"] = torch.tensor(float(self._steps(parameter, state["step"])))
-        return state
-
-    def _steps(self, parameter: Tensor, of_state: int) -> int:
-        """The updates that were made; NpuFusedBertAdam leaves a parameter's own count at where it began."""
-        if self._kind != "NpuFusedBertAdam" or not self.optimizer.is_states_combined:
+    def steps(self, parameter: Tensor, of_state: int) -> int:
+        """See TwinAdapter; NpuFusedBertAdam leaves a parameter's own count at where it began."""
+        if self.kind != "NpuFusedBertAdam" or not self.optimizer.is_states_combined:
             return of_state
         for index, group in enumerate(self.optimizer.param_groups):
             if any(parameter is own for own in group["params"]):
@@ -217,41 +203,10 @@ class FusedAdapter(OptimizerAdapter):
                 return int(by_dtype[0 if parameter.dtype is torch.float32 else 1]["step"])
         return of_state
 
-    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See OptimizerAdapter."""
-        return {**_twin_settings(self._kind), **group}
-
-    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See OptimizerAdapter."""
-        return {key: int(value) if key == "step" else value for key, value in state.items()}
-
-    def own_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """See OptimizerAdapter."""
-        settings = dict(settings)
-        known = self.optimizer.param_groups[0]
-        for key, default in _twin_settings(self._kind).items():
-            if key in settings and key not in known:
-                value = settings.pop(key)
-                if value != default:
-                    raise CheckpointError(
-                        f"optimizer: the checkpoint's {self.name} has {key}={value}, which {self._kind} cannot do; "
-                        f'choose "{self.name}"'
-                    )
-        return settings
-
     def load(self, packed: dict[str, Any]) -> None:
         """See OptimizerAdapter."""
         super().load(packed)
         self.optimizer.is_states_combined = False  # or what is loaded would not be looked at
-
-
-@functools.cache
-def _twin_settings(kind: str) -> dict[str, Any]:
-    """The defaults of the optimizer of torch's own that computes the same; nothing where there is none."""
-    if kind not in TWINS:
-        return {}
-    twin = getattr(torch.optim, TWINS[kind])([nn.Parameter(torch.zeros(()))], lr=1.0)
-    return dict(twin.defaults)
 
 
 def _is_alone(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .adapter import OptimizerAdapter
-from .npu_fused import adapter_for
+from .families import adapter_for
 from .param_groups import check_optimizer, make_optimizer
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
+from ...optim.adapter import OptimizerAdapter
 from ..base import _IMPLEMENTATION_KEYS, _in_form_of
 from . import state
 from .state import Fragment
@@ -24,6 +25,7 @@ class EngineState:
 
     Args:
         engine: DeepSpeed's.
+        adapter: for the torch optimizer that the engine drives; None for evaluation only.
         module: the user's.
         fragments: this process's parts of the trainable parameters.
         originals: frozen parameters in float32 on the CPU, where the engine has them in half precision only.
@@ -33,12 +35,14 @@ class EngineState:
     def __init__(
         self,
         engine: Any,
+        adapter: OptimizerAdapter | None,
         module: nn.Module,
         fragments: Sequence[Fragment],
         originals: Mapping[str, Tensor],
         frozen_groups: Mapping[str, dict[str, Any]],
     ) -> None:
         self.engine, self.module, self.fragments, self.originals = engine, module, fragments, originals
+        self._adapter = adapter
         self._frozen_groups = dict(frozen_groups)
         self._incoming: dict[tuple[int, str], Tensor] = {}
 
@@ -46,6 +50,12 @@ class EngineState:
     def optimizer(self) -> Optimizer:
         """The torch optimizer."""
         return state.inner_optimizer(self.engine)
+
+    @property
+    def adapter(self) -> OptimizerAdapter:
+        """In what form a checkpoint has the optimizer's state."""
+        assert self._adapter is not None, "there is an optimizer"
+        return self._adapter
 
     def parameters(self) -> dict[str, Tensor]:
         """Masters of trainable parameters, and frozen parameters, by name."""
@@ -62,7 +72,7 @@ class EngineState:
         found: dict[str, Any] = {}
         optimizer = self.optimizer
         for part in self.fragments:
-            for key, value in optimizer.state.get(part.flat, {}).items():
+            for key, value in self.adapter.state_of(part.flat).items():
                 one_each = isinstance(value, Tensor) and value.shape == part.flat.shape and key not in _COUNTERS
                 found[f"optim.state.{part.name}.{key}"] = part.cut(value) if one_each else value
             found |= self._hyper(part.name, optimizer.param_groups[part.group])
@@ -71,9 +81,10 @@ class EngineState:
         return found
 
     def _hyper(self, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        values = {key: value for key, value in group.items() if key not in _IMPLEMENTATION_KEYS}
+        settings = self.adapter.settings_of(group)
+        values = {key: value for key, value in settings.items() if key not in _IMPLEMENTATION_KEYS}
         plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-        plain["optimizer"] = type(self.optimizer).__name__
+        plain["optimizer"] = self.adapter.name
         return {f"optim.group.{name}.{key}": value for key, value in plain.items()}
 
     def optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -113,13 +124,13 @@ class EngineState:
         """
         optimizer = self.optimizer
         counters: dict[int, dict[str, tuple[str, Any]]] = {}
+        settings: dict[str, dict[str, Any]] = {}
         groups = {part.name: optimizer.param_groups[part.group] for part in self.fragments} | self._frozen_groups
         flats = {part.name: part.flat for part in self.fragments}
         for full_key, value in values.items():
             if full_key.startswith("optim.group."):
                 name, _, key = full_key.removeprefix("optim.group.").rpartition(".")
-                if name in groups:
-                    self._load_hyper(groups[name], key, value)
+                settings.setdefault(name, {})[key] = value
             elif full_key.startswith("optim.state."):
                 name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
                 if name in flats and (id(flats[name]), key) not in self._incoming:
@@ -130,24 +141,26 @@ class EngineState:
                             f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
                             "updates of a parameter group together, so these cannot share a group"
                         )
+        for name in [name for name in settings if name in groups]:
+            self._load_hyper(groups[name], settings[name])
         for flat in {id(part.flat): part.flat for part in self.fragments}.values():
             adopted = {key: tensor for (place, key), tensor in self._incoming.items() if place == id(flat)}
             adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
             optimizer.state.pop(flat, None)
             if adopted:
-                optimizer.state[flat] = adopted
+                optimizer.state[flat] = self.adapter.own_state(adopted)
         self._incoming = {}
         state.relink(self.engine)
 
-    def _load_hyper(self, group: dict[str, Any], key: str, value: Any) -> None:
-        kind = type(self.optimizer).__name__
-        if key != "optimizer":
-            group[key] = _in_form_of(group.get(key), value)
-        elif value != kind:
+    def _load_hyper(self, group: dict[str, Any], settings: dict[str, Any]) -> None:
+        kind = settings.pop("optimizer", self.adapter.name)
+        if kind != self.adapter.name:
             raise CheckpointError(
-                f"optimizer: the checkpoint's is {value}, the configuration's is {kind}; resume with the same one, or "
-                "start from the weights alone with load_from"
+                f"optimizer: the checkpoint's is {kind}, the configuration's is {type(self.optimizer).__name__}; resume "
+                "with the same one, or start from the weights alone with load_from"
             )
+        for key, value in self.adapter.own_settings(settings).items():
+            group[key] = _in_form_of(group.get(key), value)
 
     def follow_masters(self) -> None:
         """Make what the model computes with the same as what ``parameters`` gives; collective."""

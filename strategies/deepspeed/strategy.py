@@ -168,7 +168,8 @@ class DeepSpeedStrategy(Strategy):
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
         trained = {part.name for part in fragments}
         frozen = {name: _as_kept(model, name, value) for name, value in originals.items() if name not in trained}
-        self._state = EngineState(self._engine, model, fragments, frozen, frozen_groups)
+        adapter = self._wrapper.adapter if self._wrapper else None
+        self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups)
         return self._engine  # type: ignore[no-any-return]
 
     def _build_optimizer(
