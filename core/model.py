@@ -71,7 +71,7 @@ class BaseModel(nn.Module):
         self.data_preprocessor: nn.Module = built
 
     def init_weights(self) -> None:
-        """Initialise parameters; called once on a model that was built without memory. Default: ``reset_parameters``."""
+        """Initialise parameters; one that is overridden is called once, before training. Default: ``reset_parameters``."""
         reset_parameters(self)
 
     def forward(self, *args: Any, mode: str = "tensor", **kwargs: Any) -> Any:

@@ -56,10 +56,9 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
             raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
         is_built = isinstance(preprocessor, nn.Module)
         model.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
-    # MMEngine's contract: a model that defines it is initialised by it when training starts.
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if for_training and isinstance(model, BaseModel) and overrides(model, "init_weights") and not on_meta:
-        model.init_weights()
+    # MMEngine's contract, and so of its kind of model alone: others that have a method of this name call it themselves.
+    if for_training and isinstance(model, BaseModel) and overrides(model, "init_weights"):
+        strategy.init_weights(model)
     return model  # type: ignore[no-any-return]
 
 

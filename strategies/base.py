@@ -14,7 +14,7 @@ from ..core import distributed as dist
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
-from ..core.model import overrides
+from ..core.model import BaseModel, overrides
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
 from ..optim.wrapper import OptimWrapper
@@ -188,6 +188,10 @@ class Strategy:
     def init_context(self) -> AbstractContextManager[Any]:
         """Context in which the runner builds a model from a configuration; may place parameters on the meta device."""
         return nullcontext()
+
+    def init_weights(self, model: BaseModel) -> None:
+        """Have a model, as ``init_context`` left it, initialise itself; before ``setup``."""
+        model.init_weights()
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """Give every process rank 0's weights, place and wrap the model, and build the optimizer at the right moment.

@@ -22,7 +22,7 @@ from ..core.config import Config, PositiveInt
 from ..core.deferred import DeferredInit, Place, same_random_state, storage_key
 from ..core.errors import ConfigError, StrategyError, one_of, suggest
 from ..core.gradients import average
-from ..core.model import overrides
+from ..core.model import BaseModel, overrides
 from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
 from ..core.transforms import compile_in_place, module_filter
@@ -247,11 +247,13 @@ class FSDPStrategy(Strategy):
         """See Strategy; parameters take no memory."""
         return self._deferred
 
+    def init_weights(self, model: BaseModel) -> None:
+        """See Strategy; noted like the constructor's doing."""
+        with self._deferred if any(parameter.is_meta for parameter in model.parameters()) else NOTHING:
+            model.init_weights()
+
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
-        if any(parameter.is_meta for parameter in model.parameters()) and overrides(model, "init_weights"):
-            with self._deferred:
-                model.init_weights()  # type: ignore[operator]
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
         called, optim = super().setup(model, optim)
         for wrapper in optim.wrappers.values() if optim is not None else ():
@@ -285,11 +287,12 @@ class FSDPStrategy(Strategy):
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
-        untouched = self._built.keys() - self._initialised() if not self.config.skip_init_weights else ()
-        if untouched:
+        untouched = self._built.keys() - self._initialised()
+        # A model that is only evaluated has them from a checkpoint.
+        if untouched and optim is not None and not self.config.skip_init_weights:
             raise StrategyError(
                 f"model.{min(untouched)}: is built without memory and nothing initialises it, do it in the constructor "
-                "or init_weights, or give the model as an instance"
+                "or BaseModel's init_weights, or give the model as an instance"
             )
 
     def _initialised(self) -> set[str]:

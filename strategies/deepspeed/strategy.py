@@ -110,6 +110,12 @@ class DeepSpeedStrategy(Strategy):
         with split_at_once(_deepspeed(), keys):
             yield
 
+    def init_weights(self, model: BaseModel) -> None:
+        """See Strategy; parameters that are split already are gathered for it."""
+        split = [parameter for parameter in model.parameters() if state.is_partitioned(parameter)]
+        with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
+            model.init_weights()
+
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy; the wrapper that comes back is a DeepSpeedOptimWrapper."""
         self.setup_environment()
@@ -133,11 +139,6 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def _place(self, model: nn.Module) -> None:
-        split = [parameter for parameter in model.parameters() if state.is_partitioned(parameter)]
-        if split and self._wrapper and isinstance(model, BaseModel) and overrides(model, "init_weights"):
-            # When it was called the parameters were split already, and nothing was there to fill.
-            with _deepspeed().zero.GatheredParameters(split, modifier_rank=0):
-                model.init_weights()
         whole = [parameter for parameter in model.parameters() if not state.is_partitioned(parameter)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)

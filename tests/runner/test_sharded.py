@@ -226,6 +226,56 @@ def test_averaged_statistics_stay_so_in_evaluation(tmp_path: Path, workers2: Wor
     assert first["seen"][0] == second["seen"][0] == pytest.approx(means, rel=1e-6)
 
 
+class InitialisedByRunner(Net, BaseModel):
+    """Draws the weights of a layer again, in a way that needs its shape."""
+
+    def init_weights(self) -> None:
+        nn.init.xavier_normal_(self.net[0].weight)  # type: ignore[arg-type]
+
+
+class InitialisedByItself(Net):
+    """As models of other libraries do; a second call would draw other numbers."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        nn.init.xavier_normal_(self.net[0].weight)  # type: ignore[arg-type]
+
+
+class InitialisedByName(Net):
+    """With a function of the submodule under this name."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.apply(self.init_weights)
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        pytest.param(FSDP, InitialisedByRunner, id="fsdp-runner"),
+        pytest.param(FSDP, InitialisedByItself, id="fsdp-itself"),
+        pytest.param(FSDP, InitialisedByName, id="fsdp-name"),
+        with_zero(ZERO[3], InitialisedByRunner, name="zero3-runner"),
+    ],
+)
+def test_training_begins_with_the_same_weights(
+    tmp_path: Path, workers2: WorkerGroup, strategy: dict[str, Any], kind: type[Net]
+) -> None:
+    changes = dict(model=partial(kind, dropout=0.0), optim_wrapper=dict(optimizer={**SGD, "lr": 0.0}))
+    single = dict(type="SingleDeviceStrategy", device="cpu")
+    expected = trained(str(tmp_path / "single"), single, **changes)["state"]
+    for found in workers2.run(trained, str(tmp_path / "sharded"), strategy, **changes):
+        for name, _ in Net().named_parameters():
+            assert torch.equal(found["state"][f"model.{name}"], expected[f"model.{name}"]), name
+
+
 class OwnStep(Net, BaseModel):
     """Says itself what a training step is."""
 

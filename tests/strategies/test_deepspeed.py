@@ -404,6 +404,7 @@ def built_split(half: bool) -> dict[str, Any]:
     with strategy.init_context():
         model = Initialised()
     split = all(parameter.numel() == 0 for parameter in model.parameters())
+    strategy.init_weights(model)
     called, optim = strategy.setup(model, bf16() if half else adamw())
     assert optim is not None
     loss = called(torch.ones(4, 6))["loss"]

@@ -321,6 +321,8 @@ def built_without_memory(kind: Any, seed: int, **options: Any) -> dict[str, Tens
     torch.manual_seed(seed + 7 * strategy.rank * (seed % 2))
     with strategy.init_context():
         model = kind()
+    if isinstance(model, BaseModel):
+        strategy.init_weights(model)
     assert all(parameter.is_meta for parameter in model.parameters())
     strategy.setup(model, OptimWrapper(SGD))
     found = whole(strategy)
@@ -331,7 +333,7 @@ def built_without_memory(kind: Any, seed: int, **options: Any) -> dict[str, Tens
     return found
 
 
-class WithInitWeights(Net):
+class WithInitWeights(Net, BaseModel):
     def init_weights(self) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
