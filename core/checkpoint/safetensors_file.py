@@ -69,6 +69,11 @@ class SafetensorsFile:
             raise ValueError(f"{end - begin} bytes of shape {shape}")
         return _Entry(name, dtype, shape, data + begin)
 
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names of all tensors, to dtype and shape."""
+        return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
+
     def __call__(self, name: str, part: Part) -> Tensor:
         """That part of a tensor, in new memory."""
         entry = self._find(name)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from ..errors import CheckpointError
-from .layout import Chunk, TensorEntry, check_file, read_manifest
+from .layout import DTYPE_NAMES, Chunk, TensorEntry, check_file, read_manifest
+from .safetensors_file import SafetensorsFile
 
 
 def damages(path: Path) -> Iterator[str]:
@@ -33,18 +32,18 @@ def damages(path: Path) -> Iterator[str]:
 
 def _file_damages(path: Path, pieces: list[tuple[str, TensorEntry, Chunk]]) -> Iterator[str]:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for key, entry, chunk in pieces:
-                if chunk.name not in names:
-                    yield f"{path}: lacks {chunk.name}, a piece of {key}"
-                    continue
-                found = file.get_slice(chunk.name)
-                if (found.get_dtype(), tuple(found.get_shape())) != (entry.dtype, chunk.shape):
-                    shape = tuple(found.get_shape())
-                    yield f"{path}: {chunk.name} is {found.get_dtype()} {shape} instead of {entry.dtype} {chunk.shape}"
-    except (SafetensorError, OSError) as error:
-        yield f"{path}: is damaged, {error}"
+        with path.open("rb") as file:
+            tensors = SafetensorsFile(path, file).tensors
+    except (CheckpointError, OSError) as error:
+        yield str(error) if isinstance(error, CheckpointError) else f"{path}: cannot be read, {error.strerror or error}"
+        return
+    for key, entry, chunk in pieces:
+        if chunk.name not in tensors:
+            yield f"{path}: lacks {chunk.name}, a piece of {key}"
+            continue
+        dtype, shape = DTYPE_NAMES[tensors[chunk.name][0]], tensors[chunk.name][1]
+        if (dtype, shape) != (entry.dtype, chunk.shape):
+            yield f"{path}: {chunk.name} is {dtype} {shape} instead of {entry.dtype} {chunk.shape}"
 
 
 def size_of(path: Path) -> int:

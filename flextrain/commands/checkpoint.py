@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser("checkpoint", help="list, show, verify, export and compare checkpoints")
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION")
     listing = _action(actions, "ls", _list, "the checkpoints in a directory")
-    listing.add_argument("folder", metavar="DIR", help="a work directory")
+    listing.add_argument("folder", metavar="DIR", help="a work directory, or a URL that fsspec knows")
     show = _action(actions, "show", _show, "tensors and values of a checkpoint, or of a file of weights")
     show.add_argument("checkpoint", metavar="CHECKPOINT")
     show.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
@@ -62,11 +62,18 @@ def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentPa
     return action
 
 
+def _place(path: str) -> Path:
+    """A path, or a URL that fsspec knows."""
+    from ..core.checkpoint import place
+
+    return place(path)
+
+
 # ls
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
+    folder = _place(arguments.folder)
     if not folder.is_dir():
         raise ConfigError(f"checkpoint ls: {folder} is no directory")
     rows = list_checkpoints(folder)
@@ -120,7 +127,9 @@ def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
 
 
 def _time(path: Path) -> str:
-    return datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
+    from ..core.checkpoint.layout import MANIFEST
+
+    return datetime.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).isoformat(timespec="seconds")
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -195,7 +204,7 @@ def _matches(key: str, pattern: str | None) -> bool:
 def _verify(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint.structure import damages
 
-    path = Path(arguments.checkpoint)
+    path = _place(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(f"{path}: is no checkpoint directory")
     found = list(damages(path))

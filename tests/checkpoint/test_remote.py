@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from flextrain.cli import main
 from flextrain.core.checkpoint import (
     Checkpoint,
     find_latest,
@@ -97,6 +100,30 @@ def test_round_trip(root: str) -> None:
     remove_checkpoint(f"{root}/epoch_1")
     assert not is_checkpoint(f"{root}/epoch_1")
     assert not place(f"{root}/epoch_1").exists()
+
+
+def test_the_commands_take_urls(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[int, Any]:
+        status = main(["checkpoint", *arguments, "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    save_checkpoint(f"{root}/epoch_1", example(), is_latest=True)
+    save_checkpoint(f"{root}/epoch_2", example(1.0))
+    _, rows = run("ls", root)
+    assert [(row["name"], row["iter"], row["latest"]) for row in rows] == [("epoch_1", 1, True), ("epoch_2", 1, False)]
+    _, shown = run("show", f"{root}/epoch_1", "model.scalar")
+    assert "model.scalar" in json.dumps(shown)
+    assert run("verify", f"{root}/epoch_1") == (0, {"path": f"{root}/epoch_1", "ok": True, "damages": []})
+    status, found = run("diff", f"{root}/epoch_1", f"{root}/epoch_2")
+    assert (status, list(found["tensors"])) == (1, ["model.w"])
+    run("export", f"{root}/epoch_1", str(tmp_path / "w.safetensors"))
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], example()["model.w"])
+    shard = place(f"{root}/epoch_2/rank-00000.safetensors")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, found = run("verify", f"{root}/epoch_2")
+    assert status == 1
+    assert "rank-00000.safetensors: is damaged, its checksum is" in found["damages"][0]
 
 
 def test_one_replaces_another(root: str) -> None:
