@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -44,7 +45,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._registered: list[Tensor] = []
-        self._fresh: set[int] = set()  # memory that was allocated and not written to
+        # Memory that was allocated and not written to. Of what is freed the reference stays, so that its key is not given
+        # to other memory.
+        self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
         self._orthogonal: Any = None
 
@@ -75,7 +78,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 deferred.__dict__.update(param.__dict__)
                 module._parameters[name] = deferred
                 self._registered.append(deferred.detach())
-                if param.untyped_storage().data_ptr() not in self._fresh:
+                if storage_key(param) not in self._fresh:
                     self._tape.append((torch.ops.aten.copy_.default, (deferred.detach(), param.detach()), {}, None))
 
         return register_parameter
@@ -88,8 +91,10 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not func.is_view:
                 self._tape.append((func, args, kwargs, out))
         elif isinstance(out, Tensor) and not out.is_meta and not func.is_view:
-            place = out.untyped_storage().data_ptr()
-            (self._fresh.add if func.overloadpacket in _ALLOCATE else self._fresh.discard)(place)
+            if func.overloadpacket in _ALLOCATE:
+                self._fresh[storage_key(out)] = StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
+            else:
+                self._fresh.pop(storage_key(out), None)
         return out
 
     @property

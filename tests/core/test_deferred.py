@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_parts_of_a_copy_and_of_a_tie() -> None:
     assert values["raw"][1:3, 2].tolist() == [7.0, 7.0]
     identity = values["twin.weight"] @ values["twin.weight"].t()
     assert torch.allclose(identity, torch.eye(6), atol=1e-5)
+
+
+def test_values_in_memory_that_another_parameter_has_left() -> None:
+    """A tensor of given values is filled where nobody looks on; it may lie where an empty one lay before."""
+
+    class Constants(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, width)
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.pair = nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    for width in range(1, 40):
+        _, values, _ = construct(partial(Constants, width))
+        assert values["scalar"].item() == 2.0
+        assert values["pair"].tolist() == [3.0, 4.0]
 
 
 def test_what_cannot_be_put_off_is_named() -> None:
