@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
@@ -27,8 +27,10 @@ from .probe import Facts, ask
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 TIMEOUT_S = 120.0  # a cold import on a busy machine
-PACKAGES = ("torch", "torch_npu", "deepspeed", "numpy", "pydantic", "safetensors", "torchvision", "torchmetrics")
-OLDEST = {"torch": "2.6", "deepspeed": "0.17", "pydantic": "2", "safetensors": "0.4", "numpy": "1.24"}
+# With the oldest version that will do; tests/test_doctor.py holds them against pyproject.toml.
+REQUIRED = {"torch": "2.6", "numpy": "1.24", "pydantic": "2", "safetensors": "0.4", "xxhash": "3"}
+OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.17", "torchvision": "0", "torchmetrics": "1"}
+OWN_DEVICES = ("cpu", "cuda", "npu", "xpu", "mps")
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 INSTALL_CANN = "install CANN and source its set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh)"
 _STYLES = {"error": "bold red", "warning": "yellow"}
@@ -75,8 +77,10 @@ class Machine:
         torch_alone: what torch said with autoload off, where its import had failed.
         backends: packages of devices that torch imports by itself.
         torch_npu_wants: the torch that torch_npu's metadata ask for.
+        torchvision_wants: the torch that torchvision's metadata ask for.
         cann: the version of CANN, or the folder where it was found; None where it was not.
-        files: device files that say which hardware there is, whatever torch sees.
+        hardware: makers' names of devices that have a file in /dev, whatever torch sees: "nvidia", "davinci".
+        plug_ins: types of devices that installed packages make known to flextrain.
     """
 
     versions: Mapping[str, str | None]
@@ -85,8 +89,10 @@ class Machine:
     torch_alone: Facts | None = None
     backends: tuple[str, ...] = ()
     torch_npu_wants: str | None = None
+    torchvision_wants: str | None = None
     cann: str | None = None
-    files: tuple[str, ...] = ()
+    hardware: tuple[str, ...] = ()
+    plug_ins: tuple[str, ...] = ()
 
     @property
     def torch(self) -> Facts:
@@ -98,6 +104,11 @@ class Machine:
         """Accelerators that can be used, by type."""
         parts = (self.torch, self.probes.get("torch_npu", {}))
         return {kind: names for part in parts for kind, names in part.get("devices", {}).items() if names}
+
+    @property
+    def strange(self) -> list[str]:
+        """Types of accelerators that torch finds and flextrain knows nothing of."""
+        return [kind for kind in self.devices if kind not in (*OWN_DEVICES, *self.plug_ins)]
 
 
 @dataclass
@@ -122,8 +133,13 @@ class Report:
         versions = Table("package", "version", title="Versions", title_justify="left")
         for package, version in self.versions.items():
             versions.add_row(package, version or Text("not installed", style="dim"))
-        name = Column("strategy", no_wrap=True)
-        strategies = Table(name, "runs here", "why", "needs", title="Strategies", title_justify="left")
+        # Commands are to be copied: they are folded, never cut.
+        name, why, needs = (
+            Column("strategy", no_wrap=True),
+            Column("why", overflow="fold"),
+            Column("needs", overflow="fold"),
+        )
+        strategies = Table(name, "runs here", why, needs, title="Strategies", title_justify="left")
         for status in self.strategies:
             answer = Text("yes", style="green") if status.usable else Text("no", style="yellow")
             strategies.add_row(status.name, answer, Text(status.reason), Text(status.needs))
@@ -145,7 +161,7 @@ def diagnose(variables: Mapping[str, str] | None = None) -> Report:
 
 def look(variables: Mapping[str, str]) -> Machine:
     """What is installed, and what it says when it is imported, each in a process of its own."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     installed = [name for name in ("torch", "torch_npu", "deepspeed") if versions[name] is not None]
     without = {**variables, AUTOLOAD: "0"}
     with ThreadPoolExecutor() as pool:
@@ -166,8 +182,10 @@ def look(variables: Mapping[str, str]) -> Machine:
         torch_alone=alone,
         backends=backends,
         torch_npu_wants=_wanted_torch("torch_npu"),
+        torchvision_wants=_wanted_torch("torchvision"),
         cann=_cann(variables),
-        files=tuple(str(path) for name in ("nvidia0", "davinci0", "kfd") if (path := Path("/dev") / name).exists()),
+        hardware=tuple(name for name in ("nvidia", "davinci") if any(Path("/dev").glob(f"{name}[0-9]*"))),
+        plug_ins=tuple(point.name for point in importlib.metadata.entry_points(group="flextrain.devices")),
     )
 
 
@@ -217,7 +235,8 @@ def examine(machine: Machine) -> Report:
     versions: dict[str, str | None] = {"flextrain": __version__, "python": platform.python_version()}
     versions |= {**machine.versions, "CUDA (of torch)": machine.torch.get("cuda"), "NCCL": machine.torch.get("nccl")}
     versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}
-    findings = [*_torch(machine), *_too_old(machine), *_torch_npu(machine), *_deepspeed(machine), *_hardware(machine)]
+    findings = [*_torch(machine), *_missing(machine), *_too_old(machine), *_torch_npu(machine), *_torchvision(machine)]
+    findings += [*_deepspeed(machine), *_hardware(machine)]
     return Report(versions, machine.devices, _strategies(machine), findings)
 
 
@@ -238,9 +257,14 @@ def _torch(machine: Machine) -> list[Finding]:
     return [Finding("error", f"torch {machine.versions['torch']} cannot be imported: {said}", "install torch again")]
 
 
+def _missing(machine: Machine) -> list[Finding]:
+    missing = [name for name in REQUIRED if name != "torch" and machine.versions.get(name, "") is None]
+    return [Finding("error", f"{name} is not installed", f"pip install '{name}>={REQUIRED[name]}'") for name in missing]
+
+
 def _too_old(machine: Machine) -> list[Finding]:
     found = []
-    for name, oldest in OLDEST.items():
+    for name, oldest in {**REQUIRED, **OPTIONAL}.items():
         version = _parsed(machine.versions.get(name))
         if version is not None and version < Version(oldest):
             found.append(
@@ -276,6 +300,14 @@ def _torch_npu(machine: Machine) -> list[Finding]:
     return found
 
 
+def _torchvision(machine: Machine) -> list[Finding]:
+    version, torch, wants = machine.versions.get("torchvision"), machine.versions["torch"], machine.torchvision_wants
+    if version is None or torch is None or wants is None or _belong_together(version, torch, wants):
+        return []
+    what = f"torchvision {version} is made for torch{wants} and torch is {torch}"
+    return [Finding("warning", what, "pip install torch and torchvision together, in one command")]
+
+
 def _belong_together(torch_npu: str, torch: str, wants: str | None) -> bool:
     ours, theirs = _parsed(torch_npu), _parsed(torch)
     if ours is None or theirs is None:
@@ -294,23 +326,26 @@ def _deepspeed(machine: Machine) -> list[Finding]:
         return []  # it cannot do without torch
     if said.startswith("KeyError") and "ASCEND_HOME_PATH" in said:
         return [Finding("error", "DeepSpeed needs ASCEND_HOME_PATH, which is not set", "source CANN's set_env.sh")]
-    return [Finding("error", f"deepspeed {version} cannot be imported: {said}", "pip install 'flextrain[deepspeed]'")]
+    return [Finding("error", f"deepspeed {version} cannot be used: {said}", "pip install 'flextrain[deepspeed]'")]
 
 
 def _hardware(machine: Machine) -> list[Finding]:
     found = []
     if "error" in machine.torch:
         return []
-    if "/dev/nvidia0" in machine.files and "cuda" not in machine.devices:
+    if "nvidia" in machine.hardware and "cuda" not in machine.devices:
         built = machine.torch.get("cuda")
         why = f"the driver may be too old for CUDA {built}" if built else "torch is a build without CUDA"
         found.append(
             Finding("warning", f"there is an NVIDIA GPU and torch does not see it, {why}", "install a torch that fits")
         )
-    if "/dev/davinci0" in machine.files and machine.versions["torch_npu"] is None:
+    if "davinci" in machine.hardware and machine.versions["torch_npu"] is None:
         found.append(
             Finding("warning", "there is an Ascend NPU and torch_npu is not installed", "pip install 'flextrain[npu]'")
         )
+    for kind in machine.strange:
+        what = f"torch finds a device of type {kind}, of which flextrain knows nothing: it takes the CPU"
+        found.append(Finding("warning", what, "call flextrain.register_device, see docs/devices.md"))
     return found
 
 
@@ -319,7 +354,7 @@ def _strategies(machine: Machine) -> list[StrategyStatus]:
     if broken is not None:
         why = f"torch cannot be imported, see {AUTOLOAD} below" if machine.torch_alone else "torch cannot be imported"
         return [StrategyStatus(name, needs, False, why) for name, needs in NEEDS.items()]
-    devices = machine.devices
+    devices = {kind: names for kind, names in machine.devices.items() if kind not in machine.strange}
     place = ", ".join(f"{len(names)} x {kind}" for kind, names in devices.items()) or "the CPU"
     grouped = bool(machine.torch.get("distributed"))
     spread = f"on {place}, one per process" if devices else "on the CPU, any number of processes"
@@ -348,7 +383,7 @@ def _can_deepspeed(machine: Machine) -> tuple[bool, str]:
         return False, "deepspeed is not installed: pip install 'flextrain[deepspeed]'"
     said = machine.probes["deepspeed"]
     if "error" in said:
-        return False, f"deepspeed cannot be imported: {said['error']}"
+        return False, f"deepspeed cannot be used: {said['error']}"
     return True, f"on {said['accelerator']}"
 
 
@@ -363,8 +398,12 @@ def _can_npu(machine: Machine) -> tuple[bool, str]:
 
 
 def _parsed(version: str | None) -> Version | None:
-    return Version(version) if version not in (None, "unknown") else None
+    try:
+        return Version(version or "")
+    except InvalidVersion:  # not known, or of a build with a numbering of its own
+        return None
 
 
 def _release(version: str) -> str:
-    return ".".join(map(str, Version(version).release[:3])) if version != "unknown" else version
+    parsed = _parsed(version)
+    return version if parsed is None else ".".join(map(str, parsed.release[:3]))

@@ -50,6 +50,10 @@ def torch_facts() -> Facts:
         devices["mps"] = ["Apple GPU"]
     if torch.xpu.is_available():
         devices["xpu"] = [torch.xpu.get_device_name(i) for i in range(torch.xpu.device_count())]
+    # Any other, which a package has added to torch.
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if other is not None and other.type not in devices:
+        devices[other.type] = [f"{other.type}:{i}" for i in range(torch.accelerator.device_count())]
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -77,6 +81,8 @@ def deepspeed_facts() -> Facts:
     """Which device DeepSpeed works on."""
     module = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    # What DeepSpeed does first of all with a process group; on an NPU that is where it misses ASCEND_HOME_PATH.
+    accelerator.create_op_builder("ShareMemCommBuilder")
     return {"version": module.__version__, "accelerator": accelerator.device_name()}
 
 

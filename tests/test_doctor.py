@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from flextrain.doctor import INSTALL_CANN, Machine, Report, examine, look
+from flextrain.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Machine, Report, examine, look
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -180,6 +183,9 @@ HERE = Machine(
 )
 
 
+NPU = {**HERE.probes, "torch_npu": {"version": "own", "devices": {"npu": ["Ascend910B"]}}}
+
+
 def findings(**changes: Any) -> tuple[Report, list[str]]:
     report = examine(dataclasses.replace(HERE, **changes))
     return report, [f"{finding.level}: {finding.what}; {finding.advice}" for finding in report.findings]
@@ -200,7 +206,7 @@ def test_versions_that_are_too_old() -> None:
 
 
 def test_hardware_that_torch_does_not_see() -> None:
-    report, lines = findings(files=("/dev/nvidia0", "/dev/davinci0"))
+    report, lines = findings(hardware=("nvidia", "davinci"))
     assert lines == [
         "warning: there is an NVIDIA GPU and torch does not see it, torch is a build without CUDA; install a torch that fits",
         "warning: there is an Ascend NPU and torch_npu is not installed; pip install 'flextrain[npu]'",
@@ -223,6 +229,62 @@ def test_deepspeed_on_an_npu_needs_to_know_where_cann_is() -> None:
         probes={**HERE.probes, "deepspeed": {"error": "KeyError: 'ASCEND_HOME_PATH'"}},
     )
     assert lines == ["error: DeepSpeed needs ASCEND_HOME_PATH, which is not set; source CANN's set_env.sh"]
+
+
+def test_what_flextrain_cannot_do_without() -> None:
+    report, lines = findings(versions={**HERE.versions, "xxhash": None, "numpy": None, "torchmetrics": None})
+    assert lines == [
+        "error: numpy is not installed; pip install 'numpy>=1.24'",
+        "error: xxhash is not installed; pip install 'xxhash>=3'",
+    ]
+    assert report.exit_status == 1
+
+
+def test_it_knows_the_oldest_versions_that_pyproject_names() -> None:
+    needed, _, extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")
+    named = dict(re.findall(r'^    "([a-z]+)>=([0-9.]+)",', needed, flags=re.MULTILINE))
+    del named["rich"]  # without which it cannot say anything
+    assert named == REQUIRED
+    for name, oldest in OPTIONAL.items():
+        assert f'"{name}>={oldest}"' in extras or (oldest == "0" and f'"{name}"' in extras)
+
+
+def test_a_version_of_a_numbering_of_its_own_is_not_judged() -> None:
+    report, lines = findings(versions={**HERE.versions, "torch": "2.9-company-build", "torch_npu": "own"}, probes=NPU)
+    assert (report.exit_status, lines) == (0, [])
+
+
+def test_torchvision_for_another_torch() -> None:
+    versions = {**HERE.versions, "torchvision": "0.28.0"}
+    assert findings(versions=versions, torchvision_wants="==2.15.0")[1] == []
+    report, lines = findings(versions=versions, torchvision_wants="==2.14.0")
+    assert lines == [
+        "warning: torchvision 0.28.0 is made for torch==2.14.0 and torch is 2.15.0; "
+        "pip install torch and torchvision together, in one command"
+    ]
+    assert report.exit_status == 0
+
+
+def test_a_device_of_another_package() -> None:
+    probes = {"torch": {**HERE.probes["torch"], "devices": {"mlu": ["mlu:0", "mlu:1"]}}}
+    report, lines = findings(probes=probes)
+    assert lines == [
+        "warning: torch finds a device of type mlu, of which flextrain knows nothing: it takes the CPU; "
+        "call flextrain.register_device, see docs/devices.md"
+    ]
+    assert report.strategies[0].reason == "on the CPU"
+    report, lines = findings(probes=probes, plug_ins=("mlu",))
+    assert lines == []
+    assert report.strategies[0].reason == "on 2 x mlu"
+
+
+def test_no_command_is_cut_off_on_a_narrow_screen() -> None:
+    report, _ = findings()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report)
+    rows = [line.split("│")[1:-1] for line in console.export_text().splitlines() if line.count("│") == 5]
+    needs = "".join(cells[3].strip() for cells in rows)
+    assert "'flextrain[deepspeed]'" in needs
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from .conftest import environment, python
+from .conftest import VARIABLES, environment, python
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_device.py")
@@ -67,7 +69,30 @@ def test_an_entry_point_is_enough(simulated_npu: Path, tmp_path: Path) -> None:
     assert done.stdout.split() == ["toy:0", "cpu:gloo,toy:hccl"] * 2, done.stderr
 
 
+def doctor(**variables: str) -> tuple[dict[str, tuple[bool, str]], list[str]]:
+    """What it says of each strategy, and what it found."""
+    report = json.loads(python("-m", "flextrain", "doctor", "--json", **variables).stdout)
+    strategies = {status["name"]: (status["usable"], status["reason"]) for status in report["strategies"]}
+    return strategies, [f"{finding['level']}: {finding['what']}; {finding['advice']}" for finding in report["findings"]]
+
+
 def test_the_doctor_sees_the_simulated_npu(simulated_npu: Path) -> None:
-    done = python("-m", "flextrain", "doctor", "--json")
-    assert '"npu": [' in done.stdout
-    assert '"reason": "on 2 x npu"' in done.stdout
+    strategies, _ = doctor()
+    assert strategies["NPUStrategy"] == (True, "on 2 x npu")
+    assert strategies["FSDPStrategy"] == (True, "on 2 x npu, one per process")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.deepspeed
+def test_the_doctor_sees_what_deepspeed_lacks_on_an_npu(simulated_npu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor()[0]["DeepSpeedStrategy"] == (True, "on npu")
+    monkeypatch.delitem(VARIABLES, "ASCEND_HOME_PATH")
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    strategies, found = doctor()
+    assert not strategies["DeepSpeedStrategy"][0]
+    assert "error: DeepSpeed needs ASCEND_HOME_PATH, which is not set; source CANN's set_env.sh" in found
+
+
+def test_the_doctor_sees_a_device_that_nobody_registered(simulated_npu: Path) -> None:
+    _, found = doctor(NPU_SIM_TYPE="toy")
+    assert any(line.startswith("warning: torch finds a device of type toy, of which flextrain") for line in found)
