@@ -30,6 +30,10 @@ DDP = dict(type="DDPStrategy")
 FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
 
 
+def zero(stage: int) -> dict[str, Any]:
+    return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage))
+
+
 def setting(length: int, batch_size: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
     """How the data are taken: what may change between the parts of a run."""
     return dict(
@@ -138,9 +142,22 @@ PLANS = {
 }
 
 
+def with_zero(*values: Any, id: str) -> Any:
+    """A case that needs DeepSpeed."""
+    return pytest.param(*values, id=id, marks=pytest.mark.deepspeed)
+
+
+# DeepSpeed's engine is slow to start: the plans in which the number of processes falls, rises, and does both.
+CASES = [
+    *(pytest.param(name, DDP, id=f"{name}-ddp") for name in PLANS),
+    *(pytest.param(name, FSDP, id=f"{name}-fsdp") for name in PLANS),
+    *(with_zero(name, zero(1), id=f"{name}-zero1") for name in ("processes", "everything")),
+    *(with_zero(name, zero(3), id=f"{name}-zero3") for name in ("processes", "with more")),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_an_interrupted_epoch_has_every_sample_once(
     tmp_path: Path, workers: Any, name: str, strategy: dict[str, Any]
 ) -> None:
@@ -166,7 +183,15 @@ def test_an_interrupted_epoch_has_every_sample_once(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(DDP, id="ddp"),
+        pytest.param(FSDP, id="fsdp"),
+        with_zero(zero(1), id="zero1"),
+        with_zero(zero(3), id="zero3"),
+    ],
+)
 def test_losses_go_on_while_the_global_batch_stays(tmp_path: Path, workers: Any, strategy: dict[str, Any]) -> None:
     """Six samples per update throughout: one process of six, two of three, three of two, one of three twice."""
     loop: dict[str, Any] = dict(
