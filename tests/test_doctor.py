@@ -240,6 +240,13 @@ def test_what_flextrain_cannot_do_without() -> None:
     assert report.exit_status == 1
 
 
+@pytest.mark.parametrize("name", REQUIRED)
+def test_it_starts_where_a_requirement_is_missing(name: str) -> None:
+    program = f"import sys; sys.modules[{name!r}] = None; from flextrain.cli import main; main(['doctor', '--help'])"
+    done = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True)
+    assert done.stdout.startswith("usage: flextrain doctor"), done.stderr
+
+
 def test_it_knows_the_oldest_versions_that_pyproject_names() -> None:
     needed, _, extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")
     named = dict(re.findall(r'^    "([a-z]+)>=([0-9.]+)",', needed, flags=re.MULTILINE))

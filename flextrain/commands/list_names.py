@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..core import registry
 from ..core.errors import ConfigError, suggest
 from .output import print_json
+
+if TYPE_CHECKING:
+    from ..core import registry
 
 
 def add(commands: Any) -> None:
@@ -26,6 +28,8 @@ def add(commands: Any) -> None:
 
 def registries() -> dict[str, registry.Registry]:
     """Every registry by its name on the command line: STRATEGIES is `strategies`."""
+    from ..core import registry  # here: `flextrain doctor` has to start where what this needs is missing
+
     found = {name: value for name, value in vars(registry).items() if isinstance(value, registry.Registry)}
     return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
 
