@@ -153,6 +153,10 @@ DEVICES = Devices(
 )
 
 
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""The environment variables that say which of a machine's devices a process sees; its LOCAL_RANK chooses among those."""
+
+
 def register_device(spec: DeviceSpec) -> DeviceSpec:
     """Let ``device=spec.type`` name a kind of device that flextrain does not know; returned for convenience.
 
@@ -184,8 +188,8 @@ def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
         return DEVICES[accelerator_type()]
     kind, _, index = name.partition(":")
     if kind in DEVICES and index:
-        advice = f'give "{kind}" and choose among several by CUDA_VISIBLE_DEVICES and its like'
-        raise ConfigError(f'{where}: "{name}" is not allowed, {advice}')
+        several = f", and choose among several by {VISIBLE[kind]}" if kind in VISIBLE else ""
+        raise ConfigError(f'{where}: "{name}" is not allowed, give "{kind}"{several}')
     if kind not in DEVICES:
         raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(DEVICES)}{suggest(kind, DEVICES)}')
     spec = DEVICES[kind]

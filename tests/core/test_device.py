@@ -48,7 +48,9 @@ def test_a_device_that_torch_lacks_names_what_to_install() -> None:
     [
         ("cud", 'here: "cud" is not allowed, choose cpu, cuda, npu, xpu or mps, did you mean "cuda"?'),
         ("tpu:0", 'here: "tpu:0" is not allowed, choose cpu, cuda, npu, xpu or mps'),
-        ("cuda:1", 'here: "cuda:1" is not allowed, give "cuda" and choose among several by CUDA_VISIBLE_DEVICES'),
+        ("cuda:1", 'here: "cuda:1" is not allowed, give "cuda", and choose among several by CUDA_VISIBLE_DEVICES'),
+        ("npu:1", 'here: "npu:1" is not allowed, give "npu", and choose among several by ASCEND_RT_VISIBLE_DEVICES'),
+        ("cpu:0", 'here: "cpu:0" is not allowed, give "cpu"'),
     ],
 )
 def test_wrong_names(name: str, message: str) -> None:
