@@ -403,7 +403,9 @@ def read_manifest(path: Path) -> Manifest:
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist")
     if not is_checkpoint(path):
-        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}")
+        latest = read_name(path / LATEST) if (path / LATEST).is_file() else None
+        hint = f"; the newest one in it is {path / latest}" if latest else ""
+        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{hint}")
     file = sibling(path / MANIFEST, MANIFEST)
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")

@@ -10,14 +10,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..core.errors import CheckpointError, ConfigError
-from .output import print_json
+from ..core.errors import CheckpointError, ConfigError, suggest
+from .output import console, print_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..core.checkpoint import Checkpoint
     from ..core.checkpoint.compare import Comparison
 
@@ -90,7 +91,7 @@ def _list(arguments: argparse.Namespace) -> int:
         numbers = (_text(row[key]) for key in ("epoch", "iter"))
         about = (_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
         table.add_row(escape(row["name"]), *numbers, human_size(row["bytes"]), *about, ", ".join(notes))
-    Console().print(table if rows else f"{escape(str(folder))}: has no checkpoints")
+    console().print(table if rows else f"{escape(str(folder))}: has no checkpoints")
     return 0
 
 
@@ -147,22 +148,25 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_finite(found))
         return 0
-    console = Console()
+    if arguments.pattern and not found["tensors"] and not found["values"]:
+        hint = suggest(arguments.pattern, [*checkpoint.tensors, *checkpoint.values])
+        raise ConfigError(f'checkpoint show: "{arguments.pattern}" is like no key of {checkpoint.path}{hint}')
+    out = console()
     table = _table("tensor", "shape", "dtype", "size", "pieces", title=escape(str(checkpoint.path)))
     for key, info in found["tensors"].items():
         shape = " x ".join(map(str, info["shape"])) or "scalar"
         table.add_row(escape(key), shape, info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
     if found["tensors"]:
-        console.print(table)
+        out.print(table)
     totals = _table("", "tensors", "elements", "size", title="in all")
     for part, total in found["totals"].items():
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
-    console.print(totals)
+    out.print(totals)
     if found["values"]:
         values = _table("value", "", title="values")
         for key, value in found["values"].items():
             values.add_row(escape(key), escape(_short(value)))
-        console.print(values)
+        out.print(values)
     return 0
 
 
@@ -212,8 +216,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_json({"path": str(path), "ok": not found, "damages": found})
     else:
         for damage in found:
-            Console().print(escape(damage), soft_wrap=True)
-        Console().print(f"{escape(str(path))}: {'[red]is damaged[/]' if found else 'is complete'}", soft_wrap=True)
+            console().print(escape(damage), soft_wrap=True)
+        console().print(f"{escape(str(path))}: {'[red]is damaged[/]' if found else 'is complete'}", soft_wrap=True)
     return 1 if found else 0
 
 
@@ -238,7 +242,7 @@ def _export(arguments: argparse.Namespace) -> int:
         print_json([{"path": path, "bytes": size} for path, size in written.items()])
         return 0
     for path, size in written.items():
-        Console().print(f"{escape(path)}  {human_size(size)}", soft_wrap=True)
+        console().print(f"{escape(path)}  {human_size(size)}", soft_wrap=True)
     return 0
 
 
@@ -250,7 +254,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint.compare import compare
 
     found = compare(open_weights(arguments.a), open_weights(arguments.b))
-    print_json(_finite(_as_json(found))) if arguments.json else _print_comparison(found, Console())
+    print_json(_finite(_as_json(found))) if arguments.json else _print_comparison(found, console())
     return 1 if found else 0
 
 
@@ -269,27 +273,27 @@ def _as_json(found: Comparison) -> dict[str, Any]:
     return {"equal": found.equal, **only, "tensors": tensors, "values": dict(found.values)}
 
 
-def _print_comparison(found: Comparison, console: Console) -> None:
+def _print_comparison(found: Comparison, out: Console) -> None:
     for title, keys in (("only in A", found.only_a), ("only in B", found.only_b)):
         if keys:
             table = _table(title)
             for key in keys:
                 table.add_row(escape(key))
-            console.print(table)
+            out.print(table)
     if found.tensors:
         table = _table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
         for d in found.tensors:
             differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
             sizes = (_number(d.absolute), _number(d.relative))
             table.add_row(escape(d.key), _both(*d.shapes), _both(*d.dtypes), differing, *sizes)
-        console.print(table)
+        out.print(table)
     if found.values:
         table = _table("value", "A", "B")
         for key, (a, b) in found.values.items():
             table.add_row(escape(key), escape(_short(a)), escape(_short(b)))
-        console.print(table)
+        out.print(table)
     count = len(found.only_a) + len(found.only_b) + len(found.tensors) + len(found.values)
-    console.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
+    out.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
 
 
 def _both(a: object, b: object) -> str:

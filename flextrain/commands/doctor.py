@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-
 from ..doctor import diagnose
-from .output import print_json
+from .output import console, print_json
 
 
 def add(commands: Any) -> None:
@@ -25,5 +23,5 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis."""
     report = diagnose()
-    print_json(report.as_json()) if arguments.json else Console().print(report)
+    print_json(report.as_json()) if arguments.json else console().print(report)
     return report.exit_status

@@ -6,11 +6,10 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import ConfigError, suggest
-from .output import print_json
+from .output import console, print_json
 
 if TYPE_CHECKING:
     from ..core import registry
@@ -65,11 +64,11 @@ def _print_overview(names: dict[str, list[str]]) -> None:
     table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
-    Console().print(table)
+    console().print(table)
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:
     table = Table("type", "what it is", title=kind)
     for name, description in descriptions.items():
         table.add_row(name, description)
-    Console().print(table)
+    console().print(table)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..core.errors import ConfigError
-from .output import print_json
+from .output import console, print_json
 
 DESCRIPTION = """\
 Train a script's model on one device and under each strategy, with the same global batches, and compare losses,
@@ -69,5 +69,5 @@ def run(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(f"Training: {what}"),
         )
-    print_json(report.as_json()) if arguments.json else Console().print(report)
+    print_json(report.as_json()) if arguments.json else console().print(report)
     return report.exit_status

@@ -118,6 +118,26 @@ def test_long_names_are_shown_whole(tmp_path: Path, capsys: Capture, monkeypatch
     assert run(capsys, "show", path, "x").count("x") >= 90
 
 
+def test_names_are_not_broken_in_a_pipe(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    name = "model." + "x" * 200
+    assert f" {name} " in run(capsys, "show", save_checkpoint(tmp_path / "a", {name: torch.ones(1)}))
+
+
+def test_show_what_is_not_there(path: Path, capsys: Capture) -> None:
+    assert main(["checkpoint", "show", str(path), "model.wieght"]) == 2
+    assert capsys.readouterr().err.endswith(
+        f'show: "model.wieght" is like no key of {path}, did you mean "model.weight"?\n'
+    )
+    assert run_json(capsys, "show", path, "model.wieght")["tensors"] == {}
+
+
+def test_a_run_directory_in_place_of_a_checkpoint(path: Path, capsys: Capture) -> None:
+    mark_latest(path)
+    assert main(["checkpoint", "show", str(path.parent)]) == 2
+    assert capsys.readouterr().err.endswith(f"it has no manifest.json; the newest one in it is {path}\n")
+
+
 @pytest.mark.parametrize("pattern, keys", [("*.bias", ["model.bias"]), ("exp_avg", ["optim.state.weight.exp_avg"])])
 def test_show_what_matches(path: Path, capsys: Capture, pattern: str, keys: list[str]) -> None:
     found = run_json(capsys, "show", path, pattern)
