@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from flextrain.optim import AmpOptimWrapper
+from flextrain.runner.hooks.averaging import WeightAverage
+from flextrain.testing.loop import windows
 from flextrain.testing.models import HalfFrozen
-from flextrain.testing.sessions import load, save, started, whole_model
+from flextrain.testing.sessions import load, run, save, started, whole_model
 
 from .training import ADAMW
 
@@ -44,3 +46,29 @@ def test_frozen_weights_in_full_precision_take_no_room_on_the_device(npu2: Any, 
             "frozen": {"torch.float32 on cpu, torch.bfloat16 on npu"},
         }
         assert same
+
+
+def averaged_weights(stage: int) -> tuple[bool, bool]:
+    """Whether averages of weights that are in several places take their places, and give them back."""
+    strategy = dict(type="DeepSpeedStrategy", device="npu", zero_optimization=dict(stage=stage))
+    with started(strategy, AmpOptimWrapper(ADAMW, dtype="bfloat16"), HalfFrozen) as session:
+        live = {name: tensor for name, tensor in session.strategy.model_state().items() if tensor.is_floating_point()}
+        average = WeightAverage(live)
+        before = whole_model(session.strategy)
+        run(session, windows([HalfFrozen.sample(8, seed=0)], 1))
+        trained = whole_model(session.strategy)
+        average.lerp_to_model(0.5)
+        average.swap_in()
+        middle = whole_model(session.strategy)
+        average.swap_out()
+        after = whole_model(session.strategy)
+    between = all(
+        torch.allclose(middle[f"model.{key}"], before[f"model.{key}"].lerp(trained[f"model.{key}"], 0.5))
+        for key in live
+    )
+    return between, all(torch.equal(after[key], trained[key]) for key in after)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_follow_weights_in_both_places(npu2: Any, stage: int) -> None:
+    assert npu2.run(averaged_weights, stage) == [(True, True)] * 2
