@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from . import distributed as dist
 from .errors import StrategyError
 
 
@@ -137,6 +138,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
 
 
+def _agreed(tensor: Tensor) -> Tensor:
+    """Rank 0's values of a tensor that each process made for itself, maybe from random numbers of its own."""
+    if dist.get_world_size() == 1 or tensor.numel() == 0:
+        return tensor
+    values = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(values.view(-1).view(torch.uint8))  # as bytes, since back ends do not take every dtype
+    return values
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
@@ -181,7 +191,7 @@ class _Replay:
 
     def _real(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
-            return tensor
+            return _agreed(tensor)
         return self._memory(tensor).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _memory(self, tensor: Tensor) -> Tensor:

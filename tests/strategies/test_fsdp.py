@@ -354,6 +354,19 @@ def test_a_model_without_memory_begins_as_any_other(workers2: WorkerGroup, kind:
     torch.testing.assert_close(first["loss"], expected(data(0))["loss"].detach())
 
 
+class WithGivenValues(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(3, 6))
+
+
+def test_values_that_each_process_drew_are_those_of_rank_0(workers2: WorkerGroup) -> None:
+    torch.manual_seed(5)
+    expected = torch.randn(3, 6)
+    for found in workers2.run(built_without_memory, WithGivenValues, 5):
+        assert torch.equal(found["model.token"], expected)
+
+
 class Uninitialised(Net):
     def __init__(self) -> None:
         super().__init__()
