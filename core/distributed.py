@@ -155,18 +155,22 @@ def gather_object(value: T) -> list[T] | None:
     return box
 
 
-def side_group(timeout: datetime.timedelta | None = None) -> Any:
+def side_group(timeout_s: float | None = None) -> Any:
     """A gloo group of all processes beside the main one, for messages that come while that one is in use.
 
-    Made by the first call, which every process must make; None for one process. A message may take as long as ``timeout``
-    of the first call says, torch's own 30 minutes by default.
+    Made by the first call, which every process must make; None for one process. A message may take ``timeout_s``
+    seconds, those of the first call; torch's own 30 minutes by default.
     """
     if get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if world not in _side_groups:
-        _side_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        _side_groups[world] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s))
     return _side_groups[world]
+
+
+def _timeout(seconds: float | None) -> datetime.timedelta | None:
+    return None if seconds is None else datetime.timedelta(seconds=seconds)
 
 
 def roll_call(occasion: str, timeout_s: float) -> list[int]:
@@ -222,9 +226,10 @@ def group_backend() -> str:
 
 def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float) -> None:
     """Join the group of all processes; ``init_method`` is ``env://``, ``tcp://host:port`` or ``file://path``."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=init_method, timeout=timeout)
-    side_group(timeout)  # now that all are here: one that is missing later could not be waited for with a limit
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, init_method=init_method, timeout=_timeout(timeout_s)
+    )
+    side_group(timeout_s)  # now that all are here: one that is missing later could not be waited for with a limit
 
 
 def init_alone(backend: str) -> None:

@@ -162,7 +162,7 @@ class Strategy:
             self._owns_group = True
             dist.leave_at_exit()
         self._check_group()
-        dist.side_group()  # made now, where all processes are
+        dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
         self._spec = spec
 
     def _join_alone(self) -> None:

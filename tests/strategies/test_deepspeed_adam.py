@@ -29,7 +29,8 @@ from flextrain.testing.sessions import (
 )
 
 adam = pytest.importorskip("deepspeed.ops.adam", reason="needs pip install flextrain[deepspeed]")
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.usefixtures("compiled")]
+# Compiling takes minutes, once.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.usefixtures("compiled")]
 
 BATCHES = windows([ConformanceNet.sample(8, seed=i) for i in range(12)], 1)
 NAMES = ["FusedAdam", "DeepSpeedCPUAdam"]
