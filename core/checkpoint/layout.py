@@ -393,6 +393,14 @@ def check_length(path: Path, text: bytes) -> None:
         raise CheckpointError(f"{path}: would have {len(text)} bytes, more than {MAX_JSON_BYTES} are not read")
 
 
+def _meant(path: Path) -> str:
+    """The tail of an error: what whoever gave this path may have meant."""
+    if path.is_file():
+        return "; weights in a file are for load_from"
+    latest = read_name(path / LATEST) if (path / LATEST).is_file() else None
+    return f"; the newest one in it is {path / latest}" if latest else ""
+
+
 def read_manifest(path: Path) -> Manifest:
     """The index of the checkpoint at ``path``, after sizes were compared with the files.
 
@@ -403,9 +411,7 @@ def read_manifest(path: Path) -> Manifest:
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist")
     if not is_checkpoint(path):
-        latest = read_name(path / LATEST) if (path / LATEST).is_file() else None
-        hint = f"; the newest one in it is {path / latest}" if latest else ""
-        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{hint}")
+        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{_meant(path)}")
     file = sibling(path / MANIFEST, MANIFEST)
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
