@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -183,8 +183,11 @@ class EpochBasedTrainLoop(TrainLoop):
                 "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
             )
         self._max_epochs = max_epochs
-        self._length = self.data.epoch_length
         self._in_epoch = False
+
+    @property
+    def _length(self) -> int:
+        return cast(int, self.data.epoch_length)
 
     @property
     def max_epochs(self) -> int:
@@ -258,7 +261,10 @@ class IterBasedTrainLoop(TrainLoop):
                 "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
             )
         self._max_iters = max_iters
-        self._length = self.data.epoch_length or max_iters
+
+    @property
+    def _length(self) -> int:
+        return self.data.epoch_length or self._max_iters
 
     @property
     def max_epochs(self) -> int:

@@ -450,6 +450,8 @@ class FlexibleRunner:
         model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
         self._model, optim = self.strategy.setup(model, self.optim_wrapper)
         self.optim_wrapper = optim
+        if self._train_loop is not None:  # a strategy may have options that say how many micro-batches an update has
+            self._train_loop.data.accumulate = self.accumulate
         self._stepper = Stepper(self.strategy, self._model, optim)
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
         scale = self.options.auto_scale_lr

@@ -288,6 +288,16 @@ class OwnStep(Net, BaseModel):
 TWO_OPTIMIZERS = dict(one=dict(optimizer=SGD), two=dict(optimizer=SGD))
 
 
+@pytest.mark.deepspeed
+def test_micro_batches_that_only_the_strategy_speaks_of_make_one_update(tmp_path: Path, workers2: WorkerGroup) -> None:
+    optim_wrapper = {key: value for key, value in SETTINGS["optim_wrapper"].items() if key != "accumulative_counts"}
+    strategy = dict(ZERO[2], gradient_accumulation_steps=2)
+    found = workers2.run(trained, str(tmp_path / "zero"), strategy, optim_wrapper=optim_wrapper)
+    for one, other in zip(found, workers2.run(trained, str(tmp_path / "ddp"), DDP), strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        same(one, other)
+
+
 def refusal(folder: str, strategy: dict[str, Any], changes: dict[str, Any]) -> str:
     fresh_group()
     runner = make_runner(folder, strategy=strategy, **changes)
