@@ -4,11 +4,13 @@ A strategy that shards a model builds it in ``DeferredInit()``. Every parameter 
 the meta device, and every operation that initialises it goes on a list with the random numbers still undrawn. ``replay``
 carries the list out in the constructor's order, on whole plain tensors, of which it holds one at a time: the values are
 those that an ordinary construction with the same random state gives, bit for bit, and no process ever holds the model.
-Buffers are real from the start.
+Buffers are real from the start. What is drawn at once, as ``torch.randn`` draws a parameter before it is registered, comes
+after what was put off until then, which is drawn once more for that, and thrown away.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,30 +47,36 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._drawn = 0  # so much of the tape the random generator is past
         self._registered: list[Tensor] = []
         # Memory that was allocated and not written to. Of what is freed the reference stays, so that its key is not given
         # to other memory.
         self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
-        self._orthogonal: Any = None
 
     def __enter__(self) -> DeferredInit:
-        self._register, self._orthogonal = nn.Module.register_parameter, nn.init.orthogonal_
+        self._register = nn.Module.register_parameter
         nn.Module.register_parameter = self._registering(self._register)  # type: ignore[method-assign]
-        nn.init.orthogonal_ = self._orthogonally  # the one of nn.init that passes over tensors on the meta device
+        for name, function in _PASS_OVER_META.items():
+            setattr(nn.init, name, self._putting_off(function))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-        nn.init.orthogonal_ = self._orthogonal
+        for name, function in _PASS_OVER_META.items():
+            setattr(nn.init, name, function)
 
-    def _orthogonally(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.is_meta:
-            self._tape.append((self._orthogonal, (tensor.detach(), *args), kwargs, None))
+    def _putting_off(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def put_off(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not tensor.is_meta:
+                return function(tensor, *args, **kwargs)
+            self._tape.append((function, (tensor.detach(), *args), kwargs, None))
             return tensor
-        return self._orthogonal(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return put_off
 
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -86,8 +94,11 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_put_off = any(map(_is_meta, tree_flatten((args, kwargs))[0]))
+        if not is_put_off and _draws(func):
+            self._catch_up()
         out = func(*args, **kwargs)
-        if any(map(_is_meta, tree_flatten((args, kwargs))[0])):
+        if is_put_off:
             # A view needs no note: where it lies says what it is a view of.
             if not func.is_view:
                 self._tape.append((func, args, kwargs, out))
@@ -97,6 +108,17 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._fresh.pop(storage_key(out), None)
         return out
+
+    def _catch_up(self) -> None:
+        """Bring the random generator to where it is in an ordinary construction; the tape then says where it was."""
+        behind = [entry for entry in self._tape[self._drawn :] if _draws(entry[0])]
+        if not behind:
+            return
+        self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
+        for func, args, kwargs, _ in behind:
+            args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
+            func(*args, **_on_cpu(kwargs))
+        self._drawn = len(self._tape)
 
     @property
     def touched(self) -> set[int]:
@@ -113,12 +135,21 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             StrategyError: an operation that cannot be carried out later.
         """
         replay = _Replay(places, {storage_key(parameter) for parameter in self._registered})
-        tape, self._tape = self._tape, []
+        if self._drawn:
+            self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
+        tape, self._tape, self._drawn = self._tape, [], 0
         for func, args, kwargs, out in tape:
             replay.run(func, args, kwargs, out)
         replay.write_back()
 
 
+# Those of nn.init that do nothing to a tensor on the meta device. The private one is trunc_normal_'s for who imported that
+# by its name; not every torch has it.
+_PASS_OVER_META: dict[str, Callable[..., Tensor]] = {
+    name: getattr(nn.init, name)
+    for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", "_no_grad_trunc_normal_")
+    if hasattr(nn.init, name)
+}
 _ALLOCATE = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -126,6 +157,26 @@ _ALLOCATE = (
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 )
+
+
+def _draws(func: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return func in _PASS_OVER_META.values() or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _from_state(state: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
+    """The entry of a tape from which on random numbers are drawn from ``state``."""
+    return torch.set_rng_state, (state,), {}, None
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """On the CPU, with the layout of ``like``, on which it depends how many numbers are drawn."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_() if like.is_meta else like
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that ask for the meta device, for the CPU."""
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == torch.device("meta") else kwargs
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -165,9 +216,7 @@ class _Replay:
             self.write_back()
         try:
             real_args, real_kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
-            if real_kwargs.get("device") == torch.device("meta"):
-                real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
-            result = func(*real_args, **real_kwargs)
+            result = func(*real_args, **_on_cpu(real_kwargs))
         except (RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise StrategyError(
