@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core.device import overflows_to_inf
 from ...core.errors import ConfigError, StrategyError
 from ...core.precision import Precision
 from ...optim.amp import AmpOptimWrapper
@@ -53,6 +54,11 @@ def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.d
         raise StrategyError(
             f"{WHERE}.fp16: DeepSpeed has no float16 on the CPU, use bfloat16: {WHERE}.bf16=dict(enabled=True) or "
             'optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16")'
+        )
+    if dtype is torch.float16 and not overflows_to_inf(device.type):
+        raise StrategyError(
+            f"{WHERE}.fp16: DeepSpeed's loss scaling looks for inf, and this {device.type} stops at the largest number; set "
+            f"INF_NAN_MODE_ENABLE=1 where the chip has that, or use bfloat16: {WHERE}.bf16=dict(enabled=True)"
         )
     scaling = _loss_scaling(config, optim) if dtype is torch.float16 else {}
     return Request(dtype, _max_norm(config, optim), _accumulate(config, optim), scaling)

@@ -95,7 +95,13 @@ class DeepSpeedStrategy(Strategy):
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
         state.forget_process_groups()  # of a job that another strategy of this process has left
-        deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
+        try:
+            deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
+        except KeyError as missing:  # how it asks the environment for what an accelerator needs
+            raise StrategyError(
+                f"strategy.device: DeepSpeed needs {missing} in the environment for {self.device.type}; "
+                "flextrain doctor says where it comes from"
+            ) from missing
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Stage 3 splits the parameters of each layer as soon as it is built; rank 0's values count."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flextrain.core.errors import FlexTrainError
 from flextrain.optim import AmpOptimWrapper
 from flextrain.runner.hooks.averaging import WeightAverage
+from flextrain.strategies import DeepSpeedStrategy
 from flextrain.testing.loop import windows
 from flextrain.testing.models import HalfFrozen
 from flextrain.testing.sessions import load, run, save, started, whole_model
@@ -46,6 +49,37 @@ def test_frozen_weights_in_full_precision_take_no_room_on_the_device(npu2: Any, 
             "frozen": {"torch.float32 on cpu, torch.bfloat16 on npu"},
         }
         assert same
+
+
+def refused(**options: Any) -> str:
+    """What setting up raises, on a chip whose overflow is no inf and without CANN's variable."""
+    from flextrain.testing import fresh_rendezvous
+
+    utils, home = torch.npu.utils, os.environ.pop("ASCEND_HOME_PATH")  # type: ignore[attr-defined]
+    before, utils.is_support_inf_nan = utils.is_support_inf_nan, lambda: False
+    fresh_rendezvous()
+    strategy = DeepSpeedStrategy(device="npu", **options)
+    try:
+        strategy.setup_environment()
+    except FlexTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        utils.is_support_inf_nan = before
+        os.environ["ASCEND_HOME_PATH"] = home
+        strategy.teardown()
+    return "nothing"
+
+
+def test_what_the_engine_lacks_is_named(npu1: Any) -> None:
+    (found,) = npu1.run(refused, fp16=dict(enabled=True))
+    assert found.startswith(
+        "StrategyError: strategy.fp16: DeepSpeed's loss scaling looks for inf, and this npu stops at"
+    )
+    (found,) = npu1.run(refused)
+    assert found == (
+        "StrategyError: strategy.device: DeepSpeed needs 'ASCEND_HOME_PATH' in the environment for npu; flextrain doctor says "
+        "where it comes from"
+    )
 
 
 def averaged_weights(stage: int) -> tuple[bool, bool]:
