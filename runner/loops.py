@@ -177,7 +177,10 @@ class EpochBasedTrainLoop(TrainLoop):
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if self.data.epoch_length is None:
-            raise ConfigError("train_cfg.by_epoch: the training data have no end, give by_epoch=False and max_iters")
+            raise ConfigError(
+                "train_cfg.by_epoch: the training data have no end or no length, give by_epoch=False and max_iters, or the "
+                "dataset a __len__"
+            )
         if self.data.epoch_length == 0:
             raise ConfigError(
                 "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"

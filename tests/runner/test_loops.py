@@ -296,7 +296,11 @@ def test_a_stream_starts_anew_when_it_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data, cfg, says",
     [
-        (dict(dataset=Few(3)), dict(max_epochs=1), "train_cfg.by_epoch: the training data have no end"),
+        (
+            dict(dataset=Few(3)),
+            dict(max_epochs=1),
+            "train_cfg.by_epoch: the training data have no end or no length, give",
+        ),
         (dict(dataset=Few(0)), dict(by_epoch=False, max_iters=2), "train_dataloader.dataset: gives no batch"),
         (dict(dataset=[]), dict(max_epochs=1), "train_dataloader.dataset: gives no batch"),
         (dict(dataset=[]), dict(by_epoch=False, max_iters=2), "train_dataloader.dataset: gives no batch"),
