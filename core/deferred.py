@@ -11,6 +11,7 @@ after what was put off until then, which is drawn once more for that, and thrown
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,20 +54,23 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # to other memory.
         self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> DeferredInit:
         self._register = nn.Module.register_parameter
         nn.Module.register_parameter = self._registering(self._register)  # type: ignore[method-assign]
-        for name, function in _PASS_OVER_META.items():
-            setattr(nn.init, name, self._putting_off(function))
+        put_off = {function: self._putting_off(function) for function in _PASS_OVER_META.values()}
+        self._replaced = list(_mentions(put_off))
+        for namespace, name, function in self._replaced:
+            namespace[name] = put_off[function]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-        for name, function in _PASS_OVER_META.items():
-            setattr(nn.init, name, function)
+        for namespace, name, function in self._replaced:
+            namespace[name] = function
 
     def _putting_off(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
@@ -143,8 +147,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay.write_back()
 
 
-# Those of nn.init that do nothing to a tensor on the meta device. The private one is trunc_normal_'s for who imported that
-# by its name; not every torch has it.
+# Those of nn.init that do nothing to a tensor on the meta device; not every torch has the private one.
 _PASS_OVER_META: dict[str, Callable[..., Tensor]] = {
     name: getattr(nn.init, name)
     for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", "_no_grad_trunc_normal_")
@@ -157,6 +160,16 @@ _ALLOCATE = (
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 )
+
+
+def _mentions(functions: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where modules have one of the functions: nn.init itself, and those that imported it by name."""
+    wanted = {id(function) for function in functions}
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", {})
+        for name, value in list(namespace.items()):
+            if id(value) in wanted:
+                yield namespace, name, value
 
 
 def _draws(func: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.init import orthogonal_ as orthogonal
 from torch.nn.init import trunc_normal_
 
 from flextrain.core.deferred import DeferredInit, Place, same_random_state, storage_key
@@ -94,7 +95,7 @@ class PassedOver(nn.Module):
         trunc_normal_(self.embed, std=0.02)
         nn.init.trunc_normal_(self.far, mean=3.0, std=0.5, a=2.9, b=3.0)
         nn.init.dirac_(tensor=self.conv.weight)
-        nn.init.orthogonal_(self.square.weight, gain=2.0)
+        orthogonal(self.square.weight, gain=2.0)  # imported by another name
         nn.init.sparse_(self.sparse.weight, 0.4)
         self.drawn = nn.Parameter(torch.randn(3))
 
