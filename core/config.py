@@ -71,7 +71,8 @@ def explain(
         hint = (
             suggest(given, allowed.replace('"', "").replace(" or ", ", ").split(", ")) if isinstance(given, str) else ""
         )
-        return f"{path}: {_show(given)} is not allowed, choose {allowed}{hint}"
+        others = _wanted(location, [p for p in problems if p["type"] != kind], data)
+        return f"{path}: {_show(given)} is not allowed, choose {allowed}{hint or others.replace('give', ' or give', 1)}"
     return f"{path}: {_show(given)} is not allowed, {_wanted(location, problems, data)}"
 
 
@@ -113,7 +114,7 @@ def _wanted(location: list[Any], problems: Sequence[Any], data: Any) -> str:
     wanted = list(dict.fromkeys(_words(p) for p in same))
     if "a number" in wanted and "an integer" in wanted:
         wanted.remove("an integer")
-    return "give " + " or ".join(wanted)
+    return "give " + " or ".join(wanted) if wanted else ""
 
 
 def _words(problem: Any) -> str:

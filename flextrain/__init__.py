@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
+    from .strategies.deepspeed import DeepSpeedOptimWrapper as DeepSpeedOptimWrapper
+    from .strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .strategies.fsdp import FSDPStrategy as FSDPStrategy
     from .strategies.launch import launch as launch
     from .strategies.npu import NPUStrategy as NPUStrategy
@@ -58,6 +60,7 @@ _HOMES = {
     "strategies.base": ["Strategy"],
     "strategies.single_device": ["SingleDeviceStrategy"],
     "strategies.ddp": ["DDPStrategy"],
+    "strategies.deepspeed": ["DeepSpeedStrategy", "DeepSpeedOptimWrapper"],
     "strategies.fsdp": ["FSDPStrategy"],
     "strategies.launch": ["launch"],
     "strategies.npu": ["NPUStrategy"],

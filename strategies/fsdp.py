@@ -388,7 +388,8 @@ class FSDPStrategy(Strategy):
             sizes = [(_numel(module), type(module).__name__) for module in model.modules() if module is not model]
             size, name = max(sizes, default=(0, "none"))
             raise ConfigError(
-                f"{where}: accepts no submodule of {type(model).__name__}, the largest is a {name} with {size:,} parameters"
+                f"{where}: accepts no submodule of {type(model).__name__}, the largest is a {name} with {size:,} parameters; "
+                'give strategy.wrap=["<name of a class>"], or leave it out to make the model one unit'
             )
         return _without_ties(model, [unit for unit in units if any(True for _ in unit.parameters())])
 

@@ -44,6 +44,8 @@ PUBLIC = {
     "Strategy",
     "SingleDeviceStrategy",
     "DDPStrategy",
+    "DeepSpeedOptimWrapper",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
     "NPUStrategy",
     "DeviceSpec",

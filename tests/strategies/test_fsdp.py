@@ -580,7 +580,7 @@ def test_a_checkpoint_fits_another_arrangement(tmp_path: Path, workers2: WorkerG
 WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(wrap="block"), 'strategy.wrap: "block" is not allowed'),
     (dict(warp="blocks"), 'strategy.warp: unknown key, did you mean "wrap"'),
-    (dict(wrap=3), "strategy.wrap: 3 is not allowed"),
+    (dict(wrap=3), 'strategy.wrap: 3 is not allowed, choose "blocks" or give a list or a function'),
     (dict(reshard_after_forward="no"), 'strategy.reshard_after_forward: "no" is not allowed'),
     (dict(mixed_precision=dict(param_dtype="bf8")), 'strategy.mixed_precision.param_dtype: "bf8" is not allowed'),
     (dict(mixed_precision=dict(param_dtyp="bf16")), "strategy.mixed_precision.param_dtyp: unknown key, did you mean"),
