@@ -38,6 +38,10 @@ class BaseLoop:
         raise NotImplementedError
 
 
+VALIDATION_KEYS = {"val_begin", "val_interval", "dynamic_intervals"}
+"""Arguments of the training loops that say when validation comes."""
+
+
 class TrainLoop(BaseLoop):
     """Base of training loops: counters, windows of micro-batches, one update after another.
 

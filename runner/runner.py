@@ -26,7 +26,7 @@ from .checked import check_everything
 from .data import build_dataloader
 from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
-from .loops import EvalLoop, TrainLoop
+from .loops import VALIDATION_KEYS, EvalLoop, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
 from .stepper import Stepper
 
@@ -246,6 +246,10 @@ class FlexibleRunner:
                 raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
             loader = self._build_dataloader("train")
             kind, kwargs = checks.train_loop_class(self._given["train_cfg"])
+            # MMEngine's configurations have such keys whether there is validation or not.
+            if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
+                names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
+                self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
             self._train_loop = kind(runner=self, dataloader=loader, **kwargs)
         return self._train_loop
 

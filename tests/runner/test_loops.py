@@ -124,6 +124,11 @@ def test_no_validation_without_its_parts(tmp_path: Path) -> None:
     assert "before_val" not in seen.points()
 
 
+def test_when_validation_comes_is_not_ignored_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runner(tmp_path, train_cfg=dict(max_epochs=1, val_interval=2), log_level="INFO").train()
+    assert "train_cfg.val_interval: without effect, there is no validation" in capsys.readouterr().out
+
+
 def test_training_mode_and_evaluation_mode(tmp_path: Path) -> None:
     class Modes(Hook):
         def __init__(self) -> None:
