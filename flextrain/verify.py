@@ -170,8 +170,8 @@ def verify(
     report = Report(script, processes, steps)
     try:
         with tempfile.TemporaryDirectory(prefix="flextrain-verify-") as folder:
-            job = Job(script, tuple(arguments), processes, steps, device, folder)
-            _fill(report, job, group, strategies, tolerance, on_progress)
+            job = Job(script, tuple(strategies), tuple(arguments), processes, steps, device, folder)
+            _fill(report, job, group, tolerance, on_progress)
     finally:
         if workers is None:
             group.close()
@@ -182,7 +182,6 @@ def _fill(
     report: Report,
     job: Job,
     group: WorkerGroup,
-    strategies: Sequence[str],
     tolerance: float | None,
     on_progress: Callable[[str], object],
 ) -> None:
@@ -207,7 +206,7 @@ def _fill(
                 f"{measured[1]['loss']:.1e}), so no split can train the same; loss_weight(data) of the model may say how "
                 "the parts are weighed"
             )
-    for name in strategies:
+    for name in job.strategies:
         on_progress(name)
         report.rows.append(_row(name, job, group, reference, floor, tolerance))
 

@@ -258,14 +258,26 @@ def test_the_first_step_and_parameter_are_named(script: str, group: WorkerGroup)
 
 @pytest.mark.distributed
 def test_a_strategy_that_cannot_be_run_has_its_row(script: str, group: WorkerGroup) -> None:
-    report = verify(script, ["ddpp", "no.such:Strategy", "Fails", "single"], steps=1, workers=group)
-    typo, missing, fails, single = report.rows
-    assert [row.status for row in report.rows] == ["not run", "not run", "not run", "same"]
-    assert 'did you mean "ddp"?' in typo.message
-    assert "cannot be imported" in missing.message
+    report = verify(script, ["Fails", "single"], steps=1, workers=group)
+    fails, single = report.rows
+    assert [row.status for row in report.rows] == ["not run", "same"]
     assert "OSError: its library is missing" in fails.message
     assert set(single.differences.values()) == {0.0}
     assert report.exit_status == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name, says", [("ddpp", 'did you mean "ddp"?'), ("no.such:Strategy", '"no.such:Strategy" cannot be imported')]
+)
+def test_an_unknown_name_is_told_before_anything_is_trained(
+    script: str, group: WorkerGroup, name: str, says: str
+) -> None:
+    begun: list[str] = []
+    with pytest.raises(ConfigError) as caught:
+        verify(script, ["single", name], steps=1, workers=group, on_progress=begun.append)
+    assert says in str(caught.value)
+    assert begun == ["one device"]
 
 
 @pytest.mark.distributed

@@ -46,10 +46,12 @@ class Job:
     """What every process is told.
 
     Attributes:
+        strategies: all that will be compared with the reference.
         folder: where the reference's states lie, one file per step.
     """
 
     script: str
+    strategies: tuple[str, ...]
     arguments: tuple[str, ...]
     processes: int
     steps: int
@@ -88,6 +90,8 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
     if os.environ["RANK"] != "0":
         return None
     with alone(), runner_arguments(job.script, job.arguments) as given:
+        for name in job.strategies:  # the script may have registered some, and a mistyped one has to be told at once
+            _spec(name, given, job)
         if in_parts and not _is_plain(given["optim_wrapper"]):
             return None
         strategy = build_strategy(_spec("single", given, job))
