@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import distributed as dist
 from ..core.errors import ConfigError, StrategyError
@@ -148,27 +150,35 @@ def refusals(kit: Kit) -> None:
 
 
 @check(
-    "after teardown, which may be called twice, no process group, thread or variable is left, and a new job can start"
+    "after teardown, which may be called twice, no process group, thread, variable or model is left, and a new job can "
+    "start"
 )
 def teardown(kit: Kit) -> None:
     variables, threads = dict(os.environ), set(threading.enumerate())
-    for _ in range(2):
-        strategy = kit.strategy()
-        fresh_rendezvous()
-        try:
-            strategy.setup_environment()
-            joined = dist.is_initialized()
-            require(joined or kit.world_size == 1, "setup_environment did not join a process group")
-            model, optim = strategy.setup(ConformanceNet(), sgd())
-            assert optim is not None
-            run(Session(strategy, model, optim), one_each(batches(1)))  # type: ignore[arg-type]
-        finally:
-            strategy.teardown()
-        require(not dist.is_initialized(), "the process group is still there after teardown")
-        strategy.teardown()
-    changed = sorted(
-        name for name, value in os.environ.items() if variables.get(name) != value and name != "MASTER_PORT"
-    )
+    models = [weakref.ref(_trained_and_left(kit)) for _ in range(2)]
+    gc.collect()
+    require(not any(model() for model in models), "the model is still in memory after teardown")
+    own = ("MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR")  # of this kit, and of torch, which writes it down when it is asked
+    changed = sorted(name for name, value in os.environ.items() if variables.get(name) != value and name not in own)
     require(not changed, f"environment variables were left changed: {', '.join(changed)}")
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     require(not left, f"threads were left running: {', '.join(left)}")
+
+
+def _trained_and_left(kit: Kit) -> nn.Module:
+    """A model after a job of a few updates."""
+    module = ConformanceNet()
+    strategy = kit.strategy()
+    fresh_rendezvous()
+    try:
+        strategy.setup_environment()
+        joined = dist.is_initialized()
+        require(joined or kit.world_size == 1, "setup_environment did not join a process group")
+        model, optim = strategy.setup(module, sgd())
+        assert optim is not None
+        run(Session(strategy, model, optim), one_each(batches(3)))  # type: ignore[arg-type]
+    finally:
+        strategy.teardown()
+    require(not dist.is_initialized(), "the process group is still there after teardown")
+    strategy.teardown()
+    return module

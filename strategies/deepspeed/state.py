@@ -310,6 +310,20 @@ def load_scale_state(scaler: Any, saved: Mapping[str, Any]) -> None:
         scaler.cur_hysteresis = int(saved["hysteresis"])
 
 
+def forget_modules(model: nn.Module) -> None:
+    """Make DeepSpeed forget a model of stage 3 and all that hangs on it: its weights, the engine, the process group."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    own = set(model.modules())
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in own]
+    # One of its methods is cached without limit, and the cache is in the closure of what wraps it.
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+
+
 def forget_process_groups() -> None:
     """Make DeepSpeed forget the process group that is about to be left; it would use it in the next job."""
     from deepspeed.comm import comm

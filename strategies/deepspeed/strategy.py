@@ -258,6 +258,7 @@ class DeepSpeedStrategy(Strategy):
         """See Strategy."""
         if self._engine is not None:
             self._engine.destroy()
+            state.forget_modules(self.module)
         began = self._spec is not None
         self._engine = self._state = self._wrapper = None
         super().teardown()

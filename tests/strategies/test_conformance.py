@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -308,6 +308,14 @@ class StaysInTheGroup(DDPStrategy):
             super().teardown()
 
 
+class RemembersModels(DDPStrategy):
+    models: ClassVar[list[Any]] = []
+
+    def teardown(self) -> None:
+        self.models.append(self._module)
+        super().teardown()
+
+
 class DiesOnSecondTeardown(DDPStrategy):
     def teardown(self) -> None:
         super().teardown()
@@ -334,6 +342,7 @@ class DiesOnSecondTeardown(DDPStrategy):
         (TakesAnyOptimizer, "refusals", "another model's parameters"),
         (StaysInTheGroup, "teardown", "the process group is still there"),
         (DiesOnSecondTeardown, "teardown", "no_such_attribute"),
+        (RemembersModels, "teardown", "the model is still in memory after teardown"),
     ],
 )
 def test_every_check_can_fail(workers2: WorkerGroup, strategy: type[Strategy], name: str, message: str) -> None:
