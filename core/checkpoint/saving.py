@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ class _Save:
         self._planner = ShardSavePlanner()
         self._items: list[WriteItem] = []
         self._staged: list[Tensor] | None = None
-        self._entries: dict[str, TensorEntry] = {}
+        self._index: Callable[[], dict[str, TensorEntry]] = dict
         self._text = b""
         self._peers = Peers(f"{self.path}: could not be saved")
         self._peers.meet(self.path.name, timeout_s)
@@ -203,7 +204,7 @@ class _Save:
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
         self._text = layout.to_json(self._values | per_rank, "checkpoint")
         layout.check_length(self.path / layout.VALUES, self._text)
-        self._entries = _entries(plans, metadata)
+        self._index = partial(_entries, plans, metadata)  # made when training goes on
         folder = str(layout.begin(self.path))
         return [(plan, folder) for plan in plans]
 
@@ -255,7 +256,7 @@ class _Save:
         folder = self._folder
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
         files |= dict(file for file in written if file is not None)
-        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._entries)
+        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._index())
         layout.seal(folder, manifest.model_dump_json().encode())
         layout.commit(self.path, folder)
         if self._is_latest:
