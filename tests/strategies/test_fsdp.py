@@ -105,9 +105,8 @@ SOME = ["initial_weights", "gradients", "accumulation", "clipping", "overflow", 
 @pytest.mark.parametrize(
     "options",
     [
-        dict(wrap=["Linear"], reshard_after_forward=False),
+        dict(wrap=["Linear"], reshard_after_forward=False, reduce_every_micro_batch=True),
         dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2),
-        dict(wrap=["Linear"], reduce_every_micro_batch=True),
         dict(replicate_size=2),
         dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])),
     ],
