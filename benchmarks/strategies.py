@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,29 @@ def peak(name: str, ours: bool, iterations: int) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@contextmanager
+def exact_memory() -> Iterator[None]:
+    """For processes that start meanwhile: what is freed is given back at once, so that the peak is what was in use."""
+    before = dict(os.environ)
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def peaks(name: str, processes: int) -> dict[bool, float]:
+    """Peak memory in MiB of the process that takes most, through flextrain and by hand."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with exact_memory():
+        for _ in range(PEAKS):
+            for ours in (False, True):
+                with WorkerGroup(processes, timeout_s=600) as group:
+                    found[ours].append(max(group.run(peak, name, ours, 5)))
+    return {ours: float(np.median(values)) for ours, values in found.items()}
+
+
 def measure(names: list[str], rounds: int, iterations: int, processes: int) -> dict[str, Any]:
     rows = []
     for name in names:
@@ -220,12 +244,7 @@ def measure(names: list[str], rounds: int, iterations: int, processes: int) -> d
             for number in range(rounds):
                 for ours in (True, False) if number % 2 else (False, True):
                     seconds[ours] += group.run(one_run, name, ours, iterations)[0]
-        peaks: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(PEAKS):
-            for ours in (False, True):
-                with WorkerGroup(processes, timeout_s=600) as group:
-                    peaks[ours].append(max(group.run(peak, name, ours, 5)))
-        memory = {ours: float(np.median(values)) for ours, values in peaks.items()}
+        memory = peaks(name, processes)
         row = {
             "name": name,
             "by_hand_ms": 1e3 * float(np.median(seconds[False])),
