@@ -270,7 +270,7 @@ class Strategy:
         return NOTHING
 
     def share_buffers(self) -> None:
-        """Give every process rank 0's floating-point buffers, in one message; all processes come here before evaluation.
+        """Give every process rank 0's floating-point buffers; all processes come here before evaluation.
 
         Running statistics follow what a process trains on. Evaluation with those of each would depend on which process
         has which sample; DistributedDataParallel sends rank 0's before every forward for the same reason.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint
+from .fetch import Fetch
 from .layout import DTYPES, Chunk
-from .storage import Fetch
 
 # Files are mapped into memory as they are read; what was read goes when they are closed.
 _CLOSE_AFTER_BYTES = 8 * 2**20

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .fetch import Fetch, Part
 from .layout import DTYPES
 from .untrusted import MAX_JSON_BYTES, one_line
-
-Part = tuple[slice, ...]
 
 # Of a tensor that has to be converted or moved to a device, so much is in memory beside it.
 _BLOCK_BYTES = 2**24
@@ -34,8 +33,8 @@ class _Entry:
     """In the file."""
 
 
-class SafetensorsFile:
-    """An open safetensors file; ``file(name, part)`` is that part of the tensor of this name.
+class SafetensorsFile(Fetch):
+    """An open safetensors file.
 
     Source of the file format: https://huggingface.co/docs/safetensors
 
@@ -44,7 +43,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file = path, file
+        super().__init__(path, self._part)
+        self._file = file
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, MAX_JSON_BYTES):
@@ -74,8 +74,7 @@ class SafetensorsFile:
         """Names of all tensors, to dtype and shape."""
         return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
 
-    def __call__(self, name: str, part: Part) -> Tensor:
-        """That part of a tensor, in new memory."""
+    def _part(self, name: str, part: Part) -> Tensor:
         entry = self._find(name)
         shape = [piece.stop - piece.start for piece in part]
         found = torch.empty(shape, dtype=entry.dtype)
@@ -83,7 +82,7 @@ class SafetensorsFile:
         return found
 
     def fill(self, name: str, part: Part, target: Tensor) -> None:
-        """Copy a part of a tensor into ``target``, which has its shape and any dtype and device."""
+        """See Fetch; without memory for the part beside ``target`` where they are alike."""
         self._fill(self._find(name), part, target)
 
     def _find(self, name: str) -> _Entry:
@@ -102,11 +101,11 @@ class SafetensorsFile:
         row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         begin = entry.begin + (part[0].start * row if part else 0)
         if shape[1:] == entry.shape[1:] and entry.dtype == target.dtype and target.is_cpu and target.is_contiguous():
-            self._read(begin, target)
+            self._read_bytes(begin, target)
             return
         if not part:
             scalar = torch.empty((), dtype=entry.dtype)
-            self._read(begin, scalar)
+            self._read_bytes(begin, scalar)
             target.copy_(scalar)
             return
         inner = (slice(None), *part[1:])
@@ -114,10 +113,10 @@ class SafetensorsFile:
         for first in range(0, shape[0], rows):
             count = min(rows, shape[0] - first)
             block = torch.empty(count, *entry.shape[1:], dtype=entry.dtype)
-            self._read(begin + first * row, block)
+            self._read_bytes(begin + first * row, block)
             target[first : first + count].copy_(block[inner])
 
-    def _read(self, begin: int, target: Tensor) -> None:
+    def _read_bytes(self, begin: int, target: Tensor) -> None:
         """Fill contiguous memory of the CPU with the bytes from ``begin`` on."""
         room = target.reshape(-1).view(torch.uint8).numpy().data
         self._file.seek(begin)

@@ -35,9 +35,10 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 from . import layout
+from .fetch import Fetch
 from .layout import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
 from .places import is_local
-from .safetensors_file import Part, SafetensorsFile
+from .safetensors_file import SafetensorsFile
 
 
 def name_in_file(item: WriteItem) -> str:
@@ -76,8 +77,6 @@ def _bytes_of(tensor: Tensor) -> memoryview | bytes:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-Fetch = Callable[[str, Part], Tensor]
-"""(name, part) to that part of the tensor of this name within a file."""
 Source = Callable[[str], AbstractContextManager[Fetch]]
 """Opens one file by its name."""
 
@@ -136,15 +135,7 @@ class ChunkReader(StorageReader):
                 for item in items:
                     part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                     target = planner.resolve_tensor(item).detach()
-                    name = self.places[item.storage_index].name
-                    if isinstance(fetch, SafetensorsFile):
-                        fetch.fill(name, part, target)
-                        planner.commit_tensor(item, target)
-                        continue
-                    found = fetch(name, part)
-                    if found.numel() != target.numel():
-                        raise CheckpointError(f"{file}: is damaged, it has another shape of {item.storage_index.fqn}")
-                    target.copy_(found.view(target.shape))
+                    fetch.fill(self.places[item.storage_index].name, part, target)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -176,7 +167,10 @@ def mapped_source(folder: Path) -> Source:
         try:
             with safe_open(folder / file, framework="pt") as opened:
                 # A 0-dim tensor has no slice.
-                yield lambda name, part: opened.get_slice(name)[part] if part else opened.get_tensor(name)
+                yield Fetch(
+                    folder / file,
+                    lambda name, part: opened.get_slice(name)[part] if part else opened.get_tensor(name),
+                )
         except SafetensorError as error:
             raise CheckpointError(f"{folder / file}: is damaged, {error}") from None
 

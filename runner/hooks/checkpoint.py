@@ -26,8 +26,8 @@ class CheckpointHook(Hook):
     is not touched, unless a checkpoint takes the same name.
 
     With ``async_save`` training waits only while the state is copied to the CPU, which takes as much memory as the process
-    writes, from the first save on. One save is under way at most: the next waits for it. An error of the writing is raised by the next iteration,
-    and training does not end before the last checkpoint is complete.
+    writes, from the first save on. One save is under way at most: the next waits for it. An error of the writing is raised
+    by the next iteration, and training does not end before the last checkpoint is complete.
 
     Args:
         interval: epochs or iterations between two checkpoints; -1: none in between.

@@ -17,9 +17,9 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
+from ..fetch import Fetch
 from ..flat_shard import boxes
 from ..layout import Chunk, TensorEntry
-from ..storage import Fetch
 from ..untrusted import one_line, read_name, sibling
 from .entries import MODEL, dtype_name, entry, label
 from .torch_files import StoredTensor, TorchFile
@@ -197,7 +197,7 @@ class _Reader:
             stored, start, length, sizes = self.places[file, name]
             return tensor_of(stored).reshape(-1)[start : start + length].view(sizes)[part]
 
-        yield fetch
+        yield Fetch(self.folder / file, fetch)
 
 
 def _consecutive(parts: Sequence[Slice], offset: int, length: int) -> list[tuple[int, StoredTensor, int, int, int]]:

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
-from ..storage import Fetch, mapped_source
+from ..fetch import Fetch
+from ..storage import mapped_source
 from .entries import MODEL, dtype_name, whole
 from .torch_files import StoredTensor, TorchFile
 
@@ -54,7 +55,7 @@ def _open_torch(path: Path) -> Checkpoint:
     @contextmanager
     def source(_: str) -> Iterator[Fetch]:
         tensor_of = file.map()
-        yield lambda name, part: tensor_of(tensors[name])[part]
+        yield Fetch(path, lambda name, part: tensor_of(tensors[name])[part])
 
     return Checkpoint(path, entries, {}, source)
 
