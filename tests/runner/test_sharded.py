@@ -173,9 +173,9 @@ class Sum(BaseMetric):
 
 
 class Statistics(Hook):
-    """Each process's own, right before validation."""
+    """Each process's own, before anything of validation."""
 
-    def before_val_epoch(self, runner: Any) -> None:
+    def before_val(self, runner: Any) -> None:
         self.own = statistics(runner.strategy.module)
 
 
@@ -222,6 +222,7 @@ def test_all_processes_evaluate_with_the_statistics_of_one(
 def test_averaged_statistics_stay_so_in_evaluation(tmp_path: Path, workers2: WorkerGroup) -> None:
     iterations = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=3))
     first, second = workers2.run(validated, str(tmp_path), FSDP, [dict(type="SyncBuffersHook")], **iterations)
+    assert first["own"] != second["own"], "each has seen other samples"
     means = [(a + b) / 2 for a, b in zip(first["own"], second["own"], strict=True)]
     assert first["seen"][0] == second["seen"][0] == pytest.approx(means, rel=1e-6)
 
