@@ -5,7 +5,8 @@
 All save the same model and AdamW in the same processes, one after the other, in turn first. A save's time ends when the
 files are on the disk: where a library does not see to it, they are flushed after it, and that counts. Files are read right
 after they were written, from the system's memory, by all alike. Memory is the largest resident set of any process during
-the call, over that before it. The stall is how long training waits for an asynchronous save.
+the call, over that before it. The stall is how long the call of an asynchronous save takes. Times, too, are those of the
+process that takes longest.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def memory(key: str) -> int:
 
 
 def measured(action: Callable[..., Any], *arguments: Any) -> tuple[float, int, Any]:
-    """Seconds until every process is done, how far the resident set of this one grew meanwhile, and what came back."""
+    """Seconds that it took in this process, how far its resident set grew meanwhile, and what came back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is kept for reuse would hide what is taken
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
@@ -193,8 +194,9 @@ def measured(action: Callable[..., Any], *arguments: Any) -> tuple[float, int, A
     barrier()
     begin = time.perf_counter()
     result = action(*arguments)
+    seconds = time.perf_counter() - begin
     barrier()
-    return time.perf_counter() - begin, memory("VmHWM") - before, result
+    return seconds, memory("VmHWM") - before, result
 
 
 def size(folder: Path) -> int:
@@ -279,9 +281,9 @@ def measure(names: list[str], rounds: int, megabytes: int, folder: Path) -> dict
         for name, first in by_rank[0].items():
             row: dict[str, Any] = {"layout": layout, "processes": processes, "name": name}
             for key in first:
-                # Of memory the process that takes most, and the worst round; of time the median.
-                every = [figures[name][key] for figures in by_rank]
-                row[key] = max(map(max, every)) if key.endswith("_bytes") else float(np.median(every[0]))
+                # Of every round the process that takes most; of memory the worst round, of time the median.
+                worst = np.max([figures[name][key] for figures in by_rank], axis=0)
+                row[key] = float(worst.max() if key.endswith("_bytes") else np.median(worst))
             row["allowed_bytes"] = state_bytes / processes + 1.2 * largest
             rows.append(row)
             print(f"{layout}: {row}", file=sys.stderr)

@@ -343,7 +343,8 @@ class FlexibleRunner:
             save_optimizer=save_optimizer,
             save_param_scheduler=save_param_scheduler,
             meta=meta,
-            staging=self._staging if async_save else None,
+            in_background=async_save,
+            staging=self._staging,
             verify=verify,
         )
         return str(path)

@@ -46,10 +46,11 @@ def save(
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
     meta: Mapping[str, Any] | None = None,
+    in_background: bool = False,
     staging: Staging | None = None,
     verify: bool = False,
 ) -> PendingSave | None:
-    """Write the state of a run; every process must call it. What comes back, with ``staging``, is still being written."""
+    """Write the state of a run; every process must call it. What comes back, ``in_background``, is still being written."""
     strategy = runner.strategy
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
@@ -80,9 +81,10 @@ def save(
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=save_optimizer,  # only such a one can be resumed
         verify=verify,
+        staging=staging,
     )
-    if staging is not None:
-        return save_in_background(path, state, staging=staging, **options)
+    if in_background:
+        return save_in_background(path, state, **options)
     save_checkpoint(path, state, **options)
     return None
 

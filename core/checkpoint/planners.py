@@ -6,8 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from .flat_shard import FlatShard
 
@@ -27,6 +32,17 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, FlatShard]]
     """What torch's planners can plan, and the flat shards."""
     flat = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
     return {key: value for key, value in state.items() if key not in flat}, flat
+
+
+def layout_of(key: str, tensor: Tensor) -> Any:
+    """What the plan for saving a tensor follows from: as long as it is equal, the plan is."""
+    if isinstance(tensor, FlatShard):
+        return tensor.dtype, tensor.shape, tensor.start, tensor.to_local().shape
+    if isinstance(tensor, DTensor):
+        return tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.dtype, tensor.shape
+    return create_default_local_save_plan({key: tensor}, False).items  # only torch knows, so it is the plan itself
 
 
 class ShardSavePlanner(DefaultSavePlanner):

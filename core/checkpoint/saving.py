@@ -11,9 +11,11 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from . import layout
 from .layout import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
 from .peers import Peers
 from .places import is_local, place
-from .planners import ShardSavePlanner
+from .planners import ShardSavePlanner, layout_of
 from .storage import name_in_file, write_shard
 
 _logger = logging.getLogger("flextrain")
@@ -45,6 +47,7 @@ def save_checkpoint(
     is_latest: bool = False,
     verify: bool = False,
     timeout_s: float = TIMEOUT_S,
+    staging: Staging | None = None,
 ) -> Path:
     """Write a checkpoint directory; every process must call it, and writes its own part.
 
@@ -60,12 +63,13 @@ def save_checkpoint(
         is_latest: ``latest`` in the parent directory names it when it is complete.
         verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
         timeout_s: how many seconds the other processes may take to come here.
+        staging: keeps what the next save can use again; every process has to give its own, or none.
 
     Raises:
         CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
     """
     save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
-    save.plan()
+    save.prepare(staging or Staging(), copy=False)
     save.finish()
     return save.path
 
@@ -91,15 +95,15 @@ def save_in_background(
         CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
     """
     save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
-    save.plan()
-    save.stage(staging or Staging())
+    save.prepare(staging or Staging(), copy=True)
     return PendingSave(save)
 
 
 class Staging:
-    """Memory for copies of tensors, kept from one save to the next: memory that is new has to be cleared page by page."""
+    """What one save leaves to the next: who writes what, and memory, which is slow when new, being cleared page by page."""
 
     def __init__(self) -> None:
+        self.plan: _Plan | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -119,6 +123,20 @@ class Staging:
 _ALIGNMENT = 64  # of views in any dtype
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what. It holds for as long as the layouts of all processes' tensors are those that it was made for."""
+
+    mark: str
+    """Rank 0's name for it: those that have the same made it together."""
+    made_for: tuple[int, dict[str, Any]]
+    """The number of processes, and the layout of each of this one's tensors."""
+    items: list[WriteItem]
+    """What this process writes."""
+    index: Callable[[], dict[str, TensorEntry]]
+    """On rank 0, where everything will be; made when it is asked for, as training goes on."""
+
+
 class PendingSave:
     """A save that a thread is finishing. The interpreter does not end before it has."""
 
@@ -127,10 +145,13 @@ class PendingSave:
         self.seconds = 0.0
         """How long it took to write, once it is done."""
         self._error: Exception | None = None
+        self._may_run = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
         self._thread.start()
+        self._may_run.set()
 
     def _run(self, save: _Save) -> None:
+        self._may_run.wait()  # or start() returns when this thread lets go of the interpreter, milliseconds later
         begin = time.perf_counter()
         try:
             save.finish()
@@ -177,46 +198,68 @@ class _Save:
         self._per_rank = dict(per_rank or {})
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._planner = ShardSavePlanner()
-        self._items: list[WriteItem] = []
-        self._staged: list[Tensor] | None = None
+        self._plan: _Plan
         self._index: Callable[[], dict[str, TensorEntry]] = dict
+        self._staged: list[Tensor] | None = None
         self._text = b""
         self._peers = Peers(f"{self.path}: could not be saved")
         self._peers.meet(self.path.name, timeout_s)
 
-    def plan(self) -> None:
-        """Agree on who writes what, and make the directory."""
-        own, folder = self._peers.round(self._offer, self._divide)
-        self._items = self._planner.finish_plan(own).items
+    def prepare(self, staging: Staging, copy: bool) -> None:
+        """Agree on who writes what, make the directory, and ``copy`` what this process writes, so that training may go on.
+
+        Where all write what they wrote in the save before, they copy it at once, and a single round of messages does.
+        """
+        folder, as_before = self._peers.round(lambda: self._offer(staging, copy), self._begin)
         # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
         self._folder = layout.temporary(self.path) if is_local(self.path) else place(folder)
+        if not as_before:
+            with self._cleared_away():
+                staging.plan = self._agree()
+                if copy:
+                    self._peers.round(lambda: self._copy(staging), lambda copied: copied)
+        assert staging.plan is not None
+        self._plan = staging.plan
+        if copy:
+            self._tensors.clear()
+            del self._planner
 
-    def _offer(self) -> tuple[SavePlan, dict[str, Any]]:
+    def _offer(self, staging: Staging, copy: bool) -> tuple[str | None, dict[str, Any]]:
+        """The plan that still holds here, if one does, and what differs by process."""
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
         layout.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
-        return self._planner.create_local_plan(), self._per_rank
+        if staging.plan is None or staging.plan.made_for != self._layouts():
+            return None, self._per_rank
+        if copy:
+            self._copy(staging)
+        return staging.plan.mark, self._per_rank
 
-    def _divide(self, offers: list[tuple[SavePlan, dict[str, Any]]]) -> list[tuple[SavePlan, str]]:
-        plans, metadata = self._planner.create_global_plan([plan for plan, _ in offers])
+    def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
         self._text = layout.to_json(self._values | per_rank, "checkpoint")
         layout.check_length(self.path / layout.VALUES, self._text)
-        self._index = partial(_entries, plans, metadata)  # made when training goes on
-        folder = str(layout.begin(self.path))
-        return [(plan, folder) for plan in plans]
+        marks = {mark for mark, _ in offers}
+        return [(str(layout.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
 
-    def stage(self, staging: Staging) -> None:
-        """Copy what this process writes, so that training may go on."""
-        with self._cleared_away():
-            self._peers.round(lambda: self._copy(staging), lambda copied: copied)
-        self._tensors.clear()
-        del self._planner
+    def _agree(self) -> _Plan:
+        mark, own = self._peers.round(self._planner.create_local_plan, self._divide)
+        return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, self._index)
+
+    def _divide(self, offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+        plans, metadata = self._planner.create_global_plan(offers)
+        self._index = cache(partial(_entries, plans, metadata))
+        mark = uuid.uuid4().hex
+        return [(mark, plan) for plan in plans]
+
+    def _layouts(self) -> tuple[int, dict[str, Any]]:
+        return get_world_size(), {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
 
     def _copy(self, staging: Staging) -> None:
-        self._staged = staging.copy([self._resolve(item) for item in self._items])
+        assert staging.plan is not None
+        self._staged = staging.copy([self._resolve(item) for item in staging.plan.items])
 
     def _resolve(self, item: WriteItem) -> Tensor:
         tensor = self._planner.resolve_data(item)
@@ -243,11 +286,11 @@ class _Save:
         folder = self._folder
         if is_local(folder) and not folder.is_dir():
             raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
-        if not self._items:
+        if not self._plan.items:
             return None
         file = _file(get_rank())
-        tensors = map(self._resolve, self._items) if self._staged is None else self._staged
-        entry = write_shard(folder / file, self._items, tensors)
+        tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
+        entry = write_shard(folder / file, self._plan.items, tensors)
         if self._verify:
             layout.check_file(folder / file, entry)
         return file, entry
@@ -256,7 +299,7 @@ class _Save:
         folder = self._folder
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
         files |= dict(file for file in written if file is not None)
-        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._index())
+        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._plan.index())
         layout.seal(folder, manifest.model_dump_json().encode())
         layout.commit(self.path, folder)
         if self._is_latest:

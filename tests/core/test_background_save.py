@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from flextrain.core import distributed
 from flextrain.core.checkpoint import (
     Checkpoint,
     FlatShard,
+    Staging,
     is_checkpoint,
     layout,
+    planners,
     save_checkpoint,
     save_in_background,
     saving,
@@ -128,6 +130,42 @@ def test_what_was_written_wrong_does_not_become_a_checkpoint(tmp_path: Path, mon
     save_checkpoint(tmp_path / "b", {"model.w": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="its checksum is"):
         load_all(tmp_path / "b")
+
+
+class Plain(Tensor):
+    pass
+
+
+CHANGES: dict[str, dict[str, Tensor]] = {
+    "values": {"model.a": torch.ones(2, 3), "model.b": torch.ones(4)},
+    "shape": {"model.a": torch.ones(3, 2), "model.b": torch.ones(4)},
+    "dtype": {"model.a": torch.ones(2, 3, dtype=torch.bfloat16), "model.b": torch.ones(4)},
+    "class": {"model.a": torch.ones(2, 3).as_subclass(Plain), "model.b": torch.ones(4)},
+    "more": {"model.a": torch.ones(2, 3), "model.b": torch.ones(4), "model.c": torch.ones(5)},
+    "fewer": {"model.b": torch.ones(4)},
+    "order": {"model.b": torch.ones(4), "model.a": torch.ones(2, 3)},
+    "larger": {"model.a": torch.ones(200, 3), "model.b": torch.ones(4)},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("save", [save_checkpoint, save_in_background])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_for_the_next_save_does_not_hold_for_another_state(
+    tmp_path: Path, save: Callable[..., Any], change: str
+) -> None:
+    staging, first = Staging(), {"model.a": torch.zeros(2, 3), "model.b": torch.zeros(4)}
+    states = {"a": first, "b": CHANGES[change], "c": first}
+    for number, (name, state) in enumerate(states.items()):
+        per_rank = {"rng": number}
+        saved = save(tmp_path / name, {**state, "iter": number}, per_rank=per_rank, staging=staging)
+        if save is save_in_background:
+            saved.wait()
+    for number, (name, state) in enumerate(states.items()):
+        found = load_all(tmp_path / name)
+        assert found.keys() == state.keys()
+        assert all(found[key].dtype == state[key].dtype and torch.equal(found[key], state[key]) for key in state)
+        assert Checkpoint.open(tmp_path / name).values == {"iter": number, "rng": [number]}
 
 
 def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
@@ -246,6 +284,93 @@ def test_the_limit_of_the_group_holds_for_saves(workers2: WorkerGroup, tmp_path:
     first, _ = workers2.run(one_hangs, tmp_path / "a")
     assert first < 4
     assert not is_checkpoint(tmp_path / "a")
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("rank-*")} | {
+        "index": str(sorted(Checkpoint.open(path).tensors.items())).encode()
+    }
+
+
+def thrice(folder: Path) -> tuple[list[int], bool]:
+    """How many plans were made for three saves and one that knows of none before, and whether the last two wrote the same."""
+    plans: list[int] = []
+    make = planners.ShardSavePlanner.create_local_plan
+
+    def counted(planner: planners.ShardSavePlanner) -> Any:
+        plans[-1] += 1
+        return make(planner)
+
+    with group() as rank, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planners.ShardSavePlanner, "create_local_plan", counted)
+        staging = Staging()
+        for number in range(3):
+            plans.append(0)
+            state, per_rank = {**in_all_layouts(number), "iter": number}, {"rng": [number, rank]}
+            if number == 1:
+                save_checkpoint(folder / str(number), state, per_rank=per_rank, staging=staging)
+            else:
+                save_in_background(folder / str(number), state, per_rank=per_rank, staging=staging).wait()
+        plans.append(0)
+        save_checkpoint(folder / "anew", state, per_rank=per_rank)
+        values = Checkpoint.open(folder / "2").values
+        assert values == Checkpoint.open(folder / "anew").values == {"iter": 2, "rng": [[2, 0], [2, 1]]}
+        return plans, files(folder / "2") == files(folder / "anew")
+
+
+@pytest.mark.distributed
+def test_a_plan_is_made_once(workers2: WorkerGroup, tmp_path: Path) -> None:
+    assert workers2.run(thrice, tmp_path) == [([1, 0, 0, 1], True)] * 2
+
+
+def moved(path: Path, case: str) -> None:
+    """Save, change what the plan follows from in some processes, and save again."""
+    with group() as rank:
+        mesh, staging, whole, place = init_device_mesh("cpu", (2,)), Staging(), torch.arange(16.0).view(4, 4), rank
+        bounds, placement = (0, 8, 16) if case == "as long, elsewhere" else (0, 6, 16), Shard(0)
+        # Shared out by size, so that it depends on the large one who writes the others.
+        alike = {"p": torch.ones(8), "q": torch.ones(8)}
+        large = {"large": torch.ones(1000)} if rank == 0 else {}
+
+        def state() -> dict[str, Tensor]:
+            begin, end = bounds[place : place + 2]
+            return {
+                **large,
+                **alike,
+                "flat": FlatShard(whole.flatten()[begin:end].clone(), whole.shape, begin),
+                "sharded": distribute_tensor(whole.clone(), mesh, [placement]),
+            }
+
+        save_in_background(path, state(), staging=staging).wait()
+        if case == "shorter and longer":
+            bounds = (0, 4, 16)
+        elif case == "as long, elsewhere":
+            place = 1 - rank
+        elif case == "placement":
+            placement = Shard(1)
+        elif case == "one has less":
+            large = {}
+        elif case == "one forgot":
+            staging = Staging() if rank == 1 else staging
+        elif case == "one has another plan":
+            kept, staging, large = (staging, large), Staging(), {}
+            save_in_background(path, state(), staging=staging).wait()
+            if rank == 0:
+                staging, large = kept
+        whole = whole + 100
+        save_in_background(path, state(), staging=staging).wait()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "case",
+    ["shorter and longer", "as long, elsewhere", "placement", "one has less", "one forgot", "one has another plan"],
+)
+def test_a_plan_is_made_anew_by_all_if_one_needs_it(workers2: WorkerGroup, tmp_path: Path, case: str) -> None:
+    workers2.run(moved, tmp_path / "a", case)
+    found = load_all(tmp_path / "a")
+    assert found.keys() == {"flat", "sharded", "p", "q", *(["large"] if case != "one has less" else [])}
+    assert all(torch.equal(found[key], torch.arange(100.0, 116).view(4, 4)) for key in ("flat", "sharded"))
 
 
 def share_of(path: Path) -> int:
