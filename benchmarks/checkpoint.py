@@ -283,7 +283,7 @@ def measure(names: list[str], rounds: int, megabytes: int, folder: Path) -> dict
             for key in first:
                 # Of every round the process that takes most; of memory the worst round, of time the median.
                 worst = np.max([figures[name][key] for figures in by_rank], axis=0)
-                row[key] = float(worst.max() if key.endswith("_bytes") else np.median(worst))
+                row[key] = int(worst.max()) if key.endswith("_bytes") else float(np.median(worst))
             row["allowed_bytes"] = state_bytes / processes + 1.2 * largest
             rows.append(row)
             print(f"{layout}: {row}", file=sys.stderr)

@@ -38,11 +38,14 @@ def layout_of(key: str, tensor: Tensor) -> Any:
     """What the plan for saving a tensor follows from: as long as it is equal, the plan is."""
     if isinstance(tensor, FlatShard):
         return tensor.dtype, tensor.shape, tensor.start, tensor.to_local().shape
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and type(tensor.to_local()) in _PLAIN:
         return tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements
-    if type(tensor) in (Tensor, nn.Parameter):
+    if type(tensor) in _PLAIN:
         return tensor.dtype, tensor.shape
-    return create_default_local_save_plan({key: tensor}, False).items  # only torch knows, so it is the plan itself
+    return create_default_local_save_plan({key: tensor}, False).items  # only its class knows, so it is the plan itself
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class ShardSavePlanner(DefaultSavePlanner):

@@ -12,10 +12,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ class Staging:
     """What one save leaves to the next: who writes what, and memory, which is slow when new, being cleared page by page."""
 
     def __init__(self) -> None:
-        self.plan: _Plan | None = None
+        self.plan = _Plan()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -123,18 +122,36 @@ class Staging:
 _ALIGNMENT = 64  # of views in any dtype
 
 
+class _Index:
+    """Of every tensor, its pieces and where they will be."""
+
+    def __init__(self) -> None:
+        self._plans: tuple[list[SavePlan], Metadata] | None = None
+        self._entries: dict[str, TensorEntry] = {}
+
+    def plan(self, plans: list[SavePlan], metadata: Metadata) -> None:
+        """Let it follow from the plans of all processes."""
+        self._plans = plans, metadata
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Made when they are first asked for, when training goes on already; the plans of all then make room."""
+        if self._plans is not None:
+            self._entries, self._plans = _entries(*self._plans), None
+        return self._entries
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Who writes what. It holds for as long as the layouts of all processes' tensors are those that it was made for."""
 
-    mark: str
+    mark: str | None = None
     """Rank 0's name for it: those that have the same made it together."""
-    made_for: tuple[int, dict[str, Any]]
-    """The number of processes, and the layout of each of this one's tensors."""
-    items: list[WriteItem]
+    made_for: tuple[int, int, dict[str, Any]] | None = None
+    """The rank, the number of processes, and the layout of each of this one's tensors."""
+    items: Sequence[WriteItem] = ()
     """What this process writes."""
-    index: Callable[[], dict[str, TensorEntry]]
-    """On rank 0, where everything will be; made when it is asked for, as training goes on."""
+    index: _Index = field(default_factory=_Index)
+    """What all write; rank 0's."""
 
 
 class PendingSave:
@@ -145,13 +162,13 @@ class PendingSave:
         self.seconds = 0.0
         """How long it took to write, once it is done."""
         self._error: Exception | None = None
-        self._may_run = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
         self._thread.start()
-        self._may_run.set()
 
     def _run(self, save: _Save) -> None:
-        self._may_run.wait()  # or start() returns when this thread lets go of the interpreter, milliseconds later
+        time.sleep(
+            0.001
+        )  # start() waits for the interpreter, which this thread would not let go of for some milliseconds
         begin = time.perf_counter()
         try:
             save.finish()
@@ -198,8 +215,7 @@ class _Save:
         self._per_rank = dict(per_rank or {})
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._planner = ShardSavePlanner()
-        self._plan: _Plan
-        self._index: Callable[[], dict[str, TensorEntry]] = dict
+        self._plan = _Plan()
         self._staged: list[Tensor] | None = None
         self._text = b""
         self._peers = Peers(f"{self.path}: could not be saved")
@@ -214,12 +230,11 @@ class _Save:
         # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
         self._folder = layout.temporary(self.path) if is_local(self.path) else place(folder)
         if not as_before:
+            self._staged = None  # what was copied already would keep the memory that gives way to more
             with self._cleared_away():
-                staging.plan = self._agree()
+                self._plan = staging.plan = self._agree()
                 if copy:
                     self._peers.round(lambda: self._copy(staging), lambda copied: copied)
-        assert staging.plan is not None
-        self._plan = staging.plan
         if copy:
             self._tensors.clear()
             del self._planner
@@ -231,11 +246,12 @@ class _Save:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
         layout.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
-        if staging.plan is None or staging.plan.made_for != self._layouts():
+        if staging.plan.made_for != self._layouts():
             return None, self._per_rank
+        self._plan = staging.plan
         if copy:
             self._copy(staging)
-        return staging.plan.mark, self._per_rank
+        return self._plan.mark, self._per_rank
 
     def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
@@ -245,21 +261,24 @@ class _Save:
         return [(str(layout.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
 
     def _agree(self) -> _Plan:
-        mark, own = self._peers.round(self._planner.create_local_plan, self._divide)
-        return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, self._index)
+        index = _Index()
 
-    def _divide(self, offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
-        plans, metadata = self._planner.create_global_plan(offers)
-        self._index = cache(partial(_entries, plans, metadata))
-        mark = uuid.uuid4().hex
-        return [(mark, plan) for plan in plans]
+        def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+            plans, metadata = self._planner.create_global_plan(offers)
+            index.plan(plans, metadata)
+            mark = uuid.uuid4().hex
+            return [(mark, plan) for plan in plans]
 
-    def _layouts(self) -> tuple[int, dict[str, Any]]:
-        return get_world_size(), {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
+        mark, own = self._peers.round(self._planner.create_local_plan, divide)
+        return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
+
+    def _layouts(self) -> tuple[int, int, dict[str, Any]]:
+        with torch.no_grad():  # looking at what a process holds is none of autograd's business
+            layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
+        return get_rank(), get_world_size(), layouts
 
     def _copy(self, staging: Staging) -> None:
-        assert staging.plan is not None
-        self._staged = staging.copy([self._resolve(item) for item in staging.plan.items])
+        self._staged = staging.copy([self._resolve(item) for item in self._plan.items])
 
     def _resolve(self, item: WriteItem) -> Tensor:
         tensor = self._planner.resolve_data(item)
@@ -299,7 +318,7 @@ class _Save:
         folder = self._folder
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
         files |= dict(file for file in written if file is not None)
-        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._plan.index())
+        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._plan.index.entries())
         layout.seal(folder, manifest.model_dump_json().encode())
         layout.commit(self.path, folder)
         if self._is_latest:

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from flextrain.core import distributed
 from flextrain.core.checkpoint import (
@@ -132,15 +133,10 @@ def test_what_was_written_wrong_does_not_become_a_checkpoint(tmp_path: Path, mon
         load_all(tmp_path / "b")
 
 
-class Plain(Tensor):
-    pass
-
-
 CHANGES: dict[str, dict[str, Tensor]] = {
     "values": {"model.a": torch.ones(2, 3), "model.b": torch.ones(4)},
     "shape": {"model.a": torch.ones(3, 2), "model.b": torch.ones(4)},
     "dtype": {"model.a": torch.ones(2, 3, dtype=torch.bfloat16), "model.b": torch.ones(4)},
-    "class": {"model.a": torch.ones(2, 3).as_subclass(Plain), "model.b": torch.ones(4)},
     "more": {"model.a": torch.ones(2, 3), "model.b": torch.ones(4), "model.c": torch.ones(5)},
     "fewer": {"model.b": torch.ones(4)},
     "order": {"model.b": torch.ones(4), "model.a": torch.ones(2, 3)},
@@ -190,9 +186,12 @@ def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
 
 
 @contextmanager
-def group(timeout_s: float = 30) -> Iterator[int]:
+def group(timeout_s: float = 30, init_method: str = "env://", swapped: bool = False) -> Iterator[int]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    distributed.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=timeout_s)
+    rank = world_size - 1 - rank if swapped else rank
+    distributed.init_process_group(
+        "gloo", rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s
+    )
     try:
         yield rank
     finally:
@@ -323,10 +322,19 @@ def test_a_plan_is_made_once(workers2: WorkerGroup, tmp_path: Path) -> None:
     assert workers2.run(thrice, tmp_path) == [([1, 0, 0, 1], True)] * 2
 
 
+def in_pieces(whole: Tensor, column: int, mesh: DeviceMesh) -> DTensor:
+    """Half of the rows of (4, 4), of a class that says itself which pieces it holds: those up to a column, and the rest."""
+    begin = 2 * dist.get_rank()
+    rows = whole[begin : begin + 2]
+    local = LocalShardsWrapper([rows[:, :column].clone(), rows[:, column:].clone()], [(begin, 0), (begin, column)])
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def moved(path: Path, case: str) -> None:
     """Save, change what the plan follows from in some processes, and save again."""
     with group() as rank:
-        mesh, staging, whole, place = init_device_mesh("cpu", (2,)), Staging(), torch.arange(16.0).view(4, 4), rank
+        staging, whole, place, column = Staging(), torch.arange(16.0).view(4, 4), rank, 1
+        mesh = in_order = init_device_mesh("cpu", (2,))
         bounds, placement = (0, 8, 16) if case == "as long, elsewhere" else (0, 6, 16), Shard(0)
         # Shared out by size, so that it depends on the large one who writes the others.
         alike = {"p": torch.ones(8), "q": torch.ones(8)}
@@ -334,11 +342,13 @@ def moved(path: Path, case: str) -> None:
 
         def state() -> dict[str, Tensor]:
             begin, end = bounds[place : place + 2]
+            half = whole.chunk(2, dim=placement.dim)[rank if mesh is in_order else 1 - rank]
             return {
                 **large,
                 **alike,
                 "flat": FlatShard(whole.flatten()[begin:end].clone(), whole.shape, begin),
-                "sharded": distribute_tensor(whole.clone(), mesh, [placement]),
+                "sharded": DTensor.from_local(half.clone(), mesh, [placement], run_check=False),
+                "in pieces": in_pieces(whole, column, in_order),
             }
 
         save_in_background(path, state(), staging=staging).wait()
@@ -348,6 +358,10 @@ def moved(path: Path, case: str) -> None:
             place = 1 - rank
         elif case == "placement":
             placement = Shard(1)
+        elif case == "mesh":
+            mesh = DeviceMesh("cpu", [1, 0])
+        elif case == "in other pieces":
+            column = 3
         elif case == "one has less":
             large = {}
         elif case == "one forgot":
@@ -364,13 +378,80 @@ def moved(path: Path, case: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
-    ["shorter and longer", "as long, elsewhere", "placement", "one has less", "one forgot", "one has another plan"],
+    [
+        "shorter and longer",
+        "as long, elsewhere",
+        "placement",
+        "mesh",
+        "in other pieces",
+        "one has less",
+        "one forgot",
+        "one has another plan",
+    ],
 )
 def test_a_plan_is_made_anew_by_all_if_one_needs_it(workers2: WorkerGroup, tmp_path: Path, case: str) -> None:
     workers2.run(moved, tmp_path / "a", case)
     found = load_all(tmp_path / "a")
-    assert found.keys() == {"flat", "sharded", "p", "q", *(["large"] if case != "one has less" else [])}
-    assert all(torch.equal(found[key], torch.arange(100.0, 116).view(4, 4)) for key in ("flat", "sharded"))
+    assert found.keys() == {"flat", "sharded", "in pieces", "p", "q", *(["large"] if case != "one has less" else [])}
+    expected = torch.arange(100.0, 116).view(4, 4)
+    assert all(torch.equal(found[key], expected) for key in ("flat", "sharded", "in pieces"))
+
+
+def in_another_group(folder: Path) -> None:
+    staging, state = Staging(), {"p": torch.ones(8), "q": torch.ones(8)}
+    for name in ("first", "swapped"):
+        with group(init_method=f"file://{folder}/{name}.store", swapped=name == "swapped"):
+            save_checkpoint(folder / name, state, staging=staging)
+    save_checkpoint(folder / f"alone-{os.environ['RANK']}", state, staging=staging)
+
+
+@pytest.mark.distributed
+def test_a_plan_does_not_hold_in_another_group(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(in_another_group, tmp_path)
+    for name in ("first", "swapped", "alone-0", "alone-1"):
+        assert {key: value.tolist() for key, value in load_all(tmp_path / name).items()} == {"p": [1] * 8, "q": [1] * 8}
+
+
+def one_cannot_copy(path: Path, has_plan: bool) -> tuple[str, bool]:
+    """What is raised, and whether anything is left of it."""
+    with group() as rank:
+        staging = Staging()
+        if has_plan:
+            save_in_background(path, in_all_layouts(0.0), staging=staging).wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(staging, "copy", lambda tensors: 1 / 0)
+            with pytest.raises(CheckpointError) as caught:
+                save_in_background(path, in_all_layouts(50.0), staging=staging)
+        dist.barrier()
+        left = layout.temporary(path).exists()
+        dist.barrier()
+        save_in_background(path, in_all_layouts(100.0), staging=staging).wait()
+        return str(caught.value), left
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_all_raise_what_one_could_not_copy(workers2: WorkerGroup, tmp_path: Path, has_plan: bool) -> None:
+    expected = (f"{tmp_path / 'a'}: could not be saved on rank 1: division by zero", False)
+    assert workers2.run(one_cannot_copy, tmp_path / "a", has_plan) == [expected, expected]
+    assert all(torch.equal(found, torch.arange(100.0, 115).view(5, 3)) for found in load_all(tmp_path / "a").values())
+
+
+def overlapping(path: Path) -> tuple[str, bool]:
+    with group() as rank:
+        begin, end = ((0, 10), (8, 15))[rank]
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(path, {"w": FlatShard(torch.ones(end - begin), (15,), begin)})
+        dist.barrier()
+        return str(caught.value), layout.temporary(path).exists()
+
+
+@pytest.mark.distributed
+def test_nothing_is_left_of_what_could_not_be_planned(workers2: WorkerGroup, tmp_path: Path) -> None:
+    for message, left in workers2.run(overlapping, tmp_path / "a"):
+        assert "could not be saved on rank 0: Failed to validate global plan: key:w has overlapping chunks" in message
+        assert not left
 
 
 def share_of(path: Path) -> int:
