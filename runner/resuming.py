@@ -31,9 +31,13 @@ _WITHOUT = {
 }
 
 
-def advice(name: str | None) -> str:
-    """How to do without a piece of a checkpoint; None: one that no run can do without."""
-    return f"resume=dict({name}=False) leaves it out, {_WITHOUT[name]}" if name else "load_from takes its weights alone"
+def advice(*names: str | None) -> str:
+    """How to do without pieces of a checkpoint; None: one that no run can do without."""
+    known = [name for name in names if name is not None]
+    if len(known) < len(names):
+        return "load_from takes its weights alone"
+    options, it = ", ".join(f"{name}=False" for name in known), "it" if len(known) == 1 else "them"
+    return f"resume=dict({options}) leaves {it} out, {', '.join(_WITHOUT[name] for name in known)}"
 
 
 @contextmanager

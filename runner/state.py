@@ -103,10 +103,10 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
     """
     checkpoint = Checkpoint.open(path)
     values, strategy, loop = checkpoint.values, runner.strategy, runner.train_loop
-    for name, keys in _wanted(runner, options):
-        for key in keys:
-            if key not in values:
-                raise CheckpointError(f"{path}: cannot be resumed, it has no {key}; {advice(name)}")
+    missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
+    if missing:
+        lacks = " and no ".join(missing.values())
+        raise CheckpointError(f"{path}: cannot be resumed, it has no {lacks}; {advice(*missing)}")
     saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
     with piece(path, "optim", "optimizer"):
         template = strategy.load_template(saved)

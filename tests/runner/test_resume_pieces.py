@@ -133,6 +133,19 @@ def test_a_piece_that_is_left_out_may_be_missing(tmp_path: Path, path: Path, nam
     assert runner.epoch == 3
 
 
+def test_all_missing_pieces_are_named_at_once(tmp_path: Path, path: Path) -> None:
+    change_values(path, lambda values: [values.pop(key) for key in ("optim.wrapper", "scheduler")])
+    with pytest.raises(CheckpointError) as caught:
+        resumed(tmp_path / "whole", path)
+    assert str(caught.value) == (
+        f"{path}: cannot be resumed, it has no optim.wrapper and no scheduler; resume=dict(optimizer=False, "
+        "param_scheduler=False) leaves them out, the optimizer's state then starts afresh, schedules then start afresh"
+    )
+    change_values(path, lambda values: values.pop("loop"))
+    with pytest.raises(CheckpointError, match=r"no loop and no optim\.wrapper and no scheduler; load_from"):
+        resumed(tmp_path / "whole", path)
+
+
 @pytest.mark.parametrize(
     ("key", "name"), [(key, name) for name in PIECES for key in KEYS[name] if key not in ("processes", "hooks")]
 )
