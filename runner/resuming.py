@@ -197,7 +197,7 @@ def check_optimizer(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: parameters share a group that had different settings, or the checkpoint lacks one.
     """
-    now = {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(_GROUP)}
+    now = _settings(runner)
     then = {key: value for key, value in values.items() if key.startswith(_GROUP)}
     for key in now:
         if key.endswith(".optimizer") and key not in then:
@@ -217,6 +217,10 @@ def check_optimizer(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
     )
     if gone:
         runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
+
+
+def _settings(runner: FlexibleRunner) -> dict[str, Any]:
+    return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(_GROUP)}
 
 
 _GROUP = "optim.group."
@@ -260,8 +264,13 @@ def check_hooks(
 # Schedules
 
 
-def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]]) -> None:
+def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]], set_values: bool) -> None:
     """Let every scheduler go on; the configuration has to have those that the checkpoint has, in the same order.
+
+    Args:
+        runner: the run.
+        saved: the states, by the name of the optimizer.
+        set_values: also put the values in force that were, for an optimizer whose own state is left out.
 
     Raises:
         CheckpointError: others, more or fewer.
@@ -277,6 +286,37 @@ def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]]) 
             )
         for scheduler, state in zip(group, states, strict=True):
             scheduler.load_state_dict(state)
+            if set_values:
+                scheduler.set_values(state["values"], state["base_values"])
+
+
+@contextmanager
+def schedules_anew(runner: FlexibleRunner) -> Iterator[None]:
+    """What schedulers have set stays when the optimizer's state comes back: they start afresh, and count on it."""
+    own = [(scheduler, scheduler.get_values()) for group in runner.schedulers.values() for scheduler in group]
+    yield
+    for scheduler, values in own:
+        scheduler.set_values(values, scheduler.base_values)
+
+
+@contextmanager
+def telling_what_differs(runner: FlexibleRunner) -> Iterator[None]:
+    """Log the optimizers' settings which are not those of the configuration any more."""
+    before = _settings(runner)
+    yield
+    after = _settings(runner)
+    replaced: dict[str, str] = {}
+    for key, value in after.items():
+        parameter, _, setting = key.rpartition(".")
+        scheduled = f"{parameter}.initial_{setting}" in before  # what its schedule began with is compared instead
+        if not scheduled and key in before and not _same(value, before[key]):
+            replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {before[key]}")
+    if replaced:
+        runner.logger.warning(
+            f"The optimizer goes on with the checkpoint's settings, not the configuration's: "
+            f"{', '.join(f'{setting} {values}' for setting, values in replaced.items())}; "
+            "resume=dict(optimizer=False) would begin with the configuration's"
+        )
 
 
 # Random states

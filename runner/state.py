@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ from .resuming import (
     load_random,
     load_schedulers,
     piece,
+    schedules_anew,
+    telling_what_differs,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def save(
     runner.call_hook("before_save_checkpoint", checkpoint=extra)
     state.update(_flatten(extra, "extra"))
     options: dict[str, Any] = dict(
-        per_rank={"rng": rng_state()},
+        per_rank={"rng": rng_state(), "own_losses": runner.message_hub.own_losses()},
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=save_optimizer,  # only such a one can be resumed
         verify=verify,
@@ -127,18 +130,19 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
 
     with piece(path, "optim", "optimizer"):
         plain = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
-        strategy.load_state_dict({**plain, **template})
-        if options.optimizer and runner.optim_wrapper is not None:
-            check_optimizer(runner, values)
-            runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
+        with telling_what_differs(runner), nullcontext() if options.param_scheduler else schedules_anew(runner):
+            strategy.load_state_dict({**plain, **template})
+            if options.optimizer and runner.optim_wrapper is not None:
+                check_optimizer(runner, values)
+                runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
     if options.param_scheduler:
         with piece(path, "scheduler", "param_scheduler"):
-            load_schedulers(runner, values.get("scheduler", {}))
+            load_schedulers(runner, values.get("scheduler", {}), set_values=not options.optimizer)
     with piece(path, "loop"):
         loop.load_state_dict(place)
     if options.logs:
         with piece(path, "message_hub", "logs"):
-            runner.message_hub.load_state_dict(values["message_hub"])
+            runner.message_hub.load_state_dict(values["message_hub"], values["own_losses"])
     if options.hooks:
         _load_hooks(runner, path, {**values, **hooks})
     if options.random:
@@ -154,7 +158,7 @@ def _wanted(runner: FlexibleRunner, options: Resume) -> Iterator[tuple[str | Non
     if options.random:
         yield "random", ("rng", "processes")
     if options.logs:
-        yield "logs", ("message_hub",)
+        yield "logs", ("message_hub", "own_losses")
     if options.optimizer:
         yield "optimizer", ("optim.wrapper",)
     if options.param_scheduler and any(runner.schedulers.values()):

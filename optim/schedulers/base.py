@@ -4,7 +4,7 @@
 # dataclass writes for subclasses in other modules can be checked against a configuration.
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -112,14 +112,34 @@ class ParamScheduler:
         """The values that the last step left, one per group."""
         return [float(value) for value in self._last_value]
 
+    def get_values(self) -> list[float]:
+        """The values in force, one per group, whichever scheduler set them."""
+        return [float(value) for value in self._values()]
+
+    def set_values(self, values: Sequence[float], base_values: Sequence[float]) -> None:
+        """Put ``values`` in force, one per group; in proportion where a group began with another value than ``base_values``.
+
+        Raises:
+            CheckpointError: the groups are more or fewer.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) != len(values):
+            raise CheckpointError(
+                f"{type(self).__name__}: has {self.param_name} of {len(values)} groups, the optimizer has {len(groups)}"
+            )
+        for group, own, value, base in zip(groups, self.base_values, values, base_values, strict=True):
+            self._write(group, value if own == base or base == 0 else value * own / base)
+            group[f"initial_{self.param_name}"] = own
+        self._last_value = self._values()
+
     def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule as plain values: all attributes but the constructor's arguments."""
+        """The position in the schedule as plain values: all attributes but the constructor's arguments, and what is in force."""
         configuration = {f.name for f in fields(self)} - {"last_step"} | self._unsaved
         state = {name: value for name, value in vars(self).items() if name not in configuration}
-        return {**state, "_last_value": self.get_last_value()}
+        return {**state, "_last_value": self.get_last_value(), "values": self.get_values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; the values themselves come back with the optimizer's state.
+        """Go on from ``state``; the values themselves come back with the optimizer's state, or by `set_values`.
 
         What the groups began with is theirs too, where the state's groups are others than these.
 
@@ -132,7 +152,7 @@ class ParamScheduler:
                 f"{name}: saved by another kind of scheduler, the states differ in {', '.join(differing)}"
             )
         regrouped = state["base_values"] != self.base_values
-        vars(self).update(state)
+        vars(self).update({name: value for name, value in state.items() if name != "values"})
         if regrouped:
             initial = f"initial_{self.param_name}"
             self.base_values = [float(group[initial]) for group in self.optimizer.param_groups]

@@ -52,8 +52,8 @@ def found(runner: FlexibleRunner) -> dict[str, bool]:
     state = optim.state_dict()["scaler"]
     ema, stopping, best = (hook(runner, kind).state_dict() for kind in (EMAHook, EarlyStoppingHook, CheckpointHook))
     pieces = {
-        "optimizer": {bool(optim.optimizer.state), optim.param_groups[0]["lr"] > 0.011, state["scale"] > 8.0},
-        "param_scheduler": {runner.param_schedulers[0].last_step == 10},
+        "optimizer": {bool(optim.optimizer.state), state["scale"] > 8.0},
+        "param_scheduler": {runner.param_schedulers[0].last_step == 10, optim.param_groups[0]["lr"] > 0.011},
         "random": {float(torch.rand(())) == DRAWN[0], float(np.random.rand()) == DRAWN[1]},
         "hooks": {ema["updates"] == 10, stopping["best_score"] > 0, "accuracy" in best["best"]},
         "logs": {len(runner.message_hub.history("train/loss")) == 10},
@@ -168,6 +168,100 @@ def test_a_missing_tensor_of_a_hook_is_named(tmp_path: Path, path: Path, monkeyp
     monkeypatch.setattr(Checkpoint, "open", without)
     with pytest.raises(CheckpointError, match=r"has no hook.EMAHook/averaged.net.0.bias; resume=dict\(hooks=False\)"):
         resumed(tmp_path / "rest", path)
+
+
+SCHEDULES: dict[str, Any] = {
+    "warm-up that is over": dict(type="LinearLR", by_epoch=False, start_factor=0.1, end=4),
+    "cosine": dict(type="CosineAnnealingLR", by_epoch=False, T_max=30),
+    "step that was made": dict(type="MultiStepLR", by_epoch=False, milestones=[5]),
+    "in epochs and in updates": [
+        dict(type="StepLR", step_size=1, gamma=0.5),
+        dict(type="LinearLR", by_epoch=False, start_factor=0.1, end=15),
+    ],
+    "momentum": [
+        dict(type="LinearMomentum", by_epoch=False, start_factor=0.5, end=15),
+        dict(type="ExponentialLR", by_epoch=False, gamma=0.9),
+    ],
+    "torch's": dict(type="CyclicLR", by_epoch=False, base_lr=0.05, max_lr=0.4, step_size_up=7, cycle_momentum=False),
+    "one cycle": dict(type="OneCycleLR", by_epoch=False, eta_max=0.4, total_steps=40),
+}
+
+
+class Rates(Hook):
+    """The learning rate and the momentum of every group, update by update."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[float, float]]] = {}
+
+    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        assert runner.optim_wrapper is not None
+        self.seen[runner.iter] = [(group["lr"], group["momentum"]) for group in runner.optim_wrapper.param_groups]
+
+
+def rates_of(folder: Path, schedule: Any, *, lr: float = 0.1, groups: Any = None, **options: Any) -> Rates:
+    rates = Rates()
+    optim_wrapper = dict(optimizer=dict(SGD, lr=lr), **({"paramwise_cfg": groups} if groups else {}))
+    runner = make_runner(
+        folder, optim_wrapper=optim_wrapper, param_scheduler=schedule, custom_hooks=[rates, SaveEvery({10})]
+    )
+    if options:
+        runner.resume(**options)
+    runner.train()
+    return rates
+
+
+def close(found: Any, expected: Any) -> bool:
+    return torch.allclose(torch.tensor(list(found)), torch.tensor(list(expected)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_goes_on_without_the_state_of_the_optimizer(tmp_path: Path, schedule: str) -> None:
+    whole = rates_of(tmp_path / "whole", SCHEDULES[schedule])
+    rest = rates_of(
+        tmp_path / "rest", SCHEDULES[schedule], filename=tmp_path / "whole" / "iter_10", resume_optimizer=False
+    )
+    assert rest.seen == {at: values for at, values in whole.seen.items() if at >= 10}
+
+
+def test_a_schedule_goes_on_for_an_optimizer_with_another_rate(tmp_path: Path) -> None:
+    schedule, groups = SCHEDULES["cosine"], dict(bias_lr_mult=2.0)
+    rates_of(tmp_path / "whole", schedule, groups=groups)
+    path, without = tmp_path / "whole" / "iter_10", dict(resume_optimizer=False)
+    rest = rates_of(tmp_path / "rest", schedule, groups=groups, lr=0.3, filename=path, **without)
+    whole = rates_of(tmp_path / "other", schedule, groups=groups, lr=0.3)
+    assert all(close(rest.seen[at], whole.seen[at]) for at in range(10, 21))
+    with pytest.raises(CheckpointError, match=r"CosineAnnealingLR: has lr of \d groups, the optimizer has 1"):
+        rates_of(tmp_path / "fewer", schedule, filename=path, **without)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_starts_afresh_beside_the_state_of_the_optimizer(tmp_path: Path, schedule: str) -> None:
+    rates_of(tmp_path / "whole", SCHEDULES[schedule])
+    path = tmp_path / "whole" / "iter_10"
+    rest = rates_of(tmp_path / "rest", SCHEDULES[schedule], filename=path, resume_param_scheduler=False)
+    neither = dict(resume_param_scheduler=False, resume_optimizer=False)
+    assert rest.seen == rates_of(tmp_path / "neither", SCHEDULES[schedule], filename=path, **neither).seen
+
+
+@pytest.mark.parametrize("schedule", [None, SCHEDULES["cosine"]], ids=["constant", "cosine"])
+def test_settings_of_the_configuration_that_do_not_count_are_told(
+    tmp_path: Path, schedule: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resumed_with(**changes: Any) -> list[str]:
+        caplog.clear()
+        optim_wrapper = dict(optimizer=dict(SGD, **changes))
+        runner = make_runner(
+            tmp_path / "rest", optim_wrapper=optim_wrapper, param_scheduler=schedule, log_level="WARNING"
+        )
+        runner.logger.addHandler(caplog.handler)
+        runner.resume(tmp_path / "whole" / "iter_10")
+        runner.logger.removeHandler(caplog.handler)
+        return [record.message for record in caplog.records if "settings" in record.message]
+
+    rates_of(tmp_path / "whole", schedule)
+    assert resumed_with() == []
+    (line,) = resumed_with(lr=0.2, weight_decay=0.01)
+    assert all(part in line for part in ("lr 0.1 instead of 0.2", "weight_decay 0 instead of 0.01"))
 
 
 class Notes(Hook):
