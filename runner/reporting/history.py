@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...core.distributed import all_reduce, get_world_size
+from ...core.distributed import all_reduce, get_rank, get_world_size
 from ...core.errors import ConfigError, one_of, suggest
 
 
@@ -25,7 +25,7 @@ class HistoryBuffer:
         name: for messages.
     """
 
-    __slots__ = ("_counts", "_device", "_local", "_new", "_values", "name")
+    __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "name")
 
     def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
         self.name = name
@@ -34,6 +34,7 @@ class HistoryBuffer:
         self._counts: deque[int] | None = None  # of the values; None while all of them are 1
         self._device = torch.device("cpu")  # of the last tensor
         self._local = 0  # how many of the values at the end are this rank's own, no means over the ranks yet
+        self._read = 0  # how many were read in all
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
         """Add one value; a tensor has one element, no graph behind it, and is not changed by anybody afterwards."""
@@ -50,6 +51,11 @@ class HistoryBuffer:
         if now is not None and (maxlen is None or maxlen > now):
             self._new, self._values = deque(self._new, maxlen), deque(self._values, maxlen)
             self._counts = None if self._counts is None else deque(self._counts, maxlen)
+
+    @property
+    def updates(self) -> int:
+        """A number that grows with whatever is appended, and not with what is loaded."""
+        return self._read + len(self._new)
 
     # Statistics
 
@@ -129,6 +135,7 @@ class HistoryBuffer:
 
     def _settle(self, numbers: list[float]) -> None:
         self._values.extend(numbers)
+        self._read += len(numbers)
         self._local = min(self._local + len(numbers), len(self._values))
 
     # State
@@ -146,6 +153,23 @@ class HistoryBuffer:
         only_ones = all(count == 1 for count in state["counts"])
         self._counts = None if only_ones else deque(state["counts"], self._values.maxlen)
         self._local = 0
+
+    def own(self) -> list[float]:
+        """The newest values, as many as are this rank's own and no means over the ranks yet; none of a single rank's."""
+        values = self.data
+        return values[len(values) - self._local :] if get_world_size() > 1 else []
+
+    def load_own(self, by_rank: Sequence[Sequence[float]]) -> None:
+        """Put what ``own`` gave, by rank, in the place of as many of the newest values.
+
+        Among another number of ranks than those every one takes the means, whose mean over the ranks is the same.
+        """
+        self._local = len(by_rank[0])
+        for _ in range(self._local):
+            self._values.pop()
+        same = len(by_rank) == get_world_size()
+        means = (sum(values) / len(by_rank) for values in zip(*by_rank, strict=True))
+        self._values.extend(by_rank[get_rank()] if same else means)
 
 
 STATISTICS = ("mean", "min", "max", "current")

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from ...core.config import Config, check_call, validate
 from ...core.device import memory_mb
 from ...core.errors import ConfigError
 from .history import HistoryBuffer
-from .message_hub import MessageHub
+from .message_hub import AVERAGED, MessageHub
 
 if TYPE_CHECKING:
     from ..runner import FlexibleRunner
@@ -58,10 +58,23 @@ class _Plan:
     size: int
     scalars: list[tuple[str, HistoryBuffer, bool]]
     """Name, values, and whether a mean is shown."""
+    place: int | None = None
+    """Of the newest line, the iteration."""
+    before: dict[str, int] = field(default_factory=dict)
+    """By name, how many updates there had been when the line before that one was made."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """The same of the newest line."""
+
+    def updated(self, place: int) -> list[tuple[str, HistoryBuffer, bool]]:
+        """The scalars that belong on the line of ``place``: a resumed run may have others than that which it continues."""
+        if place != self.place:  # a line may be made twice, for two readers
+            self.place, self.before = place, self.seen
+        self.seen = {name: buffer.updates for name, buffer, _ in self.scalars}
+        return [scalar for scalar in self.scalars if self.seen[scalar[0]] != self.before.get(scalar[0], 0)]
 
 
 class LogProcessor:
-    """Makes log lines and the records that reporters get.
+    """Makes log lines and the records that reporters get, of the scalars that were updated since the last line.
 
     Args:
         window_size: iterations that a mean is taken over.
@@ -135,8 +148,11 @@ class LogProcessor:
         self, runner: FlexibleRunner, batch_idx: int, mode: Mode
     ) -> Callable[[], tuple[dict[str, Any], str]]:
         hub = runner.message_hub
-        hub.fetch(f"{mode}/", reduce="train/loss" if mode == "train" else None)
-        tag = self._scalars(hub, mode, batch_idx, self.window_size)
+        hub.fetch(f"{mode}/", reduce=AVERAGED if mode == "train" else None)
+        plan = self._plan(hub, mode)
+        # A validation has a line of its own at the end.
+        scalars = plan.updated(runner.iter) if mode == "train" else plan.scalars
+        tag = self._figures(hub, scalars, mode, batch_idx, self.window_size)
         return partial(
             self._log_of_iter, runner, mode, batch_idx, tag, runner.iter, self._epoch(runner, mode), hub.get_info("eta")
         )
@@ -177,7 +193,7 @@ class LogProcessor:
         hub = runner.message_hub
         hub.fetch(f"{mode}/")
         # Metrics come once per pass: a mean of the last ten would be one over ten epochs.
-        tag = self._scalars(hub, mode, batch_idx - 1, window=1)
+        tag = self._figures(hub, self._plan(hub, mode).updated(runner.iter), mode, batch_idx - 1, window=1)
         custom = {cfg.log_name or cfg.name for cfg in self.custom}
         times: dict[str, float] = {name: tag.pop(name) for name in ("data_time", "time") if name in tag}
         for name in times.keys() - custom:
@@ -222,8 +238,9 @@ class LogProcessor:
 
     # The figures
 
-    def _scalars(self, hub: MessageHub, mode: Mode, batch_idx: int, window: int) -> dict[str, float]:
-        scalars = self._plan(hub, mode).scalars
+    def _figures(
+        self, hub: MessageHub, scalars: list[tuple[str, HistoryBuffer, bool]], mode: Mode, batch_idx: int, window: int
+    ) -> dict[str, float]:
         tag = {name: buffer.mean(window) if is_mean else buffer.current() for name, buffer, is_mean in scalars}
         if not self.custom:
             return tag
@@ -243,8 +260,10 @@ class LogProcessor:
             own = [(key[len(mode) + 1 :], buffer) for key, buffer in scalars.items() if key.startswith(f"{mode}/")]
             shown = [(name, buffer, self.mean_pattern.search(name) is not None) for name, buffer in own if len(buffer)]
             # One that was begun and has no value yet is looked for again.
-            plan = _Plan(hub, len(scalars) if len(shown) == len(own) else -1, shown)
-            self._plans[mode] = plan
+            size = len(scalars) if len(shown) == len(own) else -1
+            if plan is None or plan.hub is not hub:
+                plan = self._plans[mode] = _Plan(hub, size, shown)
+            plan.size, plan.scalars = size, shown
         return plan
 
     def _length(self, runner: FlexibleRunner, mode: Mode) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...core.errors import ConfigError
 from .history import HistoryBuffer, fetch
+
+AVERAGED = "train/loss"
+"""The scalar of which log lines show the mean over the ranks."""
 
 
 class MessageHub:
@@ -134,12 +137,18 @@ class MessageHub:
             "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain(v)},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+    def own_losses(self) -> list[float]:
+        """The losses since the last log line, which are this rank's own; a part of the state that differs by rank."""
+        return self._scalars[AVERAGED].own() if AVERAGED in self._scalars else []
+
+    def load_state_dict(self, state: Mapping[str, Any], own_losses: Sequence[Sequence[float]] = ((),)) -> None:
+        """Continue from what ``state_dict`` gave, and ``own_losses`` on every rank."""
         for key, saved in state["scalars"].items():
             history = self.history(key)
             history.grow(len(saved["values"]))  # nobody has said yet how much is needed
             history.load_state_dict(saved)
+        if own_losses[0]:
+            self._scalars[AVERAGED].load_own(own_losses)
         self._info.update(state["info"])
 
     def _add(self, key: str) -> HistoryBuffer:

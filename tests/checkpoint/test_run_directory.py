@@ -86,9 +86,10 @@ def check_contents(path: Path, processes: int) -> None:
         assert values[f"optim.group.{name}.optimizer"] == "AdamW"
     plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
     assert plain == {
-        "scheduler", "loop", "data", "processes", "aliases", "message_hub", "meta", "hooks", "rng", "optim.wrapper"
+        "scheduler", "loop", "data", "processes", "aliases", "message_hub", "own_losses", "meta", "hooks", "rng",
+        "optim.wrapper",
     }  # fmt: skip
-    assert len(values["rng"]) == values["processes"] == processes
+    assert len(values["rng"]) == len(values["own_losses"]) == values["processes"] == processes
     assert values["loop"] == {"epoch": 2, "iter": 14, "inner": 0, "left": 7, "validated": 0}
     assert values["meta"]["seed"] == 1
     assert (values["meta"]["epoch"], values["meta"]["iter"]) == (2, 14)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -428,6 +430,46 @@ def test_all_processes_hear_that_the_newest_is_gone(tmp_path: Path, workers2: Wo
     (tmp_path / "latest").write_text("epoch_7")
     for heard in workers2.run(resumed_at, tmp_path, True):
         assert str(heard).startswith(f'{tmp_path / "latest"}: names "epoch_7", which is no complete checkpoint')
+
+
+class Save(Hook):
+    """One checkpoint."""
+
+    priority = "LOWEST"
+
+    def __init__(self, at: int, in_background: bool) -> None:
+        self.at, self.in_background = at, in_background
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.iter + 1 == self.at:
+            runner.save_checkpoint(runner.work_dir, "here", async_save=self.in_background)
+
+
+def logged_losses(folder: Path, *more: Hook, batch_size: int = 2, **changes: Any) -> dict[int, float]:
+    """The loss of every log line on rank 0, by the number of updates."""
+    fresh_group()
+    data = loader(length=120, batch_size=batch_size, sampler=dict(type="DefaultSampler", shuffle=False))
+    options = dict(model=partial(Net, dropout=0.0), train_cfg=dict(max_epochs=1), custom_hooks=more, **changes)
+    runner = make_runner(folder, train_dataloader=data, **options)
+    runner.train()
+    file = Path(runner.log_dir) / "vis_data" / "scalars.json"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if runner.rank == 0 else []
+    runner.strategy.teardown()
+    return {record["iter"]: record["loss"] for record in records}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_first_line_after_a_resume_is_that_of_the_uninterrupted_run(
+    tmp_path: Path, workers2: WorkerGroup, in_background: bool
+) -> None:
+    """Also where a window was under way, of which a process has its own losses only."""
+    whole, nothing = workers2.run(logged_losses, tmp_path / "whole", Save(15, in_background))
+    assert (list(whole), nothing) == ([10, 20, 30], {})
+    again, _ = workers2.run(logged_losses, tmp_path / "again", resume=str(tmp_path / "whole" / "here"))
+    assert again == {number: whole[number] for number in (20, 30)}
+    alone = logged_losses(tmp_path / "alone", batch_size=4, resume=str(tmp_path / "whole" / "here"))
+    assert alone == pytest.approx(again, rel=1e-6)
 
 
 def run_quietly(folder: Path, changes: dict[str, Any]) -> None:

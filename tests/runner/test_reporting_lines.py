@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flextrain import ConfigError
-from flextrain.runner.reporting import LogProcessor, build_log_processor, log_processor
+from flextrain.runner.reporting import LogProcessor, MessageHub, build_log_processor, log_processor
 
 MEMORY_MB = 970.7
 
@@ -89,6 +89,35 @@ def test_a_key_that_comes_late_is_shown(new_runner: Callable[..., Any]) -> None:
     runner.log_processor.get_log_after_iter(runner, 0, "train")
     runner.message_hub.update_scalar("train/loss_aux", 2.0)
     assert runner.log_processor.get_log_after_iter(runner, 0, "train")[1].endswith("loss: 0.0000  loss_aux: 2.0000")
+
+
+def test_only_what_was_updated_since_the_last_line_is_shown(new_runner: Callable[..., Any]) -> None:
+    runner = seed_runner(new_runner)
+    shown = []
+    for iteration, keys in enumerate(("ab", "a", "ab", "b")):
+        runner.iter = iteration
+        for key in keys:
+            runner.message_hub.update_scalar(f"train/{key}", 1.0)
+        runner.message_hub.fetch()  # as a checkpoint does
+        records = [runner.log_processor.get_log_after_iter(runner, iteration, "train")[0] for _ in range(2)]
+        assert records[0] == records[1], "a second reader sees the same"
+        shown.append([key for key in records[0] if key in ("a", "b")])
+    assert shown == [["a", "b"], ["a"], ["a", "b"], ["b"]]
+
+
+@pytest.mark.parametrize("mode", ["train", "val"])
+def test_what_only_the_resumed_checkpoint_has_is_not_shown(new_runner: Callable[..., Any], mode: Any) -> None:
+    before, runner = MessageHub(), seed_runner(new_runner)
+    for value in (1.0, 3.0):
+        before.update_scalars({f"{mode}/loss": value, f"{mode}/grad_norm": value})
+    runner.message_hub.load_state_dict(before.state_dict())
+    runner.message_hub.update_scalar(f"{mode}/loss", 5.0)
+    processor = runner.log_processor
+    record, line = (processor.get_log_after_iter if mode == "train" else processor.get_log_after_epoch)(runner, 3, mode)
+    assert "grad_norm" not in record
+    assert record["loss"] == (3.0 if mode == "train" else 5.0), "the window goes on"
+    assert "grad_norm" not in line
+    assert runner.message_hub.get_scalar(f"{mode}/grad_norm").data == [1.0, 3.0], "the next checkpoint has it still"
 
 
 def test_line_of_a_loop_without_epochs(new_runner: Callable[..., Any]) -> None:
