@@ -27,7 +27,7 @@ WorkerFactory = Callable[[int], WorkerGroup]
 
 # A script like a user's, with strategies of its own that go wrong.
 SCRIPT = """
-import argparse
+import argparse, os
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -78,6 +78,7 @@ parser.add_argument("--optimizer", default="SGD")
 parser.add_argument("--part", default="Identity")
 parser.add_argument("--wrapper", default="OptimWrapper")
 parser.add_argument("--sum", action="store_true")
+parser.add_argument("--share", action="store_true")
 parser.add_argument("--broken", action="store_true")
 if __name__ == "__main__":
     arguments = parser.parse_args()
@@ -87,7 +88,8 @@ if __name__ == "__main__":
         model=lambda: Model(parts[arguments.part]()),
         strategy=dict(type="DDPStrategy", bucket_cap_mb=1, oops=1) if arguments.broken else None,
         train_dataloader=dict(
-            dataset=TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4, collate_fn=dict(type="default_collate")
+            dataset=TensorDataset(data, data.sum(1, keepdim=True)), collate_fn=dict(type="default_collate"),
+            batch_size=8 // int(os.environ["WORLD_SIZE"]) if arguments.share else 4,
         ),
         optim_wrapper=dict(
             type=arguments.wrapper, optimizer=dict(type=arguments.optimizer, lr=0.02), accumulative_counts=2
@@ -302,6 +304,11 @@ def test_a_loss_that_is_no_mean_is_explained(script: str, group: WorkerGroup) ->
 
 
 @pytest.mark.distributed
+def test_the_batch_size_may_depend_on_the_number_of_processes(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["single", "ddp"], arguments=["--share"], steps=4, workers=group)
+    assert [row.status for row in report.rows] == ["same", "same"]
+
+
 def test_bfloat16_has_its_own_tolerance(script: str, group: WorkerGroup) -> None:
     report = verify(
         script, ["ddp", "AveragesTwice"], arguments=["--wrapper", "AmpOptimWrapper"], steps=4, workers=group

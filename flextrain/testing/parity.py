@@ -87,9 +87,11 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
     What the order of summation alone makes of the numbers is the difference of the two. None in the other processes, and
     for an optim_wrapper whose accumulation cannot be changed.
     """
-    if os.environ["RANK"] != "0":
-        return None
-    with alone(), runner_arguments(job.script, job.arguments) as given:
+    is_first = os.environ["RANK"] == "0"
+    # The script is run as it is run under a strategy: its batch size may depend on the number of processes.
+    with runner_arguments(job.script, job.arguments) as given, alone():
+        if not is_first:
+            return None
         for name in job.strategies:  # the script may have registered some, and a mistyped one has to be told at once
             _spec(name, given, job)
         if in_parts and not _is_plain(given["optim_wrapper"]):
@@ -101,11 +103,11 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
 def train_with(job: Job, name: str) -> Trace | None:
     """Training under a strategy in all processes, compared in each of them with the reference."""
     with contextlib.ExitStack() as stack:
+        given = stack.enter_context(runner_arguments(job.script, job.arguments))
         if name == "single":
             if os.environ["RANK"] != "0":
                 return None
             stack.enter_context(alone())
-        given = stack.enter_context(runner_arguments(job.script, job.arguments))
         strategy = build_strategy(_spec(name, given, job))
         return _train(job, given, strategy, Reference(Path(job.folder)), in_parts=False)
 
