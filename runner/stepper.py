@@ -26,7 +26,7 @@ class Stepper:
     A model may have
 
     - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
-    - any other ``forward``: its result must have a ``loss``, as an attribute or a key;
+    - any other ``forward``: its result must have a ``loss``, as an attribute or a key; other scalars of a dict are logged;
     - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes a batch into arguments; otherwise the batch is brought to the device as it is;
@@ -118,7 +118,13 @@ class Stepper:
 
     def _losses(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = run_forward(self.model, data, **self._for_loss)
-        return self.parse(result if self.takes_mode else self._own_loss(result))  # type: ignore[no-any-return]
+        if self.takes_mode:
+            return self.parse(result)  # type: ignore[no-any-return]
+        total, logs = self.parse({"loss": self._own_loss(result)})
+        if isinstance(result, Mapping) and len(result) > 1:
+            scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
+            logs = {**scalars, **logs}
+        return total, logs
 
     def _custom_step(self, batch: Any, optim: Any, share: object = None) -> dict[str, Tensor]:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
@@ -143,7 +149,7 @@ class Stepper:
         total = dist.all_reduce(weights.sum())
         return (weights * dist.get_world_size() / total).to(self.strategy.device).unbind()
 
-    def _own_loss(self, result: Any) -> dict[str, Any]:
+    def _own_loss(self, result: Any) -> Tensor:
         """The loss of a model that is not called with a mode."""
         if isinstance(result, Mapping) and "loss" in result:
             loss = result["loss"]
@@ -154,7 +160,7 @@ class Stepper:
                 f"model: {type(self.module).__name__}.forward has no parameter mode and gave {type(result).__name__} "
                 "without a loss; return an object or dict with a loss, or take mode"
             )
-        return {"loss": loss}
+        return loss
 
     def evaluate(self, batch: Any, mode: str) -> Any:
         """What the model predicts for one batch; ``mode`` is "val" or "test"."""

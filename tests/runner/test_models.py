@@ -81,7 +81,8 @@ class Plain(nn.Module):
         loss = functional.cross_entropy(logits, y)
         if self.kind == "object":
             return Output(loss, logits)
-        return {"loss": loss, "logits": logits} if self.kind == "dict" else logits
+        scalars = {"loss_of_a_part": loss / 2, "accuracy": (logits.argmax(1) == y).float().mean()}
+        return {"loss": loss, "logits": logits, **scalars} if self.kind == "dict" else logits
 
 
 @dataclass
@@ -154,6 +155,20 @@ def test_all_kinds_of_models_train_alike(tmp_path: Path, accumulate: int) -> Non
     for weight, losses in results[1:]:
         assert torch.allclose(weight, results[0][0], rtol=1e-5, atol=1e-7)
         assert torch.allclose(losses, results[0][1], rtol=1e-5)
+
+
+def test_scalars_beside_the_loss_are_logged(tmp_path: Path) -> None:
+    class Keep(Hook):
+        def after_train_iter(
+            self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+        ) -> None:
+            seen.append(outputs)
+
+    seen: list[dict[str, Tensor]] = []
+    make_runner(tmp_path, model=Plain("dict"), custom_hooks=[Keep()]).train()
+    assert all(outputs.keys() == {"loss", "loss_of_a_part", "accuracy"} for outputs in seen)
+    assert all(torch.allclose(outputs["loss"], 2 * outputs["loss_of_a_part"]) for outputs in seen), "it is the total"
+    assert not any(value.requires_grad for outputs in seen for value in outputs.values())
 
 
 @pytest.mark.parametrize(
