@@ -5,18 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from . import __version__
 from .commands import checkpoint, doctor, list_names, verify
-from .core.errors import FlexTrainError
+from .commands.output import until_closed
+from .core.errors import FlexTrainError, one_of, suggest
 
 COMMANDS = (checkpoint, doctor, list_names, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 2 after an error on stderr; a command may have others."""
-    own, script_arguments = _split(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="flextrain", description="Tools around flextrain.")
+    """Run one command and return the exit status: 0, or 2 after an error on stderr; a command may have others.
+
+    It is 141 when nobody reads standard output to its end.
+    """
+    return until_closed(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    own, script_arguments = _split(argv)
+    parser = _Parser(prog="flextrain", description="Tools around flextrain.")
     parser.add_argument("--version", action="version", version=f"flextrain {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -30,6 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlexTrainError as error:
         print(f"flextrain: {error}", file=sys.stderr)  # noqa: T201
         return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Offers the nearest name for a misspelt command or choice; parsers of commands are of its class too."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # The one private name: argparse has no other place for it before Python 3.14.
+        if action.choices is not None and value not in action.choices:
+            hint = suggest(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f'"{value}" is not allowed, give {one_of(action.choices)}{hint}')
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

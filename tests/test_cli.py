@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -50,6 +51,42 @@ def test_unknown_kind_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert 'did you mean "strategies"?' in error
+
+
+@pytest.mark.parametrize("command", [["list", "optimizers"], ["list", "--json"]])
+def test_a_reader_that_leaves_early_is_no_error(command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "flextrain", *command], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: object) -> int:
+        raise BrokenPipeError("a worker's")
+
+    monkeypatch.setattr("flextrain.commands.doctor.run", run)
+    with pytest.raises(BrokenPipeError, match="a worker's"):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (["chekpoint"], 'argument COMMAND: "chekpoint" is not allowed, give checkpoint, doctor, list or verify, did you mean '
+         '"checkpoint"?'),
+        (["checkpoint", "lss"], 'argument ACTION: "lss" is not allowed, give ls, show, verify, export or diff, did you mean "ls"?'),
+        (["checkpoint", "export", "a", "b", "--dtype", "bfloat"], 'did you mean "bfloat16"?'),
+    ],
+)  # fmt: skip
+def test_a_misspelt_command_gets_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(given)
+    assert exit_info.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

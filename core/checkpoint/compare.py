@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,23 +65,30 @@ class Comparison:
         return bool(self.only_a or self.only_b or self.tensors or self.values)
 
 
-def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
+def compare(a: Checkpoint, b: Checkpoint, counts: Callable[[str], bool] = lambda key: True) -> Comparison:
     """Compare two checkpoints in one process, with one tensor of each in memory at a time.
+
+    Args:
+        a, b: open ones.
+        counts: whether a key of a tensor or a path of a plain value is looked at; default: all are.
 
     Raises:
         CheckpointError: a tensor cannot be read.
     """
-    values_a, values_b = dict(_leaves(a.values)), dict(_leaves(b.values))
+    values_a, values_b = (
+        {path: value for path, value in _leaves(checkpoint.values) if counts(path)} for checkpoint in (a, b)
+    )
+    entries_a, entries_b = ([key for key in checkpoint.entries if counts(key)] for checkpoint in (a, b))
     tensors = []
     with ExitStack() as stack:
         readers = [stack.enter_context(reading(checkpoint)) for checkpoint in (a, b)]
-        shared = [key for key in a.entries if key in b.entries]
+        shared = [key for key in entries_a if key in b.entries]
         for key in shared:
             if (difference := _compare_tensor(key, *readers)) is not None:
                 tensors.append(difference)
     paths = [path for path in values_a if path in values_b]
     values = {path: (values_a[path], values_b[path]) for path in paths if not _same(values_a[path], values_b[path])}
-    keys_a, keys_b = [*a.entries, *values_a], [*b.entries, *values_b]
+    keys_a, keys_b = [*entries_a, *values_a], [*entries_b, *values_b]
     in_a, in_b = set(keys_a), set(keys_b)
     return Comparison(
         only_a=tuple(key for key in keys_a if key not in in_b),
@@ -139,7 +146,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in items:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+        # The schedulers of the only optimizer are under a name without letters.
+        yield from _leaves(item, f"{path}.{key}" if path and key != "" else path or str(key))
 
 
 def _same(a: Any, b: Any) -> bool:

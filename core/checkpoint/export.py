@@ -50,13 +50,15 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     tied: bool = True,
+    replace: bool = False,
 ) -> list[Path]:
     """Write a model's weights to files that other programs read; for one process.
 
     Args:
         checkpoint: a checkpoint directory, whatever wrote it, or anything else that ``open_weights`` takes.
-        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; any other name is
-            a folder for ``model.safetensors``, in several files with Hugging Face's index where ``max_shard_size`` asks for it.
+        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; a name without an
+            extension, one that ends in a slash or an existing folder for ``model.safetensors`` in it, in several files with
+            Hugging Face's index where ``max_shard_size`` asks for it. Extensions count in any case of letters.
         averaged: the averages that EMAHook keeps in place of the weights that they are of; the hook's name where several
             keep some.
         dtype: of the floating-point tensors; default: as they are, float32 wherever the training had masters.
@@ -64,19 +66,23 @@ def export_weights(
             default: no limit.
         tied: write tied tensors under all of their names; False: under the first of them, as Hugging Face does. In a ``.pth``
             they share their memory, in ``.safetensors`` they take it twice.
+        replace: take the place of a file that is there; a folder that holds weights is never written to.
 
     Returns:
         The files that were written, the index last.
 
     Raises:
-        CheckpointError: there are no such weights, or a folder for several files holds weights already.
+        CheckpointError: there are no such weights, the extension is another one, or what would be written is there already.
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
+    suffix = _suffix(path)
     path = Path(path)
     limit = _parse_size(max_shard_size)
+    if suffix and path.is_file() and not replace:
+        raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
     names = _weights(source, averaged, dtype)
     aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
-    if path.suffix in (_SUFFIX, *TORCH_SUFFIXES):
+    if suffix:
         if limit is not None:
             raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
         if path.is_dir():
@@ -84,12 +90,29 @@ def export_weights(
         path.parent.mkdir(parents=True, exist_ok=True)
         with reading(source) as reader, Pending(path) as pending:
             fetch = _fetch(reader.read)
-            if path.suffix == _SUFFIX:
+            if suffix == _SUFFIX:
                 write_safetensors(pending, _with_aliases(names, aliases), fetch)
             else:
                 write_torch(pending, names, aliases, fetch)
         return [path]
     return _write_folder(source, path, _with_aliases(names, aliases), limit)
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    """The extension that says what file is written, in small letters; "" for a folder.
+
+    Raises:
+        CheckpointError: it is none of those that are known.
+    """
+    known = (_SUFFIX, *TORCH_SUFFIXES)
+    suffix = "" if os.fspath(path).endswith("/") else Path(path).suffix.lower()
+    if suffix in ("", *known):
+        return suffix
+    if not Path(path).is_dir():
+        raise CheckpointError(
+            f'{path}: "{suffix}" is not allowed, give {one_of(known)}, or a folder with "/" at its end{suggest(suffix, known)}'
+        )
+    return ""
 
 
 def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[_Weight]:

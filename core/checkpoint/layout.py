@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError
-from .places import is_local, place, remove_tree
+from .places import is_local, place, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, check_disjoint, check_shape, one_line, read_name, sibling
 
 FORMAT, VERSION = "flextrain-checkpoint", 1
@@ -245,8 +245,9 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
         CheckpointError: ``latest`` names something that is no longer there.
     """
     pointer = place(folder) / LATEST
-    if not pointer.is_file():
-        return None
+    with reaching(pointer):
+        if not pointer.is_file():
+            return None
     name = read_name(pointer)
     if name is None:
         raise CheckpointError(f"{pointer}: holds no name of a checkpoint beside it")
@@ -401,17 +402,27 @@ def _meant(path: Path) -> str:
     return f"; the newest one in it is {path / latest}" if latest else ""
 
 
+def check_present(path: Path) -> None:
+    """See that there is a checkpoint at ``path``, whole or damaged.
+
+    Raises:
+        CheckpointError: there is none, or its storage cannot be reached.
+    """
+    with reaching(path):
+        recover(path)
+        if not path.exists():
+            raise CheckpointError(f"{path}: does not exist")
+        if not is_checkpoint(path):
+            raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{_meant(path)}")
+
+
 def read_manifest(path: Path) -> Manifest:
     """The index of the checkpoint at ``path``, after sizes were compared with the files.
 
     Raises:
         CheckpointError: no checkpoint, another version, or a file that is missing or not as long as it was.
     """
-    recover(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: does not exist")
-    if not is_checkpoint(path):
-        raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{_meant(path)}")
+    check_present(path)
     file = sibling(path / MANIFEST, MANIFEST)
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FlexTrainError
 from .untrusted import one_line
 
 REMOTE = "://"
@@ -44,6 +46,23 @@ def place(path: str | os.PathLike[str]) -> Path:
 def is_local(path: Path) -> bool:
     """Whether ``path`` is in a file system of this machine."""
     return isinstance(path, Path)
+
+
+@contextmanager
+def reaching(path: Path) -> Iterator[None]:
+    """Around the first use of a URL: each kind of storage has errors of its own, and no common class of them.
+
+    Raises:
+        CheckpointError: in place of them, on one line that names the URL and their kind; a local path's are left as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_local(path) or isinstance(error, FlexTrainError):
+            raise
+        reason = one_line(error)
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: cannot be reached, {kind}{f': {reason}' if reason else ''}") from error
 
 
 def remove_tree(path: Path) -> None:

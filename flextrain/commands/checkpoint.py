@@ -7,6 +7,7 @@ import datetime
 import fnmatch
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,12 @@ def add(commands: Any) -> None:
     verify = _action(actions, "verify", _verify, "whether a checkpoint is complete; exit status 1: it is damaged")
     verify.add_argument("checkpoint", metavar="CHECKPOINT")
     export = _action(
-        actions, "export", _export, "write weights to .safetensors, .pth, or a folder as Hugging Face does"
+        actions, "export", _export, "write weights to .safetensors, .pth or .pt, or a folder as Hugging Face does"
     )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or weights that load_from takes")
-    export.add_argument("out", metavar="OUT", help="x.safetensors, x.pth, or a folder")
+    export.add_argument(
+        "out", metavar="OUT", help="x.safetensors; x.pth, x.pt or x.bin; or a folder: a name without extension, or dir/"
+    )
     export.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; default: their own")
     export.add_argument(
         "--max-shard-size", metavar="SIZE", help="bytes of a file in a folder, as 5GB; default: one file"
@@ -51,9 +54,12 @@ def add(commands: Any) -> None:
         "--averaged", nargs="?", const=True, default=False, metavar="HOOK", help="the averages of EMAHook instead"
     )
     export.add_argument("--tied-once", action="store_true", help="tied tensors under the first of their names only")
+    export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
     diff = _action(actions, "diff", _diff, "how two checkpoints differ; exit status 1: they do")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
+    diff.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
+    diff.add_argument("--part", choices=_PARTS, help="only the tensors of this part, as show counts them")
 
 
 def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -70,14 +76,24 @@ def _place(path: str) -> Path:
     return place(path)
 
 
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'is a file' if path.exists() else 'does not exist'}, give a work directory")
+
+
 # ls
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from ..core.checkpoint import is_checkpoint
+    from ..core.checkpoint.places import reaching
+
     folder = _place(arguments.folder)
-    if not folder.is_dir():
-        raise ConfigError(f"checkpoint ls: {folder} is no directory")
-    rows = list_checkpoints(folder)
+    with reaching(folder):
+        _check_directory(folder)
+        if is_checkpoint(folder):
+            raise ConfigError(f"{folder}: is a checkpoint itself, flextrain checkpoint show says what is in it")
+        rows = list_checkpoints(folder)
     if arguments.json:
         print_json(rows)
         return 0
@@ -149,13 +165,11 @@ def _show(arguments: argparse.Namespace) -> int:
         print_json(_finite(found))
         return 0
     if arguments.pattern and not found["tensors"] and not found["values"]:
-        hint = suggest(arguments.pattern, [*checkpoint.tensors, *checkpoint.values])
-        raise ConfigError(f'checkpoint show: "{arguments.pattern}" is like no key of {checkpoint.path}{hint}')
+        raise _unlike("show", arguments.pattern, checkpoint)
     out = console()
     table = _table("tensor", "shape", "dtype", "size", "pieces", title=escape(str(checkpoint.path)))
     for key, info in found["tensors"].items():
-        shape = " x ".join(map(str, info["shape"])) or "scalar"
-        table.add_row(escape(key), shape, info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
+        table.add_row(escape(key), _shape(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
     if found["tensors"]:
         out.print(table)
     totals = _table("", "tensors", "elements", "size", title="in all")
@@ -202,15 +216,22 @@ def _matches(key: str, pattern: str | None) -> bool:
     return pattern is None or pattern in key or fnmatch.fnmatchcase(key, pattern)
 
 
+def _unlike(action: str, pattern: str, *checkpoints: Checkpoint) -> ConfigError:
+    """What to say of a pattern that leaves nothing."""
+    keys = {key for checkpoint in checkpoints for key in (*checkpoint.tensors, *checkpoint.values)}
+    paths = " or ".join(str(checkpoint.path) for checkpoint in checkpoints)
+    return ConfigError(f'checkpoint {action}: "{pattern}" is like no key of {paths}{suggest(pattern, sorted(keys))}')
+
+
 # verify
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from ..core.checkpoint.layout import check_present
     from ..core.checkpoint.structure import damages
 
     path = _place(arguments.checkpoint)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is no checkpoint directory")
+    check_present(path)
     found = list(damages(path))
     if arguments.json:
         print_json({"path": str(path), "ok": not found, "damages": found})
@@ -236,6 +257,7 @@ def _export(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         max_shard_size=arguments.max_shard_size,
         tied=not arguments.tied_once,
+        replace=arguments.force,
     )
     written = {str(file): file.stat().st_size for file in files}
     if arguments.json:
@@ -253,7 +275,11 @@ def _diff(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import open_weights
     from ..core.checkpoint.compare import compare
 
-    found = compare(open_weights(arguments.a), open_weights(arguments.b))
+    pattern, prefix = arguments.pattern, _PARTS.get(arguments.part, "")
+    a, b = open_weights(arguments.a), open_weights(arguments.b)
+    found = compare(a, b, lambda key: key.startswith(prefix) and _matches(key, pattern))
+    if pattern and not found and not found.equal:
+        raise _unlike("diff", pattern, a, b)
     print_json(_finite(_as_json(found))) if arguments.json else _print_comparison(found, console())
     return 1 if found else 0
 
@@ -285,7 +311,7 @@ def _print_comparison(found: Comparison, out: Console) -> None:
         for d in found.tensors:
             differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
             sizes = (_number(d.absolute), _number(d.relative))
-            table.add_row(escape(d.key), _both(*d.shapes), _both(*d.dtypes), differing, *sizes)
+            table.add_row(escape(d.key), _both(*map(_shape, d.shapes)), _both(*d.dtypes), differing, *sizes)
         out.print(table)
     if found.values:
         table = _table("value", "A", "B")
@@ -294,6 +320,10 @@ def _print_comparison(found: Comparison, out: Console) -> None:
         out.print(table)
     count = len(found.only_a) + len(found.only_b) + len(found.tensors) + len(found.values)
     out.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _both(a: object, b: object) -> str:

@@ -28,6 +28,15 @@ def run(capsys: Capture, *arguments: object, status: int = 0) -> str:
     return captured.out
 
 
+def said_no(capsys: Capture, *arguments: object) -> str:
+    """What is said when a command cannot do what it is asked for."""
+    assert main(["checkpoint", *map(str, arguments)]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.count("\n") == 1
+    return error
+
+
 def run_json(capsys: Capture, *arguments: object, status: int = 0) -> Any:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -90,8 +99,17 @@ def test_ls_marks_the_best_and_the_damaged(tmp_path: Path, path: Path, capsys: C
 def test_ls_of_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert "has no checkpoints" in run(capsys, "ls", tmp_path)
     assert run_json(capsys, "ls", tmp_path) == []
-    assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["show"], ["verify"], ["export", "w.pth"], ["diff", "other"]])
+def test_what_is_not_there(tmp_path: Path, capsys: Capture, arguments: list[str]) -> None:
+    command, *rest = arguments
+    assert f"{tmp_path / 'nowhere'}: does not exist" in said_no(capsys, command, tmp_path / "nowhere", *rest)
+
+
+def test_ls_of_a_checkpoint_and_of_a_file(path: Path, capsys: Capture) -> None:
+    assert f"{path}: is a checkpoint itself, flextrain checkpoint show says" in said_no(capsys, "ls", path)
+    assert "values.json: is a file, give a work directory" in said_no(capsys, "ls", path / "values.json")
 
 
 # show
@@ -201,8 +219,12 @@ def test_verify_names_what_is_damaged(path: Path, capsys: Capture, damage: Any, 
 
 
 def test_verify_what_is_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["checkpoint", "verify", str(tmp_path / "nothing")]) == 2
-    assert "nothing: is no checkpoint directory" in capsys.readouterr().err
+    mark_latest(save_checkpoint(tmp_path / "a", state()))
+    for options in ([], ["--json"]):
+        error = said_no(capsys, "verify", tmp_path, *options)
+        assert error.endswith(f"no manifest.json; the newest one in it is {tmp_path / 'a'}\n")
+    (tmp_path / "w.pth").touch()
+    assert "w.pth: is no complete checkpoint" in said_no(capsys, "verify", tmp_path / "w.pth")
 
 
 # export
@@ -216,6 +238,17 @@ def test_export(tmp_path: Path, path: Path, capsys: Capture) -> None:
     text = run(capsys, "export", path, tmp_path / "folder", "--max-shard-size", "24")
     assert "model-00001-of-00002.safetensors" in text
     assert "model.safetensors.index.json" in text
+
+
+def test_export_replaces_nothing_unless_it_is_told_to(tmp_path: Path, path: Path, capsys: Capture) -> None:
+    out = tmp_path / "w.safetensors"
+    out.write_text("mine")
+    assert "w.safetensors: is there already, give another name, or replace=True (--force)" in said_no(
+        capsys, "export", path, out
+    )
+    assert out.read_text() == "mine"
+    run(capsys, "export", path, out, "--force")
+    assert load_file(out).keys() == {"weight", "bias"}
 
 
 def test_damage_is_not_exported_or_compared(tmp_path: Path, path: Path, capsys: Capture) -> None:
@@ -277,8 +310,26 @@ def test_diff(tmp_path: Path, path: Path, capsys: Capture) -> None:
     }
     assert found["equal"] == 2
     text = run(capsys, "diff", path, other, status=1)
-    assert all(
-        word in text for word in ("1 of 6", "0.2", "(3,) | (4,)", "float32 | float16", "loop.iter", "6 differ, 2 are")
+    assert all(word in text for word in ("1 of 6", "0.2", "3 | 4", "float32 | float16", "loop.iter", "6 differ, 2 are"))
+
+
+def test_diff_of_a_part_and_of_what_matches(path: Path, tmp_path: Path, capsys: Capture) -> None:
+    changed = state(
+        **{"model.bias": torch.ones(3), "model.new": torch.zeros(1), "optim.state.weight.exp_avg": torch.zeros(2, 3)}
+    )
+    other = save_checkpoint(tmp_path / "b", {**changed, "loop": {"epoch": 2, "iter": 7}})
+
+    def seen(*options: str) -> tuple[list[str], list[str], list[str], int]:
+        found = run_json(capsys, "diff", path, other, *options, status=1)
+        return list(found["tensors"]), found["only_b"], list(found["values"]), found["equal"]
+
+    assert seen("--part", "model") == (["model.bias"], ["model.new"], [], 1)
+    assert seen("--part", "optimizer") == (["optim.state.weight.exp_avg"], [], [], 0)
+    assert seen("*.bias") == (["model.bias"], [], [], 0)
+    assert seen("loop") == ([], [], ["loop.epoch"], 1)
+    assert "all 1 are equal" in run(capsys, "diff", path, other, "weight", "--part", "model")
+    assert f'"model.bais" is like no key of {path} or {other}, did you mean "model.bias"?' in said_no(
+        capsys, "diff", path, other, "model.bais"
     )
 
 
@@ -307,8 +358,8 @@ def test_differences_of_integers_are_exact() -> None:
 
 
 def test_values_are_compared_by_path(tmp_path: Path) -> None:
-    one = save_checkpoint(tmp_path / "a", {"a": [{"b": 1, "c": math.nan}], "e": {}, "f": [1, 2]})
-    other = save_checkpoint(tmp_path / "b", {"a": [{"b": 1.0, "c": math.nan}], "e": {}, "f": [1, 3]})
+    one = save_checkpoint(tmp_path / "a", {"a": {"": [{"b": 1, "c": math.nan}]}, "e": {}, "f": [1, 2]})
+    other = save_checkpoint(tmp_path / "b", {"a": {"": [{"b": 1.0, "c": math.nan}]}, "e": {}, "f": [1, 3]})
     found = compare(Checkpoint.open(one), Checkpoint.open(other))
     assert found.values == {"a.0.b": (1, 1.0), "f": ([1, 2], [1, 3])}
     assert found.equal == 2

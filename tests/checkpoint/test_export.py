@@ -49,6 +49,19 @@ def test_one_file(tmp_path: Path, checkpoint: Path, name: str) -> None:
     assert [file.name for file in (tmp_path / name).parent.iterdir() if "tmp" in file.name] == []
 
 
+@pytest.mark.parametrize("name", ["Model.SAFETENSORS", "Model.Pth"])
+def test_extensions_in_other_letters(tmp_path: Path, checkpoint: Path, name: str) -> None:
+    assert export_weights(checkpoint, tmp_path / name) == [tmp_path / name]
+    same({n: t.clone() for n, t in load_through_us(tmp_path / name).items()}, expected())
+
+
+def test_folders_with_a_dot_in_their_names(tmp_path: Path, checkpoint: Path) -> None:
+    for name in ("small-1.5", "is_there.1"):
+        (tmp_path / "is_there.1").mkdir(exist_ok=True)
+        given = f"{tmp_path / name}/" if name == "small-1.5" else tmp_path / name
+        assert export_weights(checkpoint, given) == [tmp_path / name / "model.safetensors"]
+
+
 def load_through_us(path: Path) -> State:
     source = open_weights(path)
     template = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in source.tensors.items()}
@@ -221,13 +234,33 @@ def test_averages_that_are_none(tmp_path: Path, checkpoint: Path) -> None:
         ("out", dict(max_shard_size="5 apples"), 'max_shard_size: "5 apples" is not allowed'),
         ("out", dict(max_shard_size=0), 'max_shard_size: "0" is not allowed'),
         ("epoch_1", {}, "rank-00000.safetensors: is there already"),
-        ("epoch_1/values.json", {}, "values.json: is a file, give .safetensors, .pth, .pt or .bin, or a folder"),
+        ("there", {}, "there: is a file, give .safetensors, .pth, .pt or .bin, or a folder"),
+        (
+            "m.onnx",
+            {},
+            'm.onnx: ".onnx" is not allowed, give .safetensors, .pth, .pt or .bin, or a folder with "/" at its end',
+        ),
+        ("m.safetensor", {}, 'at its end, did you mean ".safetensors"?'),
+        ("M.SAFETENSER", {}, 'at its end, did you mean ".safetensors"?'),
+        ("there.pth", {}, "there.pth: is there already, give another name, or replace=True (--force) to replace it"),
     ],
 )
 def test_what_cannot_be_written(tmp_path: Path, checkpoint: Path, name: str, options: Any, says: str) -> None:
+    for there in ("there", "there.pth"):
+        (tmp_path / there).write_bytes(b"what was there")
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError) as caught:
         export_weights(checkpoint, tmp_path / name, **options)
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "there.pth").read_bytes() == b"what was there"
+
+
+def test_a_file_that_is_there_is_replaced_when_asked(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "w.pth").write_bytes(b"what was there")
+    export_weights(checkpoint, tmp_path / "w.pth", replace=True)
+    same(load(tmp_path / "w.pth"), expected())
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
@@ -247,7 +280,7 @@ def test_nothing_is_left_of_an_export_that_failed(
     monkeypatch.setattr(export_files, "_write", fails)
     kind = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind):
-        export_weights(checkpoint, tmp_path / name)
+        export_weights(checkpoint, tmp_path / name, replace=True)
     assert (tmp_path / name).read_bytes() == b"what was there"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["epoch_1", name]
 

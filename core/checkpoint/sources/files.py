@@ -23,7 +23,7 @@ def open_file(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there are none that can be read safely.
     """
-    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+    return _open_safetensors(path) if path.suffix.lower() == ".safetensors" else _open_torch(path)
 
 
 def _open_safetensors(path: Path) -> Checkpoint:
