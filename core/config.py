@@ -268,15 +268,34 @@ def check_call(
             raise ConfigError(explain(problems, where, model, kwargs, provided)) from None
 
 
-def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, with a ConfigError that offers the nearest name in place of the TypeError for an unknown keyword."""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+def known_keywords(elsewhere: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: a ConfigError that offers the nearest name in place of the TypeError for an unknown keyword.
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in names:
-                raise ConfigError(f"{name}: unknown key{suggest(name, names)}")
-        return function(*args, **kwargs)
+    Args:
+        elsewhere: keywords that belong to something else, with what to call instead.
+    """
 
-    return checked
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            check_keywords(kwargs, names, elsewhere or {})
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_keywords(given: Iterable[str], names: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+    """See that the given keywords are among ``names``; see ``known_keywords``.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    known = list(names)
+    for name in given:
+        if name not in known:
+            hint = f", call {elsewhere[name]}" if name in elsewhere else suggest(name, known)
+            raise ConfigError(f"{name}: unknown key{hint}")

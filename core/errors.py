@@ -40,6 +40,11 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     return f', did you mean "{match}"?' if match else ""
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number and what it counts: ``1 epoch``, ``2 epochs``; ``plural`` where an "s" is not enough."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def one_of(candidates: Iterable[object]) -> str:
     """The allowed values as words: ``0, 1 or 2``."""
     words = [str(candidate) for candidate in candidates]

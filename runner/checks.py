@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from ..core.checkpoint import place
 from ..core.checkpoint.layout import replaced
+from ..core.checkpoint.places import reaching
+from ..core.checkpoint.untrusted import one_line
 from ..core.config import Config, PositiveInt, check_call, validate
 from ..core.errors import CheckpointError, ConfigError, suggest
 from ..core.model import overrides
@@ -149,6 +153,10 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         raise ConfigError(
             f'work_dir: "{options.work_dir}" is not allowed, logs need a local folder; CheckpointHook.out_dir may be a URL'
         )
+    folder = Path(options.work_dir).absolute()
+    # Path.is_file raises, before Python 3.14, where a folder may not be entered.
+    if file := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):  # noqa: PTH113
+        raise ConfigError(f'work_dir: "{file}" is a file, give a folder')
     if options.load_from is not None and resumed is not None and resumed.path is not None:
         raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
     return options
@@ -157,9 +165,40 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
 def _is_there(path: str | Path) -> bool:
     try:
         found = place(path)
-        return found.exists() or replaced(found).exists()
+        with reaching(found):
+            return found.exists() or replaced(found).exists()
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+
+
+_LOADING = "runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
+ELSEWHERE = {"strict": _LOADING, "revise_keys": _LOADING}
+"""What is no argument of a runner, and what to call instead."""
+
+
+def check_loading(strict: Any, revise_keys: Any) -> None:
+    """What ``load_checkpoint`` takes beside a path.
+
+    Raises:
+        ConfigError: naming the argument, and the pair.
+    """
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict: {strict!r} is not allowed, give True or False")
+    if isinstance(revise_keys, str) or not isinstance(revise_keys, Sequence):
+        raise ConfigError(f"revise_keys: {revise_keys!r} is not allowed, {_PAIRS}")
+    for number, pair in enumerate(revise_keys):
+        where = f"revise_keys[{number}]"
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(part, str) for part in pair):
+            raise ConfigError(f"{where}: {pair!r} is not allowed, {_PAIRS}")
+        pattern, replacement = pair
+        try:
+            re.sub(pattern, replacement, "")  # which looks at the replacement too, whether anything matches or not
+        except (re.error, IndexError) as error:
+            raise ConfigError(f"{where}: {pair!r} is not allowed, {one_line(error)}") from None
+
+
+_PAIRS = r'give pairs of a pattern and its replacement, as [(r"^module\.", "")]'
 
 
 def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:

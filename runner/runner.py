@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.checkpoint import PendingSave, Staging, find_latest, place
-from ..core.config import check_call, known_keywords, validate
+from ..core.checkpoint import PendingSave, Staging, find_latest, make_writable, place
+from ..core.config import check_call, check_keywords, known_keywords, validate
 from ..core.distributed import broadcast_object
 from ..core.errors import CheckpointError, ConfigError
 from ..core.registry import LOOPS
@@ -69,7 +69,7 @@ class FlexibleRunner:
         ConfigError: anything that can be known to be wrong before a process group or a model exists.
     """
 
-    @known_keywords
+    @known_keywords(checks.ELSEWHERE)
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
@@ -112,6 +112,7 @@ class FlexibleRunner:
         apply_environment(options.env_cfg)
         self.strategy.setup_environment()
         self.work_dir = str(Path(work_dir).absolute())
+        make_writable(Path(self.work_dir), "work_dir")
         self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
         self.log_dir = str(Path(self.work_dir) / self.timestamp)
@@ -155,6 +156,7 @@ class FlexibleRunner:
         """
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give a dict with the arguments as keys")
+        check_keywords(cfg.keys() & checks.ELSEWHERE, (), checks.ELSEWHERE)
         check_call(cls, cfg, "")
         return cls(**{"cfg": dict(cfg), **cfg})
 
@@ -377,14 +379,25 @@ class FlexibleRunner:
         strict: bool = False,
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> None:
-        """Fill the model with weights; see ``load_from``. Without ``strict`` what does not fit is logged."""
+        """Fill the model with weights; every process must call it.
+
+        Args:
+            filename: whatever ``load_from`` takes.
+            strict: raise if any name or shape does not fit, which is logged otherwise.
+            revise_keys: (pattern, replacement) pairs of ``re.sub``, each applied to all names of the file in this order.
+
+        Raises:
+            ConfigError: ``strict`` is no bool, or ``revise_keys`` no such pairs; nothing has been read then.
+            CheckpointError: nothing fits, or, with ``strict``, not everything; or the file cannot be read.
+        """
+        checks.check_loading(strict, revise_keys)
         self._setup_model()
         self._begin()
         state.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
-    @known_keywords
+    @known_keywords()
     def resume(
         self,
         filename: str | Path,

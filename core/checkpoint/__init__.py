@@ -6,7 +6,7 @@ from .checkpoint import Checkpoint
 from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
-from .places import place
+from .places import make_writable, place
 from .saving import PendingSave, Staging, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights
 
@@ -19,6 +19,7 @@ __all__ = [
     "export_weights",
     "find_latest",
     "is_checkpoint",
+    "make_writable",
     "mark_latest",
     "match_weights",
     "open_weights",

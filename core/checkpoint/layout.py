@@ -246,7 +246,8 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     pointer = place(folder) / LATEST
     with reaching(pointer):
-        if not pointer.is_file():
+        # Of other storage that cannot be reached, is_file says that there is none.
+        if not pointer.exists() or not pointer.is_file():
             return None
     name = read_name(pointer)
     if name is None:

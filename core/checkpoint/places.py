@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointError, FlexTrainError
+from ..distributed import broadcast_object, get_rank
+from ..errors import CheckpointError, ConfigError, FlexTrainError
 from .untrusted import one_line
 
 REMOTE = "://"
@@ -63,6 +65,32 @@ def reaching(path: Path) -> Iterator[None]:
         reason = one_line(error)
         kind = type(error).__name__
         raise CheckpointError(f"{path}: cannot be reached, {kind}{f': {reason}' if reason else ''}") from error
+
+
+def make_writable(folder: Path, key: str) -> None:
+    """Make a folder and write a file to it, which is removed again, on rank 0; every process must call it.
+
+    Args:
+        folder: a path or URL.
+        key: the configuration's, for the message.
+
+    Raises:
+        ConfigError: on every process; it cannot be written to.
+    """
+    reason = None
+    if get_rank() == 0:
+        try:
+            with reaching(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                trial = folder / f".{uuid.uuid4().hex}.tmp"
+                trial.write_bytes(b"")
+                trial.unlink()
+        except CheckpointError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = f'"{folder}" cannot be written to, {error.strerror or error}'
+    if reason := broadcast_object(reason):
+        raise ConfigError(f"{key}: {reason}")
 
 
 def remove_tree(path: Path) -> None:

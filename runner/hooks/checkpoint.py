@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.checkpoint import find_latest, is_checkpoint, place, remove_checkpoint
-from ...core.errors import CheckpointError, ConfigError
+from ...core.checkpoint import find_latest, is_checkpoint, make_writable, place, remove_checkpoint
+from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.registry import HOOKS
 from .best import BestScores
 from .hook import Hook
@@ -35,7 +35,8 @@ class CheckpointHook(Hook):
         save_optimizer: the optimizer's state is part of a checkpoint.
         save_param_scheduler: the parameter schedulers' state is part of a checkpoint.
         out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory. A URL
-            that fsspec knows, such as ``s3://bucket/runs``, puts them into that storage.
+            that fsspec knows, such as ``s3://bucket/runs``, puts them into that storage. When training begins a file is
+            written to it and removed again; a ConfigError says on every process why that cannot be.
         max_keep_ckpts: how many of the newest to keep; -1: all.
         keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
         async_save: write in the background.
@@ -124,7 +125,8 @@ class CheckpointHook(Hook):
     # When
 
     def before_train(self, runner: FlexibleRunner) -> None:
-        """Take over what a resumed run had kept."""
+        """See that checkpoints can be written where they shall be, and take over what a resumed run had kept."""
+        make_writable(self.out_dir(runner), "work_dir" if self._parent is None else "CheckpointHook.out_dir")
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0:
@@ -183,7 +185,7 @@ class CheckpointHook(Hook):
     # What
 
     def _save(self, runner: FlexibleRunner, number: int, meta: dict[str, int]) -> None:
-        runner.logger.info("Saving checkpoint at %d %ss", number, self._unit)
+        runner.logger.info("Saving checkpoint at %s", counted(number, self._unit))
         self._settle(runner)
         # Saved a second time, it must not count as two, of which the older has to go.
         self._kept = [*(kept for kept in self._kept if kept != number), number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,33 @@ def test_two_processes_write_their_parts(
     names = {path.name for path in place("s3://runs/sharded/run/epoch_1").iterdir()}
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} < names
     make_runner(tmp_path / "alone", resume="s3://runs/sharded/run/epoch_1", train_cfg=dict(max_epochs=2)).train()
+
+
+@pytest.fixture
+def no_access(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A URL of a storage that asks for a name and password, which nobody has given."""
+    s3fs = pytest.importorskip("s3fs")
+    for key in [key for key in os.environ if key.startswith("AWS_")]:
+        monkeypatch.delenv(key)
+    _set(monkeypatch, {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)})
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield "s3://runs/x"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_what_the_storage_raises_is_one_line(
+    no_access: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says = "cannot be reached, NoCredentialsError: Unable to locate credentials"
+    for read in (find_latest, Checkpoint.open, lambda url: make_runner(tmp_path, load_from=url)):
+        with pytest.raises((CheckpointError, ConfigError), match=rf"^{no_access}\S*: {says}$"):
+            read(no_access)
+    for command in ("ls", "show", "verify"):
+        assert main(["checkpoint", command, no_access]) == 2
+        assert capsys.readouterr().err == f"flextrain: {no_access}: {says}\n"
+    runner = make_runner(tmp_path / "run", default_hooks=dict(checkpoint=dict(out_dir=no_access)))
+    with pytest.raises(ConfigError, match=f"^CheckpointHook.out_dir: {no_access}/run: {says}$"):
+        runner.train()
 
 
 def test_a_url_that_cannot_be_reached(tmp_path: Path) -> None:

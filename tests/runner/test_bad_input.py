@@ -247,6 +247,8 @@ WRONG_TYPE = [
     case("model", needs_an_argument, "missing", "model.width"),
     case("model", dict(type=Numbers, length=2), "is no torch.nn.Module", "model.type"),
     case("work_dir", 5, "5 is not allowed"),
+    case("work_dir", __file__, f'"{__file__}" is a file, give a folder'),
+    case("work_dir", f"{__file__}/below", f'"{__file__}" is a file, give a folder'),
     case("experiment_name", 5, "5 is not allowed"),
     case("train_dataloader", 5, "int is not allowed, give dict(dataset=..., batch_size=...) or a DataLoader"),
     case("train_dataloader", DATA, "TensorDataset is not allowed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.testing import WorkerGroup
+
+from .training import fresh_group, make_runner
 
 Hooks = dict[str, Any]
 
@@ -145,6 +148,35 @@ def test_out_dir_gets_a_subfolder_named_like_the_work_directory(
     assert saved(tmp_path / "out" / "work") == ["epoch_3"]
     assert saved(tmp_path / "work") == []
     assert run.message_hub.get_info("last_ckpt") == str(tmp_path / "out" / "work" / "epoch_3")
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "a_file/below"])
+def test_a_folder_that_cannot_be_written_to_is_found_before_training(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "a_file").touch()
+    run = new_run(default_hooks=with_checkpoints(out_dir=str(tmp_path / folder)))
+    with pytest.raises(ConfigError) as caught:
+        run.train()
+    assert str(caught.value).startswith(
+        f'CheckpointHook.out_dir: "{tmp_path / folder / "work"}" cannot be written to, '
+    )
+    assert "\n" not in str(caught.value)
+    assert run.iter == 0
+
+
+def test_nothing_is_left_of_trying_the_folder(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    new_run(default_hooks=with_checkpoints(out_dir=str(tmp_path / "out"), save_last=False)).train()
+    assert list((tmp_path / "out" / "work").iterdir()) == []
+
+
+def test_a_number_of_one_is_no_plural(
+    new_run: Callable[..., FlexibleRunner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_run(default_hooks=with_checkpoints(interval=1)).train()
+    text = capsys.readouterr().out
+    assert "Saving checkpoint at 1 epoch\n" in text
+    assert "Saving checkpoint at 2 epochs\n" in text
 
 
 def test_training_that_stops_early_saves_its_last_state(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
@@ -440,3 +472,20 @@ def test_all_ranks_save_together_and_agree_on_the_best(workers2: WorkerGroup, tm
     first, second = workers2.run(_train_together, folder, True, [0.1, 0.7, 0.95])
     assert first[0] == second[0] == ["epoch_4", "epoch_5", "best_accuracy_epoch_5"]
     assert saved(Path(folder)) == ["best_accuracy_epoch_5", "epoch_4", "epoch_5"]
+
+
+def _try_a_folder(folder: str) -> str:
+    fresh_group()
+    out_dir = "/proc/nope" if int(os.environ["RANK"]) == 0 else folder  # rank 0 alone cannot write, and all are told
+    runner = make_runner(folder, default_hooks=with_checkpoints(out_dir=out_dir))
+    with pytest.raises(ConfigError) as caught:
+        runner.train()
+    runner.strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_all_ranks_are_told_of_a_folder_that_cannot_be_written_to(workers2: WorkerGroup, tmp_path: Path) -> None:
+    first, second = workers2.run(_try_a_folder, str(tmp_path))
+    assert first == second
+    assert first.startswith('CheckpointHook.out_dir: "/proc/nope/')

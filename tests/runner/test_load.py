@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flextrain import CheckpointError, FlexibleRunner
+from flextrain import CheckpointError, ConfigError, FlexibleRunner
 from flextrain.runner.hooks import Hook
 
-from .training import SGD, Net, Samples, SaveEvery, change_values, make_runner, validation
+from .training import SGD, Net, Samples, SaveEvery, change_values, configuration, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -225,6 +225,40 @@ def test_load_from_takes_the_averages_too(tmp_path: Path, call: str) -> None:
     without = {**alone, "custom_hooks": []}
     getattr(make_runner(tmp_path / "judge", **without, load_from=tmp_path / "epoch_3"), call)()
     assert seen[-1] == own
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(strict="yes"), "strict: 'yes' is not allowed, give True or False"),
+        (dict(strict=1), "strict: 1 is not allowed"),
+        (
+            dict(revise_keys={"a": "b"}),
+            "revise_keys: {'a': 'b'} is not allowed, give pairs of a pattern and its replacement",
+        ),
+        (dict(revise_keys="ab"), "revise_keys: 'ab' is not allowed, give pairs"),
+        (dict(revise_keys=None), "revise_keys: None is not allowed, give pairs"),
+        (dict(revise_keys=[("a", "b", "c")]), "revise_keys[0]: ('a', 'b', 'c') is not allowed, give pairs"),
+        (dict(revise_keys=[("a", "b"), "ab"]), "revise_keys[1]: 'ab' is not allowed, give pairs"),
+        (dict(revise_keys=[("a", 1)]), "revise_keys[0]: ('a', 1) is not allowed, give pairs"),
+        (dict(revise_keys=[("(", "")]), "revise_keys[0]: ('(', '') is not allowed, missing )"),
+        (dict(revise_keys=[("never in a name", r"\2")]), "is not allowed, invalid group reference 2"),
+        (dict(revise_keys=[["a", r"\g<x>"]]), "is not allowed, unknown group name 'x'"),
+    ],
+)
+def test_wrong_options_of_loading_are_found_before_anything_is_read(tmp_path: Path, options: Any, says: str) -> None:
+    runner = make_runner(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        runner.load_checkpoint(tmp_path / "nowhere.pth", **options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key, value", [("strict", True), ("revise_keys", [])])
+def test_options_of_loading_are_no_arguments_of_a_runner(tmp_path: Path, key: str, value: Any) -> None:
+    for make in (make_runner, lambda folder, **given: FlexibleRunner.from_cfg(configuration(folder, **given))):
+        with pytest.raises(ConfigError, match=f"^{key}: unknown key, call runner.load_checkpoint"):
+            make(tmp_path, **{key: value})
 
 
 # Checkpoints that cannot be resumed
