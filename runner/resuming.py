@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from ..core.config import Config, validate
-from ..core.errors import CheckpointError, ConfigError, FlexTrainError
+from ..core.errors import CheckpointError, ConfigError, FlexTrainError, counted
 from ..core.seed import load_rng_state, seed_process
 from .checks import batch_size
 from .data import TrainData
@@ -281,7 +281,7 @@ def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]], 
             kinds = ", ".join(type(scheduler).__name__ for scheduler in group)
             optimizer = f" for the optimizer {name}" if name else ""
             raise CheckpointError(
-                f"has {len(states)} parameter schedulers{optimizer}, the configuration has {len(group)}"
+                f"has {counted(len(states), 'parameter scheduler')}{optimizer}, the configuration has {len(group)}"
                 f"{f' ({kinds})' if kinds else ''}; they go on together or not at all"
             )
         for scheduler, state in zip(group, states, strict=True):
@@ -329,13 +329,14 @@ def load_random(runner: FlexibleRunner, states: Sequence[Any], written_by: int) 
         CheckpointError: the state of a process is missing.
     """
     if len(states) != written_by:
-        raise CheckpointError(f"was written by {written_by} processes and has random states of {len(states)}")
+        writers = counted(written_by, "process", "processes")
+        raise CheckpointError(f"was written by {writers} and has random states of {len(states)}")
     if written_by == runner.world_size:
         load_rng_state(states[runner.rank])
         return
     seed_process(runner.seed, runner.iter, runner.rank)
     runner.logger.warning(
-        f"The checkpoint was written by {written_by} processes and there are {runner.world_size}: random states are not "
-        f"restored, dropout and augmentation draw on from a seed made of the run's ({runner.seed}), the iteration "
-        f"({runner.iter}) and the rank"
+        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there "
+        f"{'is' if runner.world_size == 1 else 'are'} {runner.world_size}: random states are not restored, dropout and "
+        f"augmentation draw on from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
     )

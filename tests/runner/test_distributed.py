@@ -372,14 +372,14 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         checkpoint = str(tmp_path / "whole" / "epoch_1")
         rest = workers2.run(rest_of, str(tmp_path), checkpoint, train_dataloader=two, **changes)
         (_, state, said), found = rest[0], in_turn([trained for trained, _, _ in rest])
-        warned = "The checkpoint was written by 1 processes and there are 2"
+        warned = "The checkpoint was written by 1 process and there are 2"
     else:
         workers2.run(save_epochs, str(tmp_path / "two"), train_dataloader=two, **changes)
         trained, state, said = rest_of(
             str(tmp_path), str(tmp_path / "two" / "epoch_1"), train_dataloader=one, **changes
         )
         found = [sorted(update) for update in trained]
-        warned = "The checkpoint was written by 2 processes and there are 1"
+        warned = "The checkpoint was written by 2 processes and there is 1"
     assert found == [sorted(update) for update in whole[6:]]
     assert said[0].startswith(f"WARNING {warned}: random states are not restored")
     for key, value in expected.items():
