@@ -24,6 +24,7 @@ from . import checks, state
 from .building import apply_environment, build_model, build_schedulers, scale_lr
 from .checked import check_everything
 from .data import build_dataloader
+from .ending import say_how_it_ended, terminable
 from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
 from .loops import VALIDATION_KEYS, EvalLoop, TrainLoop
@@ -542,32 +543,35 @@ class FlexibleRunner:
             yield
             return
         self._depth = 1
-        try:
-            self._begin()
-            yield
-            self.finish_saving()
-            self.call_hook("after_run")
-        except BaseException as error:
-            self._on_exception(error)
-            raise
-        finally:
-            self._has_begun, self._depth = False, 0
+        with terminable() as termination:
+            try:
+                self._begin()
+                yield
+                self.finish_saving()
+                self.call_hook("after_run")
+            except BaseException as error:
+                reason = termination.end(error)
+                self._on_exception(reason)
+                if reason is error:
+                    raise
+                raise reason from error
+            finally:
+                self._has_begun, self._depth = False, 0
 
     def _on_exception(self, error: BaseException) -> None:
-        """Tell every hook, also when another one fails at it; the first error is the one that is raised."""
+        """Tell the log and every hook, also when another one fails at it; the first error is the one that is raised."""
         try:
             self.finish_saving()
         except CheckpointError as second:
             self.logger.error(str(second))
-        if isinstance(error, KeyboardInterrupt) and self._train_loop is not None:
-            newest = find_latest(self.checkpoint_dir)
-            advice = f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"
-            self.logger.info(f"Interrupted after epoch {self.epoch}, iteration {self.iter}; {advice}")
-        for method in self.hook_calls["on_exception"]:
+        for method in (self._log_exception, *self.hook_calls["on_exception"]):
             try:
                 method(self, exception=error)
             except Exception as second:  # reported, and must not hide the error that it follows
                 self.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)  # type: ignore[attr-defined]
+
+    def _log_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        say_how_it_ended(runner, exception, has_place=self._started)
 
     def _begin(self) -> None:
         """Let hooks make what a checkpoint is loaded into, once per run."""

@@ -16,6 +16,9 @@ NAME = "flextrain"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
+IN_FILE = "traceback_in_file"
+"""An attribute of records whose traceback is for the file alone; there it is written by every rank."""
+
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
@@ -54,6 +57,11 @@ class ConsoleHandler(_StreamHandler):
         super().__init__(sys.stdout)
         self.live: Console | None = None
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Without a traceback that is for the file."""
+        text = super().format(record)
+        return text.partition("\n")[0] if getattr(record, IN_FILE, False) else text
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
         if self.live is None:
@@ -67,11 +75,28 @@ class ConsoleHandler(_StreamHandler):
             self.handleError(record)
 
 
+class FailureFile(logging.FileHandler):
+    """Adds to the file of rank 0 what made this rank fail; on another machine, to one in the same place.
+
+    Args:
+        path: the file, which is not made before there is a failure.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self.addFilter(lambda record: getattr(record, IN_FILE, False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one failure."""
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        super().emit(record)
+
+
 def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = None, rank: int = 0) -> logging.Logger:
     """The logger ``flextrain``, set up for this process.
 
-    Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console.
-    Handlers of an earlier run in the same process are replaced, and lines do not go on to the root logger.
+    Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console,
+    and to the file what ended them. Handlers of an earlier run in the same process are replaced, and lines do not go on to the root logger.
     """
     level = check_log_level(log_level)
     logger = logging.getLogger(NAME)
@@ -83,6 +108,8 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    elif log_file is not None:
+        handlers.append(FailureFile(Path(log_file)))
     formatter = LineFormatter("" if rank == 0 else f"rank {rank} - ")
     for handler in handlers:
         handler.setFormatter(formatter)

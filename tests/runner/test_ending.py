@@ -1,0 +1,245 @@
+"""How a run ends before its time: what the log says of it, and what SIGTERM does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain import CheckpointError, FlexibleRunner, Hook
+from flextrain.core.checkpoint import is_checkpoint, saving
+from flextrain.testing import WorkerGroup
+
+from .training import fresh_group, make_runner
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SAVING = dict(checkpoint=dict(by_epoch=False, interval=2))
+
+
+class At(Hook):
+    """Does something after an update, and in ``on_exception``."""
+
+    priority = "LOWEST"
+
+    def __init__(self, at: int, then: Callable[[], object], at_the_end: Callable[[], object] = lambda: None) -> None:
+        self.at, self.then, self.at_the_end = at, then, at_the_end
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.iter + 1 == self.at:
+            self.then()
+
+    def on_exception(self, runner: Any, exception: BaseException) -> None:
+        self.at_the_end()
+
+
+def run(folder: Path, *hooks: Hook, **changes: Any) -> FlexibleRunner:
+    options = {"log_level": "INFO", "default_hooks": SAVING, **changes}
+    return make_runner(folder, custom_hooks=hooks, **options)
+
+
+def log_file(folder: Path) -> str:
+    (file,) = folder.glob("*/*.log")
+    return file.read_text()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _usual_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+# Failures
+
+
+def test_a_failure_is_in_the_file_with_its_traceback_and_what_to_resume_from(tmp_path: Path, capsys: Any) -> None:
+    runner = run(tmp_path, At(5, lambda: fail(RuntimeError("a lamp fell\nonto the disk"))))
+    with pytest.raises(RuntimeError, match="a lamp fell"):
+        runner.train()
+    said = "Failed after epoch 0, iteration 4: RuntimeError: a lamp fell; resume=True continues from iter_4\n"
+    head, _, rest = log_file(tmp_path).partition(f" - flextrain - ERROR - {said}")
+    assert head
+    assert rest.startswith("Traceback (most recent call last):\n")
+    assert rest.endswith("RuntimeError: a lamp fell\nonto the disk\n")
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "Traceback" not in printed, "the interpreter prints it"
+
+
+def test_what_cannot_be_resumed_is_not_recommended(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("epoch_9")
+    with pytest.raises(CheckpointError, match="epoch_9"):
+        run(tmp_path, resume=True).train()
+    assert " - ERROR - Failed: CheckpointError: " in log_file(tmp_path)
+    assert "continues from" not in log_file(tmp_path)
+
+
+def test_a_broken_latest_does_not_hide_the_failure(tmp_path: Path) -> None:
+    def spoil() -> None:
+        (tmp_path / "latest").write_text("epoch_7")
+        fail(RuntimeError("a lamp fell"))
+
+    with pytest.raises(RuntimeError, match="a lamp fell"):
+        run(tmp_path, At(5, spoil)).train()
+    said = f'RuntimeError: a lamp fell; {tmp_path / "latest"}: names "epoch_7", which is no complete checkpoint'
+    assert said in log_file(tmp_path)
+
+
+def fail_on_every_rank(folder: Path) -> None:
+    fresh_group()
+    rank = int(os.environ["RANK"])
+    runner = run(folder, At(5, lambda: fail(RuntimeError(f"lamp {rank} fell"))))
+    with pytest.raises(RuntimeError, match="lamp"):
+        runner.train()
+    runner.strategy.teardown()
+
+
+@pytest.mark.distributed
+def test_the_file_has_the_failures_of_all_ranks(tmp_path: Path, workers2: WorkerGroup) -> None:
+    workers2.run(fail_on_every_rank, tmp_path)
+    text = log_file(tmp_path)
+    assert text.count("Traceback") == 2
+    assert " - ERROR - Failed after epoch 1, iteration 4: RuntimeError: lamp 0 fell; resume=True continues" in text
+    assert " - ERROR - rank 1 - Failed after epoch 1, iteration 4: RuntimeError: lamp 1 fell\nTraceback" in text
+
+
+# SIGTERM
+
+
+def test_sigterm_ends_training_with_a_line_and_status_143_once_the_save_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = saving.write_shard
+    monkeypatch.setattr(saving, "write_shard", lambda *args: (time.sleep(0.3), write(*args))[1])
+    saves = dict(checkpoint=dict(by_epoch=False, interval=5, async_save=True))
+    ended: list[str] = []
+    runner = run(tmp_path, At(5, terminate, lambda: (terminate(), ended.append("here"))), default_hooks=saves)
+    with pytest.raises(SystemExit) as caught:
+        runner.train()
+    assert caught.value.code == 143
+    said = " - WARNING - Terminated (SIGTERM) after epoch 0, iteration 4; resume=True continues from iter_5\n"
+    assert log_file(tmp_path).endswith(said)
+    assert ended == ["here"], "the signal that came again meanwhile had no effect"
+    assert is_checkpoint(tmp_path / "iter_5")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_fails_because_of_sigterm_is_not_the_reason(tmp_path: Path) -> None:
+    def worker_died() -> None:
+        try:
+            terminate()
+        finally:
+            raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, At(5, worker_died)).train()
+    assert caught.value.code == 143
+    assert "Terminated (SIGTERM) after" in log_file(tmp_path)
+    assert "Failed" not in log_file(tmp_path)
+
+
+def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGTERM, mine)
+    runner = run(tmp_path, At(5, terminate))
+    runner.train()
+    assert (heard, runner.epoch) == ([signal.SIGTERM], 3)
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_the_usual_handler_is_back_after_training(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    run(tmp_path, At(5, lambda: seen.append(signal.getsignal(signal.SIGTERM)))).train()
+    assert callable(seen[0])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    runner = run(tmp_path, At(5, lambda: seen.append(signal.getsignal(signal.SIGTERM))))
+    thread = threading.Thread(target=runner.train)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL]
+    assert runner.epoch == 3
+
+
+def test_a_forked_child_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+    child = fork.Process(target=lambda: (runs.set(), time.sleep(20)))
+
+    def end_the_child() -> None:
+        child.start()
+        runs.wait()
+        child.terminate()
+        child.join()
+
+    run(tmp_path, At(5, end_the_child)).train()
+    assert child.exitcode == -signal.SIGTERM
+
+
+SCRIPT = """
+import sys, torch
+from flextrain import FlexibleRunner, Hook
+
+class Ready(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == 20:
+            print("ready", flush=True)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.ones(4) * i
+
+data = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, persistent_workers=True)
+FlexibleRunner(
+    model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=data, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)),
+    train_cfg=dict(by_epoch=False, max_iters=10**7), custom_hooks=[Ready()], log_level="WARNING",
+    default_hooks=dict(checkpoint=dict(interval=10)),
+).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_scheduler_signals_the_process_and_its_workers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert "Terminated (SIGTERM) after" in log_file(tmp_path)
