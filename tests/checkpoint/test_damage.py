@@ -80,7 +80,7 @@ def load_weights(path: Path) -> None:
 
 
 def export(path: Path) -> None:
-    export_weights(path, path.parent / "exported.safetensors")
+    export_weights(path, path.parent / "exported.safetensors", replace=True)
 
 
 def survivors(path: Path, read: Callable[[Path], None], damage: Damage, count: int) -> list[str]:
