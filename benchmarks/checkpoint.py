@@ -319,7 +319,8 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"{report['state_bytes'] / 1e6:.0f} MB of float32 weights and AdamW's moments, the largest tensor "
         f"{report['largest_tensor_bytes'] / 1e6:.0f} MB; times are medians of {report['rounds']} interleaved rounds and end "
-        "when the files are on the disk, memory is the most that any process took beside training's own. "
+        "when the files are on the disk, memory is the most that any process took beside training's own. A stall is that of a "
+        "later save than the first: flextrain keeps its plan and its copies' memory from save to save, DCP by default neither. "
         f"Python {report['python']}, torch {report['torch']}, {report['machine']}.",
     ]
     return "\n".join(lines) + "\n"
