@@ -166,9 +166,8 @@ class PendingSave:
         self._thread.start()
 
     def _run(self, save: _Save) -> None:
-        time.sleep(
-            0.001
-        )  # start() waits for the interpreter, which this thread would not let go of for some milliseconds
+        # Lets go of the interpreter, for which start() waits: this thread would keep it for some milliseconds.
+        time.sleep(0.001)
         begin = time.perf_counter()
         try:
             save.finish()

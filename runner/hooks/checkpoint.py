@@ -126,7 +126,8 @@ class CheckpointHook(Hook):
 
     def before_train(self, runner: FlexibleRunner) -> None:
         """See that checkpoints can be written where they shall be, and take over what a resumed run had kept."""
-        make_writable(self.out_dir(runner), "work_dir" if self._parent is None else "CheckpointHook.out_dir")
+        if self._parent is not None:  # the runner has seen to its work directory
+            make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0:

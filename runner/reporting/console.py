@@ -96,7 +96,8 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
     """The logger ``flextrain``, set up for this process.
 
     Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console,
-    and to the file what ended them. Handlers of an earlier run in the same process are replaced, and lines do not go on to the root logger.
+    and to the file what ended them. Handlers of an earlier run in the same process are replaced, and lines do not go on to
+    the root logger.
     """
     level = check_log_level(log_level)
     logger = logging.getLogger(NAME)
