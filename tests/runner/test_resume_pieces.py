@@ -243,6 +243,16 @@ def test_a_schedule_starts_afresh_beside_the_state_of_the_optimizer(tmp_path: Pa
     assert rest.seen == rates_of(tmp_path / "neither", SCHEDULES[schedule], filename=path, **neither).seen
 
 
+def test_what_a_schedule_that_starts_afresh_began_with_is_its_own(tmp_path: Path) -> None:
+    rates_of(tmp_path / "whole", SCHEDULES["cosine"])
+    runner = make_runner(
+        tmp_path / "rest", optim_wrapper=dict(optimizer=dict(SGD, lr=0.3)), param_scheduler=SCHEDULES["cosine"]
+    )
+    runner.resume(tmp_path / "whole" / "iter_10", resume_param_scheduler=False)
+    assert runner.optim_wrapper is not None
+    assert runner.optim_wrapper.param_groups[0]["initial_lr"] == 0.3
+
+
 @pytest.mark.parametrize("schedule", [None, SCHEDULES["cosine"]], ids=["constant", "cosine"])
 def test_settings_of_the_configuration_that_do_not_count_are_told(
     tmp_path: Path, schedule: Any, caplog: pytest.LogCaptureFixture
