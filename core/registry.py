@@ -241,5 +241,5 @@ STRATEGIES = Registry("strategy", locations=["flextrain.strategies"], entry_poin
 DATA_SAMPLERS = Registry("sampler", locations=["flextrain.runner.data"])
 METRICS = Registry("metric", locations=["flextrain.runner.evaluation"])
 HOOKS = Registry("hook", locations=["flextrain.runner.hooks"])
-LOOPS = Registry("loop", locations=["flextrain.runner.loops"])
+LOOPS = Registry("loop", locations=["flextrain.runner.loops", "flextrain.runner.eval_loops"])
 REPORTERS = Registry("reporter", locations=["flextrain.runner.reporting"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .data import build_dataloader, pseudo_collate
+from .eval_loops import TestLoop, ValLoop
 from .evaluation import BaseMetric, Evaluator
-from .loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from .runner import FlexibleRunner
 from .samplers import DefaultSampler, InfiniteSampler
 

@@ -25,8 +25,9 @@ from ..core.registry import LOOPS, MODELS
 from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
 from .data_checks import check_dataloader, is_infinite
+from .eval_loops import EvalLoop
 from .evaluation import check_evaluator
-from .loops import EpochBasedTrainLoop, EvalLoop, IterBasedTrainLoop, TrainLoop
+from .loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from .reporting import build_log_processor, build_reporters, check_log_level
 
 

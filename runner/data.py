@@ -11,12 +11,13 @@ from itertools import count
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..core.distributed import get_rank
 from ..core.errors import ConfigError
 from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
+from .loaders import adopt, resampled
 from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler
 
 Splittable = DefaultSampler | InfiniteSampler
@@ -58,7 +59,7 @@ def build_dataloader(
     """
     check_dataloader(cfg, where, training)
     if isinstance(cfg, DataLoader):
-        return _adopt(cfg, training, seed, shard, where, logger)
+        return adopt(cfg, training, seed, shard, where, logger)
     kwargs = dict(cfg)
     dataset = kwargs.pop("dataset")
     if is_config(dataset):
@@ -103,61 +104,6 @@ def build_dataloader(
     return DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
 
 
-def _adopt(
-    loader: DataLoader[Any], training: bool, seed: int, shard: tuple[int, int], where: str, logger: logging.Logger
-) -> DataLoader[Any]:
-    """A DataLoader that the user built, split over processes where torch's own sampler shows that nobody has done so."""
-    if isinstance(loader.dataset, IterableDataset):
-        if shard[1] > 1:
-            logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
-        return loader
-    if not _is_plain(loader):
-        if shard[1] > 1:
-            logger.warning(
-                f"{where}: keeps its {type(loader.sampler).__name__}, which must split the data over processes itself"
-            )
-        return loader
-    shuffle = type(loader.sampler) is RandomSampler
-    sampler = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)
-    if shard[1] > 1:
-        logger.info(
-            f"{where}: the DataLoader got a DefaultSampler(shuffle={shuffle}) that splits it over {shard[1]} processes"
-        )
-    elif shuffle and getattr(loader.sampler, "generator", None) is not None:
-        logger.info(f"{where}: the DataLoader got a DefaultSampler(shuffle=True), which follows the run's seed")
-    return _rebuilt(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
-
-
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler is what torch makes of ``shuffle``: every sample of the dataset once."""
-    sampler = loader.sampler
-    once = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(cast(Sized, loader.dataset))
-    )
-    return once and type(loader.batch_sampler) in (BatchSampler, type(None))
-
-
-def _rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
-    """A DataLoader like ``loader`` with other sampling, and a generator of its own for the workers' seeds."""
-    return DataLoader(
-        loader.dataset,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        **sampling,
-    )
-
-
 class TrainData:
     """The batches of the training set in windows of several, from any position of any epoch.
 
@@ -187,15 +133,14 @@ class TrainData:
         self._feed: DataLoader[Any] = loader
         self._order: Repeatable | None = None
         if isinstance(loader.dataset, IterableDataset):
-            self._feed = _rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
+            self._feed = resampled(loader)
         elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
             self._order = Repeatable(cast(BatchSampler, loader.batch_sampler))
-            self._feed = _rebuilt(loader, batch_sampler=self._order)
+            self._feed = resampled(loader, batch_sampler=self._order)
         elif not isinstance(self._sampler, ShardedSampler):
-            in_batches = loader.batch_sampler is not None
-            self._order = Repeatable(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
-            sampling = {"batch_sampler": self._order} if in_batches else {"sampler": self._order, "batch_size": None}
-            self._feed = _rebuilt(loader, **sampling)
+            which = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            self._order = Repeatable(getattr(loader, which))
+            self._feed = resampled(loader, **{which: self._order})
 
     def use_seed(self, seed: int) -> None:
         """Take another seed, also for a sampler that was not given one of its own."""

@@ -25,9 +25,10 @@ from .building import apply_environment, build_model, build_schedulers, scale_lr
 from .checked import check_everything
 from .data import build_dataloader
 from .ending import say_how_it_ended, terminable
+from .eval_loops import EvalLoop
 from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
-from .loops import VALIDATION_KEYS, EvalLoop, TrainLoop
+from .loops import VALIDATION_KEYS, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
 from .stepper import Stepper
 
