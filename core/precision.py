@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, StrategyError, one_of
+from .norms import is_norm
 
 DTYPES = {
     "float32": torch.float32,
@@ -89,9 +90,6 @@ def dtypes(tensors: Any) -> tuple[torch.dtype, ...]:
     return tuple(sorted(found, key=str))
 
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-
-
 def cast_parameters(module: nn.Module, precision: Precision) -> None:
     """Store the module's floating-point parameters and buffers in ``precision.param``, and cast what goes in and out.
 
@@ -101,7 +99,7 @@ def cast_parameters(module: nn.Module, precision: Precision) -> None:
     if dtype is None:
         return
     for submodule in module.modules():
-        if precision.keep_norm and isinstance(submodule, _NORMS):
+        if precision.keep_norm and is_norm(submodule):
             # A float32 normalisation layer between half-precision layers: cast on its way in and out.
             submodule.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
             submodule.register_forward_hook(lambda _, __, output, d=dtype: cast_tensors(output, d))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..core.config import Config, check_call, validate
 from ..core.errors import ConfigError, one_of, suggest
+from ..core.norms import is_norm
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 
@@ -44,9 +45,6 @@ class ParamwiseConfig(Config):
     dwconv_decay_mult: float | int | None = None
     bypass_duplicate: bool = False
     """A tied parameter takes the settings of the first of its names, where those of another name differ."""
-
-
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -138,12 +136,12 @@ class DefaultOptimWrapperConstructor:
             if key in _matched(name):
                 return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
         cfg = self.config
-        is_norm = isinstance(module, _NORMS)
+        of_norm = is_norm(module)
         is_bias = name.rpartition(".")[2] == "bias"
         is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-        lr_mult = cfg.bias_lr_mult if is_bias and not is_norm else None
+        lr_mult = cfg.bias_lr_mult if is_bias and not of_norm else None
         rules = (
-            (is_norm, cfg.norm_decay_mult),
+            (of_norm, cfg.norm_decay_mult),
             (is_bias, cfg.bias_decay_mult),
             (is_depthwise, cfg.dwconv_decay_mult),
             (parameter.dim() == 1, cfg.flat_decay_mult),

@@ -16,6 +16,7 @@ from ..core.config import Config
 from ..core.errors import ConfigError, StrategyError
 from ..core.gradients import average
 from ..core.model import overrides
+from ..core.norms import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Optim, Strategy, StrategyConfig
@@ -100,7 +101,7 @@ class DDPStrategy(Strategy):
         if (
             self.config.sync_bn
             and self.device.type == "cpu"
-            and any(isinstance(m, _BATCH_NORMS) for m in model.modules())
+            and any(isinstance(m, BATCH_NORM) for m in model.modules())
         ):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
@@ -162,9 +163,6 @@ class DDPStrategy(Strategy):
             self._recorded = True
             return NOTHING
         return self._model.no_sync()
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def average_gradients(optim: OptimWrapper) -> None:

@@ -23,6 +23,7 @@ from ..core.deferred import DeferredInit, Place, same_random_state, storage_key
 from ..core.errors import ConfigError, StrategyError, one_of, suggest
 from ..core.gradients import average
 from ..core.model import BaseModel, overrides
+from ..core.norms import keeps_statistics
 from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
 from ..core.transforms import compile_in_place, module_filter
@@ -345,7 +346,7 @@ class FSDPStrategy(Strategy):
         self._log_units(model)
         for root in roots:
             root.register_forward_hook(_free_after_evaluation)
-            if any(_keeps_statistics(module) for module in root.modules()) and self.world_size > 1:
+            if any(keeps_statistics(module) for module in root.modules()) and self.world_size > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
 
@@ -467,7 +468,7 @@ class FSDPStrategy(Strategy):
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             dist.broadcast_tensors(
-                [b for m in module.modules() if _keeps_statistics(m) for b in m.buffers(recurse=False)]
+                [b for m in module.modules() if keeps_statistics(m) for b in m.buffers(recurse=False)]
             )
 
     # Precision
@@ -551,10 +552,6 @@ def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _settle(unit: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.distributed import all_reduce, destroy_process_group
 from ..core.errors import ConfigError, suggest
+from ..core.norms import BATCH_NORM
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS, Hook
 from ..runner.runner import FlexibleRunner
@@ -248,7 +249,7 @@ class _Observer(Hook):
 
     def before_train(self, runner: FlexibleRunner) -> None:
         module, trace = runner.strategy.module, self.trace
-        self._batch_norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._batch_norms = [m for m in module.modules() if isinstance(m, BATCH_NORM)]
         dropouts = _without_dropout(module)
         trace.parameters = [name for name, _ in module.named_parameters()]
         trace.dtype, trace.eps = _coarsest(runner.strategy)

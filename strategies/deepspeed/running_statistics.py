@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.norms import BATCH_NORM
+
 _STATISTICS = ("running_mean", "running_var")
-_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class KeepRunningStatistics:
@@ -18,21 +19,21 @@ class KeepRunningStatistics:
     a copy: in training one of zeros, which comes back as the batch's share of the new average.
     """
 
-    def __init__(self, module: _BatchNorm, dtype: torch.dtype) -> None:
+    def __init__(self, module: BATCH_NORM, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._kept: dict[str, Tensor] = {}
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        assert isinstance(module, _BatchNorm)
+        assert isinstance(module, BATCH_NORM)
         for name in _STATISTICS:
             self._kept[name] = kept = module.get_buffer(name)
             copy = torch.zeros_like(kept, dtype=self._dtype) if module.training else kept.to(self._dtype)
             setattr(module, name, copy)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        assert isinstance(module, _BatchNorm)
+        assert isinstance(module, BATCH_NORM)
         for name, kept in self._kept.items():
             share = module.get_buffer(name)
             setattr(module, name, kept)
@@ -47,5 +48,5 @@ class KeepRunningStatistics:
 def keep_running_statistics(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep the running statistics of every batch normalisation in ``module`` in float32."""
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.track_running_stats and part.affine:
+        if isinstance(part, BATCH_NORM) and part.track_running_stats and part.affine:
             KeepRunningStatistics(part, dtype)

@@ -1,0 +1,21 @@
+"""Which modules are normalisation layers: one answer for all that treat them unlike others."""
+
+from __future__ import annotations
+
+from torch import nn
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+"""Everything of torch's that normalises: batch and instance normalisation of all dimensions, synchronised or lazy, and these."""
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+"""Base of those that normalise over the samples of a batch."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation layer."""
+    return isinstance(module, NORMS)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module has running statistics, which forward changes in training: batch and instance normalisation may."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats

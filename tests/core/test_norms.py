@@ -1,0 +1,75 @@
+"""Normalisation layers: one list, and all that go by it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import batchnorm, instancenorm, normalization
+
+from flextrain.core.errors import StrategyError
+from flextrain.core.norms import BATCH_NORM, is_norm, keeps_statistics
+from flextrain.core.precision import Precision, cast_parameters
+from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
+from flextrain.strategies import DDPStrategy, SingleDeviceStrategy
+
+LAYERS = [
+    nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4),
+    nn.InstanceNorm1d(4, affine=True), nn.InstanceNorm2d(4, affine=True), nn.InstanceNorm3d(4, affine=True),
+    nn.LayerNorm(4), nn.RMSNorm(4),
+]  # fmt: skip
+
+
+def test_every_normalisation_that_torch_has() -> None:
+    for module in (batchnorm, instancenorm, normalization):
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if issubclass(kind, nn.Module) and name in module.__all__ and name != "CrossMapLRN2d":  # without parameters
+                assert is_norm(kind.__new__(kind)), name
+    assert not is_norm(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+def test_stay_in_float32_where_the_rest_is_halved(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    cast_parameters(model, Precision(compute=torch.float16, param=torch.float16))
+    assert {p.dtype for p in layer.parameters()} == {torch.float32}
+    assert model[0].weight.dtype is torch.float16
+
+
+def test_rms_norm_at_o2() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 1))
+    wrapper = ApexOptimWrapper(dict(type="SGD", lr=0.1), opt_level="O2")
+    SingleDeviceStrategy(device="cpu").setup(model, wrapper)
+    assert [p.dtype for p in model[1].parameters()] == [torch.float32]
+    wrapper.update_params(model(torch.ones(2, 4)).square().mean())
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+def test_have_a_weight_decay_of_their_own(layer: nn.Module) -> None:
+    optimizer = dict(type="SGD", lr=0.1, weight_decay=0.5)
+    wrapper = build_optim_wrapper(dict(optimizer=optimizer, paramwise_cfg=dict(norm_decay_mult=0.0)))
+    wrapper.build(nn.Sequential(layer, nn.Linear(4, 4)))
+    assert [group["weight_decay"] for group in wrapper.param_groups] == [0.0, 0.5]
+
+
+def test_statistics() -> None:
+    kept = [layer for layer in LAYERS if keeps_statistics(layer)]
+    assert all(isinstance(layer, BATCH_NORM) for layer in kept)
+    assert len(kept) == 4
+    assert keeps_statistics(nn.InstanceNorm1d(4, track_running_stats=True))
+    assert not keeps_statistics(nn.BatchNorm1d(4, track_running_stats=False))
+
+
+class Frozen(BATCH_NORM):
+    """A batch normalisation of somebody's own, which torch converts too."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
+def test_sync_bn_looks_for_what_torch_converts() -> None:
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(Frozen(4)), nn.SyncBatchNorm)
+    with pytest.raises(StrategyError, match=r"^strategy.sync_bn: torch has it for accelerators only"):
+        DDPStrategy(device="cpu", sync_bn="torch").setup(nn.Sequential(Frozen(4)))
