@@ -1,9 +1,10 @@
-"""Gradient clipping that gives the single-device norm whatever the layout of the gradients."""
+"""Gradients: clipping that gives the single-device norm whatever their layout, means over processes, and none at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,39 @@ def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
         local = [_local(grad) for grad in group]
         torch._foreach_clamp_min_(local, -clip_value)
         torch._foreach_clamp_max_(local, clip_value)
+
+
+@contextmanager
+def giving_nothing(loss: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """A loss of zero, for whose backward every gradient is exactly zero when it reaches its parameter.
+
+    A mean over no items is 0/0, and so is what its division hands back, whatever the loss is multiplied by. Backward runs
+    through all of it nevertheless, because other processes wait for what it communicates.
+
+    Args:
+        loss: 0-dim, of any value.
+        parameters: the model's; for code that differentiates on its own in backward, where the graph does not show it.
+    """
+    leaves = {id(leaf): leaf for leaf in (*_leaves(loss), *parameters) if leaf.requires_grad}
+    handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]  # type: ignore[no-untyped-call]
+    try:
+        yield torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a loss was computed from: under FSDP others than the model's own parameters."""
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        ahead += [before for before, _ in node.next_functions]
 
 
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:

@@ -122,13 +122,31 @@ def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
 
 def takes_mode(module: nn.Module) -> bool:
     """Whether the module's forward has a parameter ``mode``."""
-    return "mode" in inspect.signature(type(module).forward).parameters
+    forwards = (vars(module).get("forward"), type(module).forward)  # one that was replaced may hide its parameters
+    return any("mode" in inspect.signature(forward).parameters for forward in forwards if forward is not None)
 
 
 def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
     """Whether the module, or class of modules, defines a method ``name`` of its own, other than BaseModel's."""
+    if not isinstance(module, type) and callable(vars(module).get(name)):
+        return True
     found = getattr(module if isinstance(module, type) else type(module), name, None)
     return callable(found) and found is not getattr(BaseModel, name, None)
+
+
+def own_run_forward(module: nn.Module) -> Callable[[Any, str], Any] | None:
+    """A BaseModel's own ``_run_forward(data, mode)``, None for the usual one; it calls the model as it likes to."""
+    return module._run_forward if isinstance(module, BaseModel) and overrides(module, "_run_forward") else None
+
+
+def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
+    """The method of its own in which a model, or a class of models, calls itself, so that no wrapper of it can be called.
+
+    None for the others, which the loop calls as a whole.
+    """
+    kind = module if isinstance(module, type) else type(module)
+    names = ("train_step", "_run_forward") if issubclass(kind, BaseModel) else ("train_step",)
+    return next((name for name in names if overrides(module, name)), None)
 
 
 def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

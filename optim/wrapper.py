@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..core import gradients
 from ..core.config import Config, validate
 from ..core.errors import ConfigError, StrategyError
+from ..core.overriding import overridden
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .adapter import OptimizerAdapter
@@ -35,6 +36,7 @@ class StepInfo:
 
 
 _APPLIED = StepInfo()
+_NONE_YET = StepInfo()
 
 
 class ClipGrad(Config):
@@ -92,7 +94,7 @@ class OptimWrapper:
         self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")
         if self.clip_grad is not None:
             self.clip_grad.check(f"{where}.clip_grad")
-        self.last_step = StepInfo()
+        self.last_step = _NONE_YET
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
@@ -184,12 +186,21 @@ class OptimWrapper:
     def begin(self, index: int, size: int) -> None:
         """Say that micro-batch ``index`` of a window of ``size`` comes next; the training loop does."""
         self._index, self._size, self._driven = index, size, True
+        if index == 0:
+            self.last_step = _NONE_YET
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether there was an update, be it a skipped one, since the window began."""
+        return self.last_step is not _NONE_YET
 
     def should_sync(self) -> bool:
-        """Whether the micro-batch at hand is the last of its window."""
+        """Whether gradients are reduced in the micro-batch at hand: if it is the last of its window."""
         return self._index == self._size - 1
 
-    should_update = should_sync
+    def should_update(self) -> bool:
+        """Whether ``update_params`` updates after the micro-batch at hand: if it is the last of its window."""
+        return self._index == self._size - 1
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context for forward: autocast where the precision asks for it."""
@@ -199,16 +210,32 @@ class OptimWrapper:
         """Differentiate a scalar loss that is already divided by the length of the window."""
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss divided by the length of the window."""
+        return loss / self._size if self._size > 1 else loss
+
     def update_params(self, loss: Tensor) -> None:
         """Backward for one micro-batch, and the update after the last one of the window.
 
-        Divides by the window's length. Outside a training loop it counts the micro-batches itself.
+        Outside a training loop it counts the micro-batches itself. The training loop comes here where a subclass defines
+        this method or one that it asks anew; otherwise it calls ``backward`` and ``step``.
         """
-        self.backward(loss / self._size if self._size > 1 else loss)
-        if self.should_sync():
-            self.step()
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.finish()
         if not self._driven:
             self._index = (self._index + 1) % self._size
+
+    def finish(self) -> StepInfo:
+        """Make the update and drop the gradients, which a subclass's own ``step`` may leave to its caller, as in MMEngine."""
+        info: object = self.step()
+        if overridden(self, "step"):
+            self.zero_grad()
+            if isinstance(info, StepInfo):
+                self.last_step = info
+            elif not self.has_stepped:
+                self.last_step = _APPLIED
+        return self.last_step
 
     def step(self) -> StepInfo:
         """Unscale, clip, update and zero: once per window."""

@@ -76,8 +76,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     @property
     def last_step(self) -> StepInfo:
-        """The last update's outcome; skipped only when every optimizer skipped."""
-        return StepInfo(None, all(wrapper.last_step.skipped for wrapper in self._wrappers.values()))
+        """The outcome of the window's updates; skipped only when every optimizer that had one skipped it."""
+        steps = [wrapper.last_step for wrapper in self._wrappers.values() if wrapper.has_stepped]
+        return StepInfo(None, bool(steps) and all(step.skipped for step in steps))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

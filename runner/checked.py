@@ -73,6 +73,8 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         timeout_s=options.env_cfg.dist_cfg.timeout,
         compile=checks.check_compile(options),
     )
+    if optim_wrapper is not None:
+        strategy.check(checks.model_class(given["model"]), optim_wrapper)
     return Checked(options, strategy, optim_wrapper, hooks, trains, by_epoch)
 
 

@@ -285,10 +285,11 @@ def check_train(
         raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
     _check_schedulers(param_scheduler, optim_wrapper, kind.by_epoch, kwargs.get("max_epochs"), validates)
     if isinstance(optim_wrapper, OptimWrapperDict):
-        model_class = _model_class(model)
-        if model_class is not None and not overrides(model_class, "train_step"):
+        found = model_class(model)
+        if found is not None and not overrides(found, "train_step"):
+            name = found.__name__ if isinstance(found, type) else type(found).__name__
             raise ConfigError(
-                f"optim_wrapper: has {len(optim_wrapper)} optimizers, {model_class.__name__} must define "
+                f"optim_wrapper: has {len(optim_wrapper)} optimizers, {name} must define "
                 "train_step(data, optim_wrapper) to say which is updated when"
             )
 
@@ -310,10 +311,10 @@ def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | 
                 )
 
 
-def _model_class(model: Any) -> Any:
-    """The model's class; None when only a function knows it."""
+def model_class(model: Any) -> Any:
+    """The model if it is built, else its class; None when only a function knows it."""
     if isinstance(model, nn.Module):
-        return type(model)
+        return model
     kind = model["type"] if isinstance(model, Mapping) else model
     found = MODELS.get(kind, "model") if isinstance(kind, str) else kind
     return found if inspect.isclass(found) else None

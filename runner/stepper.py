@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core import distributed as dist
 from ..core.device import to_device
 from ..core.errors import ConfigError
-from ..core.model import overrides, parse_losses, run_forward, takes_mode
-from ..optim.wrapper import OptimWrapper
+from ..core.gradients import giving_nothing
+from ..core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
+from ..core.overriding import overridden
+from ..optim.wrapper import OptimWrapper, StepInfo
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import NOTHING, Strategy
+from .weighing import Weighing
 
 _WHOLE = (None,)
+_ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
 
 
 class Stepper:
@@ -31,9 +35,10 @@ class Stepper:
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes a batch into arguments; otherwise the batch is brought to the device as it is;
     - ``parse_losses(losses)``: gives the total and what to log;
-    - ``loss_weight(data)``: over how many items (tokens, samples) the loss of a batch is a mean. The update is then the
-      same however the items are split over micro-batches and processes; without it, each micro-batch of each process
-      counts the same.
+    - ``loss_weight(data)``: over how many items (tokens, samples) the loss of a batch is a mean; see Weighing.
+
+    What an OptimWrapper of the user's defines anew is called: ``optim_context`` around forward, ``update_params`` for every
+    micro-batch, and ``step`` followed by ``zero_grad``.
     """
 
     def __init__(
@@ -46,58 +51,82 @@ class Stepper:
         self.takes_mode = takes_mode(module)
         self._for_loss = {"mode": "loss"} if self.takes_mode else {}
         self._for_prediction = {"mode": "predict"} if self.takes_mode else {}
+        self._own_forward = own_run_forward(module)
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
         self._run = self._custom_step if self.custom_train else self._micro_batch
         # A context that does nothing is left out: entering one takes as long as the rest of this class.
-        self._grad_sync = None if type(strategy).grad_sync is Strategy.grad_sync else strategy.grad_sync
-        self._autocast = None if strategy.autocast() is NOTHING else strategy.autocast
+        syncs = type(strategy).grad_sync is not Strategy.grad_sync or overridden(strategy, "grad_sync")
+        self._grad_sync = strategy.grad_sync if syncs else None
+        casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
+        self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile)
-        weigh = getattr(module, "loss_weight", None)  # also a usual name for a number
-        self.weigh: Callable[[Any], Any] | None = (
-            weigh if inspect.ismethod(weigh) or inspect.isfunction(weigh) else None
-        )
+        self.weighing = Weighing.of(module, strategy.device)
+        if optim is not None:
+            self._prepare_updates(optim)
+
+    def _prepare_updates(self, optim: OptimWrapper | OptimWrapperDict) -> None:
+        """Work out once what an update calls."""
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
             raise ConfigError(
-                f"optim_wrapper: has {len(optim)} optimizers, {type(module).__name__} must define "
+                f"optim_wrapper: has {len(optim)} optimizers, {type(self.module).__name__} must define "
                 "train_step(data, optim_wrapper) to say which is updated when"
             )
-        if self.weigh is not None and self.custom_train:
+        if self.weighing is not None and self.custom_train:
             raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
+        # Whether the update is made as soon as the last micro-batch was differentiated.
+        self._updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
+        if overridden(optim, "optim_context"):
+            self._autocast = partial(optim.optim_context, self.module)
+        self._should_sync = optim.should_sync if overridden(optim, "should_sync") else None  # type: ignore[union-attr]
+        if not isinstance(optim, OptimWrapperDict):
+            self._differentiate = optim.update_params if self._updates_itself else optim.backward
+            self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
 
     def train(self, window: list[Any]) -> dict[str, Tensor]:
         """One update from the micro-batches of a window.
 
         Returns:
             0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
-            ``grad_norm`` when it was computed.
+            ``grad_norm``, or ``<name>.grad_norm`` of each of several optimizers, when it was computed.
         """
-        optim, last = self.optim, len(window) - 1
+        optim, size = self.optim, len(window)
         assert optim is not None
-        shares = self._shares(window)
-        outputs: dict[str, Tensor] = {}
+        factors: Sequence[float | None] = _WHOLE
+        if self.weighing is not None:
+            if not self.weighing.weigh(window):
+                return self._leave_out(optim)
+            factors = self.weighing.factors
+            if self._updates_itself:  # it divides by the window's length
+                factors = [factor * size for factor in self.weighing.factors]
+        elif size > 1:
+            factors = ((None if self._updates_itself else 1 / size),) * size
+        parts = []
         for i, batch in enumerate(window):
-            optim.begin(i, last + 1)
+            optim.begin(i, size)
             if self._grad_sync is None:
-                logs = self._run(batch, optim, shares[i])
+                parts.append(self._run(batch, optim, factors[i]))
             else:
-                with self._grad_sync(i == last):
-                    logs = self._run(batch, optim, shares[i])
-            outputs = _added(outputs, logs) if i else logs
-        if last:
-            outputs = {
-                name: value if self.weigh is not None and name == "loss" else value / (last + 1)
-                for name, value in outputs.items()
-            }
-        info = optim.last_step if self.custom_train else optim.step()
-        if info.grad_norm is not None:
-            outputs["grad_norm"] = info.grad_norm
+                with self._grad_sync(i + 1 == size if self._should_sync is None else self._should_sync()):
+                    parts.append(self._run(batch, optim, factors[i]))
+        if self.weighing is not None:
+            outputs = self.weighing.mean(parts)
+        else:
+            outputs = parts[0] if size == 1 else _mean(parts)
+        if self._updates_itself:
+            for name, wrapper in optim.wrappers.items():
+                if (norm := wrapper.last_step.grad_norm) is not None:
+                    outputs[f"{name}.grad_norm" if name else "grad_norm"] = norm
+        else:
+            info = self._step()
+            if info.grad_norm is not None:
+                outputs["grad_norm"] = info.grad_norm
         return outputs
 
-    def _micro_batch(self, batch: Any, optim: Any, factor: float | Tensor | None) -> dict[str, Tensor]:
+    def _micro_batch(self, batch: Any, optim: Any, factor: float | None) -> dict[str, Tensor]:
         data = self.preprocess(batch, True)
         if self._autocast is None:
             loss, logs = self._losses(data)
@@ -105,18 +134,25 @@ class Stepper:
             with self._autocast():
                 loss, logs = self._losses(data)
         if factor is None:
-            optim.backward(loss)
+            self._differentiate(loss)
+        elif factor:
+            self._differentiate(loss * factor)
         else:
-            # A mean over no items is NaN, and its share is nothing.
-            loss = torch.where(factor > 0, loss * factor, 0.0) if isinstance(factor, Tensor) else loss * factor
-            optim.backward(loss)
-            if isinstance(factor, Tensor):
-                logs = {**logs, "loss": loss}
+            with giving_nothing(loss, self.module.parameters()) as zero:
+                self._differentiate(zero)
         if self._reuses_outputs:
             return {name: value.detach().clone() for name, value in logs.items()}
         return {name: value.detach() for name, value in logs.items()}
 
+    def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
+        """An update of nothing: as one that loss scaling cancels, it moves no weight, no average and no schedule."""
+        for wrapper in optim.wrappers.values():
+            wrapper.last_step = StepInfo(skipped=True)
+        return {"loss": torch.zeros((), device=self.strategy.device)}
+
     def _losses(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        if self._own_forward is not None:
+            return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
         result = run_forward(self.model, data, **self._for_loss)
         if self.takes_mode:
             return self.parse(result)  # type: ignore[no-any-return]
@@ -136,18 +172,6 @@ class Stepper:
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
             values["loss"] = torch.stack([part.float() for part in parts]).sum()
         return values
-
-    def _shares(self, window: list[Any]) -> Sequence[float | Tensor | None]:
-        """What to multiply each micro-batch's loss with, None for 1: its share of the window.
-
-        With ``loss_weight`` it is the share of the items of all micro-batches and processes, times the number of processes
-        because gradients are averaged over them.
-        """
-        if self.weigh is None:
-            return _WHOLE if len(window) == 1 else (1 / len(window),) * len(window)
-        weights = torch.stack([torch.as_tensor(self.weigh(batch), dtype=torch.float32) for batch in window])
-        total = dist.all_reduce(weights.sum())
-        return (weights * dist.get_world_size() / total).to(self.strategy.device).unbind()
 
     def _own_loss(self, result: Any) -> Tensor:
         """The loss of a model that is not called with a mode."""
@@ -171,11 +195,17 @@ class Stepper:
                 )
         data = self.preprocess(batch, False)
         with self.strategy.autocast():
+            if self._own_forward is not None:
+                return self._own_forward(data, "predict")
             return run_forward(self.model, data, **self._for_prediction)
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)
 
 
-def _added(total: dict[str, Tensor], logs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: total[name] + logs[name] for name in total if name in logs}
+def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The means of what all parts have."""
+    total = dict(parts[0])
+    for part in parts[1:]:
+        total = {name: total[name] + part[name] for name in total if name in part}
+    return {name: value / len(parts) for name, value in total.items()}

@@ -185,6 +185,14 @@ class Strategy:
     def _check_world(self, world_size: int) -> None:
         """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
 
+    def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
+        """Raise if this strategy cannot train such a model, or with such a wrapper; asked when a runner is made.
+
+        Args:
+            model: the module or its class; None where only a function knows it. It is not built or placed yet.
+            optim: its torch optimizer is not built yet.
+        """
+
     def init_context(self) -> AbstractContextManager[Any]:
         """Context in which the runner builds a model from a configuration; may place parameters on the meta device."""
         return nullcontext()

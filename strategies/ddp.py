@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.config import Config
 from ..core.errors import ConfigError, StrategyError
 from ..core.gradients import average
-from ..core.model import overrides
+from ..core.model import calls_itself
 from ..core.norms import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
@@ -87,7 +87,7 @@ class DDPConfig(StrategyConfig, WrapperOptions):
 class DDPStrategy(Strategy):
     """Data parallelism through torch's DistributedDataParallel; one process without launcher is a world of one.
 
-    A model that defines its own ``train_step`` is not called as a whole, so no wrapper can see its backward: its
+    A model that defines its own ``train_step`` (or ``_run_forward``) calls itself, so no wrapper can see its backward: its
     gradients are then averaged at each update instead, in buckets, which gives the same result.
 
     Source: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
@@ -105,10 +105,11 @@ class DDPStrategy(Strategy):
         ):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
-        if overrides(model, "train_step") and (self.config.comm_hook or arguments):
+        method = calls_itself(model)
+        if method and (self.config.comm_hook or arguments):
             given = next(iter(arguments), "comm_hook")
             raise StrategyError(
-                f"strategy.{given}: has no effect on {type(model).__name__}, which defines its own train_step and is "
+                f"strategy.{given}: has no effect on {type(model).__name__}, which defines its own {method} and is "
                 "therefore not wrapped; leave it out"
             )
 
@@ -117,7 +118,7 @@ class DDPStrategy(Strategy):
             self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
-        if overrides(model, "train_step"):
+        if calls_itself(model):
             return model
         wrapped = DistributedDataParallel(
             model,
@@ -136,7 +137,7 @@ class DDPStrategy(Strategy):
         """See Strategy."""
         called, optim = super().setup(model, optim)
         self._check_gradients_stay(optim)
-        if self.world_size > 1 and optim is not None and overrides(self.module, "train_step"):
+        if self.world_size > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(average_gradients)
         return called, optim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ...core.device import overflows_to_inf
 from ...core.errors import ConfigError, StrategyError
+from ...core.overriding import overridden
 from ...core.precision import Precision
 from ...optim.amp import AmpOptimWrapper
 from ...optim.wrapper import OptimWrapper
@@ -126,16 +128,24 @@ def _loss_scaling(config: DeepSpeedConfig, optim: OptimWrapper | None) -> dict[s
     return keys
 
 
+_CALLED = tuple(name for name, value in vars(OptimWrapper).items() if callable(value) and not name.startswith("__"))
+
+
 def check_wrapper(optim: object) -> OptimWrapper:
     """``optim``, if the engine can do what it stands for.
 
     Raises:
         StrategyError: several optimizers, or a wrapper with arithmetic of its own.
     """
-    if type(optim) not in (OptimWrapper, AmpOptimWrapper, DeepSpeedOptimWrapper):
+    own = ", ".join(overridden(optim, *_CALLED))
+    plain = type(optim) in (OptimWrapper, AmpOptimWrapper) and not own
+    if not plain and not isinstance(optim, DeepSpeedOptimWrapper):
         kind = type(optim).__name__
-        several = "has several optimizers, DeepSpeed's engine has one" if kind == "OptimWrapperDict" else ""
-        reason = several or "does its own arithmetic, DeepSpeed's engine does it here; give OptimWrapper"
+        several = "has several optimizers, DeepSpeed's engine has one" if isinstance(optim, Mapping) else ""
+        reason = several or (
+            f"{f'defines its own {own}' if own else 'does its own arithmetic'}, DeepSpeed's engine does it here; give "
+            "OptimWrapper, or a subclass of DeepSpeedOptimWrapper"
+        )
         raise StrategyError(f'optim_wrapper.type: "{kind}" {reason}')
     assert isinstance(optim, OptimWrapper)
     return optim

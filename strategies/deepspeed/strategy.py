@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...core import distributed as dist
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import StrategyError
-from ...core.model import BaseModel, overrides
+from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
 from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
@@ -131,16 +131,27 @@ class DeepSpeedStrategy(Strategy):
             asked.attach(self.device, self.autocast)  # it may leave its dtype to the device
         self._request = resolve(self.config, asked, self.device)
         if asked is not None:
-            wrapper = DeepSpeedOptimWrapper.of(asked, self._request.precision, self._request.accumulate)
+            kind = type(asked) if isinstance(asked, DeepSpeedOptimWrapper) else DeepSpeedOptimWrapper
+            wrapper = kind.of(asked, self._request.precision, self._request.accumulate)
             if self._request.max_norm and wrapper.clip_grad is None:
                 wrapper.clip_by(self._request.max_norm)
         self._wrapper = wrapper
         return super().setup(model, wrapper)
 
+    def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
+        """See Strategy."""
+        check_wrapper(optim)
+        if model is not None:
+            self._check_model(model)
+
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
-        if overrides(model, "train_step"):
+        self._check_model(model)
+
+    def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
+        if method := calls_itself(model):
+            name = model.__name__ if isinstance(model, type) else type(model).__name__
             raise StrategyError(
-                f"model: {type(model).__name__} defines its own train_step, which DeepSpeed's engine cannot see; "
+                f"model: {name} defines its own {method}, which DeepSpeed's engine cannot see; "
                 "define forward instead, or choose another strategy"
             )
 

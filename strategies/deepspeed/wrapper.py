@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...core import gradients
 from ...core.errors import StrategyError
+from ...core.overriding import overridden
 from ...core.precision import Precision
 from ...core.registry import OPTIM_WRAPPERS
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
@@ -113,6 +114,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         if norm is not None and not isinstance(norm, Tensor):
             norm = torch.tensor(float(norm))
         self.last_step = StepInfo(None if norm is None else norm.detach(), skipped)
+        if overridden(self, "zero_grad"):  # the engine has done so
+            self.zero_grad()
         return self.last_step
 
     def zero_grad(self) -> None:

@@ -377,6 +377,60 @@ def test_several_optimizers(tmp_path: Path) -> None:
     assert torch.isclose(outputs[1]["loss"], outputs[1]["critic_loss"] + outputs[1]["generator_loss"])
 
 
+class Rarely(Gan):
+    """The generator is updated in every second iteration only."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+        return {"loss": torch.stack(list(super().train_step(data, optim_wrapper).values())).sum()}
+
+
+def test_the_gradient_norms_of_several_optimizers(tmp_path: Path) -> None:
+    """Each in its own name, in outputs, log and records, and only of iterations in which it made an update."""
+    seen: list[dict[str, Tensor]] = []
+
+    class Outputs(Hook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            seen.append(outputs)
+            assert [wrapper.has_stepped for wrapper in runner.optim_wrapper.values()] == [
+                bool(len(seen) % 2 == 0),
+                True,
+            ]
+
+    wrappers = {name: dict(optimizer=SGD, clip_grad=dict(max_norm=0.1)) for name in ("generator", "critic")}
+    runner = make_runner(
+        tmp_path, model=Rarely, optim_wrapper=wrappers, custom_hooks=[Outputs()], train_cfg=dict(max_epochs=1),
+        default_hooks=dict(checkpoint=None, logger=dict(interval=1)), log_level="INFO",
+    )  # fmt: skip
+    runner.train()
+    names = [{name for name in outputs if name.endswith("grad_norm")} for outputs in seen]
+    assert names == [{"critic.grad_norm"}, {"generator.grad_norm", "critic.grad_norm"}] * 3 + [{"critic.grad_norm"}]
+    assert all(float(outputs["critic.grad_norm"]) > 0.1 for outputs in seen), "before clipping"
+    lines = [
+        line for line in next(Path(runner.log_dir).glob("*.log")).read_text().splitlines() if "Epoch(train)" in line
+    ]
+    assert [("critic.grad_norm: " in line, "generator.grad_norm: " in line) for line in lines] == [
+        (True, i % 2 == 1) for i in range(7)
+    ]
+
+
+def test_a_step_that_is_not_made_has_no_gradient_norm(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Lazy(WithStep):
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+            if len(seen) % 2:
+                return {"loss": torch.tensor(0.0)}
+            return super().train_step(data, optim_wrapper)
+
+    class Outputs(Hook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            seen.append("grad_norm" in outputs)
+
+    wrapper = dict(optimizer=SGD, clip_grad=dict(max_norm=0.1))
+    make_runner(tmp_path, model=Lazy, optim_wrapper=wrapper, custom_hooks=[Outputs()]).train()
+    assert seen == [i % 2 == 0 for i in range(21)]
+
+
 def test_several_optimizers_given_as_objects(tmp_path: Path) -> None:
     model = Gan()
     wrappers = OptimWrapperDict(

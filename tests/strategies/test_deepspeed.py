@@ -632,7 +632,7 @@ REFUSED: list[tuple[dict[str, Any], Any, type[nn.Module], str]] = [
     (zero(1), lambda: OptimWrapper(ADAMW, clip_grad=dict(max_norm=1.0, norm_type=1)), Mlp, "optim_wrapper.clip_grad.norm_type: 1 is not supported"),
     (zero(1), lambda: OptimWrapper(ADAMW, clip_grad=dict(max_norm=1.0, error_if_nonfinite=True)), Mlp, "optim_wrapper.clip_grad.error_if_nonfinite: True"),
     (zero(1), lambda: OptimWrapperDict(a=OptimWrapper(ADAMW)), Mlp, 'optim_wrapper.type: "OptimWrapperDict" has several optimizers'),
-    (zero(1), lambda: Doubles(ADAMW), Mlp, 'optim_wrapper.type: "Doubles" does its own arithmetic'),
+    (zero(1), lambda: Doubles(ADAMW), Mlp, 'optim_wrapper.type: "Doubles" defines its own _apply'),
     (zero(1), lambda: ApexOptimWrapper(ADAMW), Mlp, 'optim_wrapper.type: "ApexOptimWrapper" does its own arithmetic'),
     (zero(1), lambda: AmpOptimWrapper(ADAMW, dtype="float16"), Mlp, "strategy.fp16: DeepSpeed has no float16 on the CPU"),
     (zero(1, bf16=dict(enabled=False)), bf16, Mlp, "strategy.bf16.enabled: False disagrees with optim_wrapper"),

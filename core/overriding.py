@@ -1,0 +1,41 @@
+"""What a user's class, or one object, defines anew of what this library calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConfigError
+
+_LIBRARY = __name__.partition(".")[0]
+
+
+def overridden(thing: Any, *names: str) -> list[str]:
+    """Those of ``names`` that the object, or a class outside of this library that it belongs to, defines anew.
+
+    Loops leave out calls that would do nothing, which is right only as long as nobody has defined them anew.
+    """
+    own = getattr(thing, "__dict__", {})
+    kind: Any = type(thing)
+    return [name for name in names if name in own or _is_new(kind, name)]
+
+
+@functools.cache
+def _is_new(kind: type, name: str) -> bool:
+    ours = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == _LIBRARY), object)
+    return getattr(kind, name, None) is not getattr(ours, name, None)
+
+
+def refuse_unused(thing: Any, reasons: Mapping[str, str], where: str) -> None:
+    """Raise ConfigError if a class defines a method that is called in MMEngine and never here.
+
+    Args:
+        thing: an object, or a class.
+        reasons: by the method's name, what to do instead.
+        where: the configuration key.
+    """
+    kind = thing if isinstance(thing, type) else type(thing)
+    for name, reason in reasons.items():
+        if callable(getattr(kind, name, None)) or name in getattr(thing, "__dict__", {}):
+            raise ConfigError(f"{where}: {kind.__name__}.{name} is never called here, {reason}")
