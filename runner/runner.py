@@ -11,7 +11,15 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..core.checkpoint import PendingSave, Staging, find_latest, make_writable, place
+from ..core.checkpoint import (
+    PendingSave,
+    Staging,
+    find_latest,
+    make_writable,
+    passed_over,
+    place,
+    what_is_not_finite,
+)
 from ..core.config import check_call, check_keywords, known_keywords, validate
 from ..core.distributed import broadcast_object
 from ..core.errors import CheckpointError, ConfigError
@@ -54,7 +62,7 @@ class FlexibleRunner:
         custom_hooks: further hooks.
         data_preprocessor: of a model that is given as a configuration, or has an attribute of this name.
         load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
-        resume: True continues from the newest checkpoint in ``work_dir``, if there is one; a path from that one.
+        resume: True continues from the newest checkpoint with finite weights in ``work_dir``, if there is one; a path from that one.
             ``dict(path=None, optimizer=True, param_scheduler=True, random=True, hooks=True, logs=True, data=True)`` says
             what of it is left out.
         launcher: who started the processes; None finds out.
@@ -148,6 +156,7 @@ class FlexibleRunner:
         self._depth = 0
         self._pending_save: PendingSave | None = None
         self._staging = Staging()
+        self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -351,6 +360,8 @@ class FlexibleRunner:
             staging=self._staging,
             verify=verify,
         )
+        if not async_save:
+            self._note_saved(path)
         return str(path)
 
     def finish_saving(self, wait: bool = True) -> bool:
@@ -372,8 +383,23 @@ class FlexibleRunner:
         pending.join()  # if that is interrupted, it is still under way
         self._pending_save = None
         pending.wait()
+        self._note_saved(pending.path)
         self.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
         return True
+
+    def _note_saved(self, path: Path) -> None:
+        """Remember whether the checkpoint that is complete now is marked; known on every process."""
+        self._marked.discard(str(path))
+        if keys := self._staging.nonfinite:
+            self._marked.add(str(path))
+            self.logger.warning(
+                f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
+                "passes it over, and no older one is deleted for it"
+            )
+
+    def is_marked(self, path: str | Path) -> bool:
+        """Whether the checkpoint that this run has saved to ``path`` holds NaN or infinity where it should not."""
+        return str(path) in self._marked
 
     def load_checkpoint(
         self,
@@ -492,16 +518,22 @@ class FlexibleRunner:
 
     def _newest(self) -> Path | None:
         """The newest checkpoint as rank 0 sees it: other machines' view of a shared folder may be seconds old."""
-        found, wrong = None, None
+        found, wrong, marked = None, None, []
         if self.rank == 0:
             try:
                 found = find_latest(self.checkpoint_dir)
+                marked = passed_over(self.checkpoint_dir, found)
             except CheckpointError as error:
                 wrong = str(error)
         # As text, because not everything that behaves like a path can be sent.
         name, wrong = broadcast_object((found and str(found), wrong))
         if wrong:
             raise CheckpointError(wrong)
+        if marked:  # on rank 0, which is the one that is heard
+            self.logger.warning(
+                f"{', '.join(marked)} in {self.checkpoint_dir}: passed over, with NaN or infinity in the weights; "
+                f'resume="path" takes one of them all the same'
+            )
         return place(name) if name else None
 
     def _load_or_resume(self) -> None:

@@ -19,10 +19,12 @@ from ..core.checkpoint import (
     open_weights,
     save_checkpoint,
     save_in_background,
+    what_is_not_finite,
 )
 from ..core.errors import CheckpointError
 from ..core.seed import rng_state
 from .checks import Resume
+from .finite import keys_to_keep_finite
 from .resuming import (
     advice,
     begin_epoch_anew,
@@ -85,6 +87,7 @@ def save(
         is_latest=save_optimizer,  # only such a one can be resumed
         verify=verify,
         staging=staging,
+        finite=keys_to_keep_finite(runner, state),
     )
     if in_background:
         return save_in_background(path, state, **options)
@@ -105,6 +108,7 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
             which name the piece can be left out.
     """
     checkpoint = Checkpoint.open(path)
+    _warn_if_marked(runner, checkpoint)
     values, strategy, loop = checkpoint.values, runner.strategy, runner.train_loop
     missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
     if missing:
@@ -197,6 +201,7 @@ def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_key
         CheckpointError: with ``strict``, if any name or shape does not fit; always, if nothing fits.
     """
     opened = open_weights(path)
+    _warn_if_marked(runner, opened)
     source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
     if report and (strict or not fits):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
@@ -210,6 +215,14 @@ def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_key
         if found and all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items()):
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
+
+
+def _warn_if_marked(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
+    if checkpoint.nonfinite:
+        runner.logger.warning(
+            f"{checkpoint.path}: holds NaN or infinity in {what_is_not_finite(checkpoint.nonfinite)}, it was marked when it "
+            "was saved"
+        )
 
 
 def _live_model(runner: FlexibleRunner) -> dict[str, Tensor]:

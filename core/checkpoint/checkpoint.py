@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ class Checkpoint:
         values: everything that is not a tensor.
         source: opens the files that hold the pieces.
         files: files beside ``path``'s index whose checksums are compared before anything is read from them.
+        nonfinite: keys of tensors with NaN or infinity, by which the checkpoint was marked when it was saved.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Checkpoint:
         values: Mapping[str, Any],
         source: Source,
         files: Mapping[str, FileEntry] | None = None,
+        nonfinite: Sequence[str] = (),
     ) -> None:
+        self.nonfinite = tuple(nonfinite)
         self.path, self.entries, self.values, self.source = path, dict(entries), dict(values), source
         self._unchecked = dict(files or {})
 
@@ -69,7 +72,7 @@ class Checkpoint:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / layout.VALUES}: is damaged, it is no mapping")
         shards = {name: entry for name, entry in manifest.files.items() if name != layout.VALUES}
-        return cls(path, manifest.tensors, values, checkpoint_source(path), shards)
+        return cls(path, manifest.tensors, values, checkpoint_source(path), shards, manifest.nonfinite)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -105,7 +108,7 @@ class Checkpoint:
 
     def renamed(self, entries: Mapping[str, TensorEntry]) -> Checkpoint:
         """The same source with its tensors under other keys."""
-        other = Checkpoint(self.path, entries, self.values, self.source)
+        other = Checkpoint(self.path, entries, self.values, self.source, nonfinite=self.nonfinite)
         other._unchecked = self._unchecked
         return other
 

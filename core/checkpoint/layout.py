@@ -3,7 +3,7 @@
 ::
 
     work_dir/
-        latest                      the name of the newest complete checkpoint
+        latest                      the name of the newest complete checkpoint with finite weights
         epoch_3/
             manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and pieces
             values.json             everything that is not a tensor
@@ -122,6 +122,8 @@ class Manifest(_Strict):
     written_by: dict[str, str | int]
     """Versions, strategy and world size, for people; nothing is decided by it."""
     files: dict[str, FileEntry]
+    nonfinite: tuple[str, ...] = ()
+    """Keys of tensors that training should have kept finite and that hold NaN or infinity; written if there are any."""
     tensors: dict[str, TensorEntry]
 
     @pydantic.model_validator(mode="after")
@@ -136,6 +138,8 @@ class Manifest(_Strict):
         for file, size in declared.items():
             if size > self.files[file].size:
                 raise ValueError(f"{file} has {self.files[file].size} bytes and would hold tensors of {size}")
+        if stray := next((key for key in self.nonfinite if key not in self.tensors), None):
+            raise ValueError(f"{stray} is marked and not there")
         return self
 
 
@@ -239,7 +243,7 @@ def mark_latest(path: Path) -> None:
 
 
 def find_latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a work directory; None when there is none.
+    """The newest complete checkpoint with finite weights in a work directory; None when there is none.
 
     Raises:
         CheckpointError: ``latest`` names something that is no longer there.

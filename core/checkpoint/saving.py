@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..distributed import get_rank, get_world_size
 from ..errors import CheckpointError
+from ..finite import nonfinite
 from . import layout
 from .layout import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
 from .peers import Peers
@@ -47,6 +48,7 @@ def save_checkpoint(
     verify: bool = False,
     timeout_s: float = TIMEOUT_S,
     staging: Staging | None = None,
+    finite: Collection[str] = (),
 ) -> Path:
     """Write a checkpoint directory; every process must call it, and writes its own part.
 
@@ -63,12 +65,14 @@ def save_checkpoint(
         verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
         timeout_s: how many seconds the other processes may take to come here.
         staging: keeps what the next save can use again; every process has to give its own, or none.
+        finite: keys of tensors that training should keep finite. Where one of them holds NaN or infinity the checkpoint is
+            marked, and ``latest`` does not move to it; ``staging`` knows the keys afterwards.
 
     Raises:
         CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
     """
-    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
-    save.prepare(staging or Staging(), copy=False)
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save.prepare(copy=False)
     save.finish()
     return save.path
 
@@ -83,6 +87,7 @@ def save_in_background(
     verify: bool = False,
     timeout_s: float = TIMEOUT_S,
     staging: Staging | None = None,
+    finite: Collection[str] = (),
 ) -> PendingSave:
     """``save_checkpoint``, except that it returns as soon as the state is copied; a thread writes it.
 
@@ -93,8 +98,8 @@ def save_in_background(
     Raises:
         CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
     """
-    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s)
-    save.prepare(staging or Staging(), copy=True)
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save.prepare(copy=True)
     return PendingSave(save)
 
 
@@ -103,6 +108,8 @@ class Staging:
 
     def __init__(self) -> None:
         self.plan = _Plan()
+        self.nonfinite: tuple[str, ...] = ()
+        """Of the last save, once it is complete: what made it a marked one."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -206,6 +213,8 @@ class _Save:
         is_latest: bool,
         verify: bool,
         timeout_s: float,
+        staging: Staging,
+        finite: Collection[str],
     ) -> None:
         self.path = self._folder = place(path)
         self._is_latest, self._verify = is_latest, verify
@@ -213,6 +222,8 @@ class _Save:
         self._values = {key: value for key, value in state.items() if key not in self._tensors}
         self._per_rank = dict(per_rank or {})
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
+        self._staging, self._finite = staging, frozenset(finite)
+        self._nonfinite: list[str] = []
         self._planner = ShardSavePlanner()
         self._plan = _Plan()
         self._staged: list[Tensor] | None = None
@@ -220,36 +231,36 @@ class _Save:
         self._peers = Peers(f"{self.path}: could not be saved")
         self._peers.meet(self.path.name, timeout_s)
 
-    def prepare(self, staging: Staging, copy: bool) -> None:
+    def prepare(self, copy: bool) -> None:
         """Agree on who writes what, make the directory, and ``copy`` what this process writes, so that training may go on.
 
         Where all write what they wrote in the save before, they copy it at once, and a single round of messages does.
         """
-        folder, as_before = self._peers.round(lambda: self._offer(staging, copy), self._begin)
+        folder, as_before = self._peers.round(lambda: self._offer(copy), self._begin)
         # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
         self._folder = layout.temporary(self.path) if is_local(self.path) else place(folder)
         if not as_before:
             self._staged = None  # what was copied already would keep the memory that gives way to more
             with self._cleared_away():
-                self._plan = staging.plan = self._agree()
+                self._plan = self._staging.plan = self._agree()
                 if copy:
-                    self._peers.round(lambda: self._copy(staging), lambda copied: copied)
+                    self._peers.round(self._copy, lambda copied: copied)
         if copy:
             self._tensors.clear()
             del self._planner
 
-    def _offer(self, staging: Staging, copy: bool) -> tuple[str | None, dict[str, Any]]:
+    def _offer(self, copy: bool) -> tuple[str | None, dict[str, Any]]:
         """The plan that still holds here, if one does, and what differs by process."""
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
         layout.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
-        if staging.plan.made_for != self._layouts():
+        if self._staging.plan.made_for != self._layouts():
             return None, self._per_rank
-        self._plan = staging.plan
+        self._plan = self._staging.plan
         if copy:
-            self._copy(staging)
+            self._copy()
         return self._plan.mark, self._per_rank
 
     def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
@@ -276,8 +287,8 @@ class _Save:
             layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
         return get_rank(), get_world_size(), layouts
 
-    def _copy(self, staging: Staging) -> None:
-        self._staged = staging.copy([self._resolve(item) for item in self._plan.items])
+    def _copy(self) -> None:
+        self._staged = self._staging.copy([self._resolve(item) for item in self._plan.items])
 
     def _resolve(self, item: WriteItem) -> Tensor:
         tensor = self._planner.resolve_data(item)
@@ -287,7 +298,7 @@ class _Save:
     def finish(self) -> None:
         """Write this process's part; rank 0 completes the checkpoint when all have."""
         with self._cleared_away():
-            self._peers.round(self._write, self._complete)
+            self._staging.nonfinite = self._peers.round(self._write, self._complete)
 
     @contextmanager
     def _cleared_away(self) -> Iterator[None]:
@@ -300,7 +311,7 @@ class _Save:
                     layout.abandon(self._folder)
             raise
 
-    def _write(self) -> tuple[str, FileEntry] | None:
+    def _write(self) -> _Written | None:
         folder = self._folder
         if is_local(folder) and not folder.is_dir():
             raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
@@ -308,21 +319,43 @@ class _Save:
             return None
         file = _file(get_rank())
         tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
-        entry = write_shard(folder / file, self._plan.items, tensors)
+        entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
         if self._verify:
             layout.check_file(folder / file, entry)
-        return file, entry
+        return _Written(file, entry, self._nonfinite)
 
-    def _complete(self, written: list[tuple[str, FileEntry] | None]) -> list[None]:
-        folder = self._folder
+    def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The tensors to write, noting on the way what should be finite and is not; in the background, where that is."""
+        for item, tensor in zip(self._plan.items, tensors, strict=True):
+            key = item.index.fqn
+            if key in self._finite and nonfinite({key: tensor}):
+                self._nonfinite.append(key)
+            yield tensor
+
+    def _complete(self, written: list[_Written | None]) -> list[tuple[str, ...]]:
+        folder, parts = self._folder, [part for part in written if part is not None]
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
-        files |= dict(file for file in written if file is not None)
-        manifest = Manifest(written_by=self._written_by, files=files, tensors=self._plan.index.entries())
-        layout.seal(folder, manifest.model_dump_json().encode())
+        files |= {part.file: part.entry for part in parts}
+        marked = tuple(sorted({key for part in parts for key in part.nonfinite}))
+        manifest = Manifest(
+            written_by=self._written_by, files=files, nonfinite=marked, tensors=self._plan.index.entries()
+        )
+        # Without the mark it is what earlier versions read.
+        layout.seal(folder, manifest.model_dump_json(exclude=None if marked else {"nonfinite"}).encode())
         layout.commit(self.path, folder)
-        if self._is_latest:
+        if self._is_latest and not marked:
             layout.mark_latest(self.path)
-        return [None] * len(written)
+        return [marked] * len(written)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one process has written."""
+
+    file: str
+    entry: FileEntry
+    nonfinite: Sequence[str]
+    """Keys of what should be finite and is not."""
 
 
 def _file(rank: int) -> str:

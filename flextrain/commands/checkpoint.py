@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
     show = _action(actions, "show", _show, "tensors and values of a checkpoint, or of a file of weights")
     show.add_argument("checkpoint", metavar="CHECKPOINT")
     show.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
-    verify = _action(actions, "verify", _verify, "whether a checkpoint is complete; exit status 1: it is damaged")
+    verify = _action(
+        actions, "verify", _verify, "whether a checkpoint is complete, and finite; exit status 1: it is damaged"
+    )
     verify.add_argument("checkpoint", metavar="CHECKPOINT")
     export = _action(
         actions, "export", _export, "write weights to .safetensors, .pth or .pt, or a folder as Hugging Face does"
@@ -101,9 +103,9 @@ def _list(arguments: argparse.Namespace) -> int:
         "checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=escape(str(folder))
     )
     for row in rows:
-        notes = [mark for mark in ("latest", "best") if row[mark]] + (
-            [f"[red]{row['damage']}[/]"] if row["damage"] else []
-        )
+        notes = [mark for mark in ("latest", "best") if row[mark]]
+        notes += ["[red]NaN or infinity[/]"] if row["nonfinite"] else []
+        notes += [f"[red]{row['damage']}[/]"] if row["damage"] else []
         numbers = (_text(row[key]) for key in ("epoch", "iter"))
         about = (_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
         table.add_row(escape(row["name"]), *numbers, human_size(row["bytes"]), *about, ", ".join(notes))
@@ -131,10 +133,12 @@ def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
 
     row: dict[str, Any] = dict.fromkeys(("epoch", "iter", "time", "strategy", "processes", "torch", "damage"))
     row = {"name": path.name, "bytes": size_of(path), **row, "latest": is_latest, "best": path.name.startswith("best_")}
+    row["nonfinite"] = []
     try:
-        written_by, values = read_manifest(path).written_by, Checkpoint.open(path).values
+        manifest, values = read_manifest(path), Checkpoint.open(path).values
     except CheckpointError as error:
         return {**row, "damage": str(error)}
+    written_by, row["nonfinite"] = manifest.written_by, list(manifest.nonfinite)
     loop, meta = _mapping(values.get("loop")), _mapping(values.get("meta"))
     row |= {"epoch": loop.get("epoch"), "iter": loop.get("iter"), "time": meta.get("time")}
     row |= {"strategy": written_by.get("strategy"), "processes": written_by.get("world_size")}
@@ -157,7 +161,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from ..core.checkpoint import open_weights
+    from ..core.checkpoint import open_weights, what_is_not_finite
 
     checkpoint = open_weights(arguments.checkpoint)
     found = describe(checkpoint, arguments.pattern)
@@ -176,6 +180,8 @@ def _show(arguments: argparse.Namespace) -> int:
     for part, total in found["totals"].items():
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
     out.print(totals)
+    if found["nonfinite"]:
+        out.print(f"[red]NaN or infinity[/] in {escape(what_is_not_finite(found['nonfinite']))}", soft_wrap=True)
     if found["values"]:
         values = _table("value", "", title="values")
         for key, value in found["values"].items():
@@ -209,7 +215,14 @@ def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, An
         total["elements"] += math.prod(shape_and_size["shape"])
         total["bytes"] += shape_and_size["bytes"]
     values = {key: value for key, value in checkpoint.values.items() if _matches(key, pattern)}
-    return {"path": str(checkpoint.path), "tensors": tensors, "totals": totals, "values": values}
+    nonfinite = [key for key in checkpoint.nonfinite if _matches(key, pattern)]
+    return {
+        "path": str(checkpoint.path),
+        "nonfinite": nonfinite,
+        "tensors": tensors,
+        "totals": totals,
+        "values": values,
+    }
 
 
 def _matches(key: str, pattern: str | None) -> bool:
@@ -227,18 +240,23 @@ def _unlike(action: str, pattern: str, *checkpoints: Checkpoint) -> ConfigError:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ..core.checkpoint.layout import check_present
+    from ..core.checkpoint import what_is_not_finite
+    from ..core.checkpoint.layout import check_present, read_manifest
     from ..core.checkpoint.structure import damages
 
     path = _place(arguments.checkpoint)
     check_present(path)
     found = list(damages(path))
+    nonfinite = [] if found else read_manifest(path).nonfinite
     if arguments.json:
-        print_json({"path": str(path), "ok": not found, "damages": found})
+        print_json({"path": str(path), "ok": not found, "damages": found, "nonfinite": list(nonfinite)})
     else:
         for damage in found:
             console().print(escape(damage), soft_wrap=True)
-        console().print(f"{escape(str(path))}: {'[red]is damaged[/]' if found else 'is complete'}", soft_wrap=True)
+        verdict = "[red]is damaged[/]" if found else "is complete"
+        if nonfinite:
+            verdict += f", [red]with NaN or infinity[/] in {escape(what_is_not_finite(nonfinite))}"
+        console().print(f"{escape(str(path))}: {verdict}", soft_wrap=True)
     return 1 if found else 0
 
 

@@ -83,8 +83,10 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
             self.num_bad_epochs, self.cooldown_counter = 0, self.cooldown
 
     def _is_better(self, metric: float) -> bool:
+        if not math.isfinite(metric):
+            return False
         if self.best is None:
-            return not math.isnan(metric)
+            return True
         margin = self.threshold * (self.best if self.threshold_rule == "rel" else 1.0)
         return metric < self.best - margin if self.rule == "less" else metric > self.best + margin
 

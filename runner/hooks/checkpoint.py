@@ -6,9 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.checkpoint import find_latest, is_checkpoint, make_writable, place, remove_checkpoint
+from ...core.checkpoint import (
+    find_latest,
+    is_checkpoint,
+    is_marked,
+    make_writable,
+    place,
+    remove_checkpoint,
+    what_is_not_finite,
+)
+from ...core.distributed import broadcast_object
 from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.registry import HOOKS
+from ..finite import nonfinite_weights
 from .best import BestScores
 from .hook import Hook
 from .unsupported import refuse
@@ -24,6 +34,9 @@ class CheckpointHook(Hook):
     Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. One is
     deleted only after its successor is complete, and never while ``latest`` names it. What other runs left in the folder
     is not touched, unless a checkpoint takes the same name.
+
+    One whose weights, averages or optimizer hold NaN or infinity is marked: ``latest`` stays where it was, it is never the
+    best, it does not count in ``max_keep_ckpts``, which keeps the newest of such beside the good ones.
 
     With ``async_save`` training waits only while the state is copied to the CPU, which takes as much memory as the process
     writes, from the first save on. One save is under way at most: the next waits for it. An error of the writing is raised
@@ -100,6 +113,7 @@ class CheckpointHook(Hook):
         self._parent = None if out_dir is None else place(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept: list[int] = []
+        self._marked: list[int] = []  # those with NaN or infinity, which count as none of the kept ones
         self._last: int | None = None
         self._is_training = False
         self._deletions: list[Callable[[], object]] = []  # due when what is being written is complete
@@ -132,6 +146,10 @@ class CheckpointHook(Hook):
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0:
             self._warn_of_others(runner)
+        if self._kept:
+            # One that is resumed from did not know, when it was saved, what is written in the end.
+            is_bad: bool = broadcast_object(is_marked(self._path(runner, self._kept[-1])))
+            self._marked += [self._kept.pop()] if is_bad else []
         self._prune(runner)
 
     def after_train_epoch(self, runner: FlexibleRunner) -> None:
@@ -189,12 +207,13 @@ class CheckpointHook(Hook):
         runner.logger.info("Saving checkpoint at %s", counted(number, self._unit))
         self._settle(runner)
         # Saved a second time, it must not count as two, of which the older has to go.
+        self._marked = [marked for marked in self._marked if marked != number]
         self._kept = [*(kept for kept in self._kept if kept != number), number]
         self._last = number
         name = self.filename_tmpl.format(number)
         runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
         self._write(runner, name, self.save_optimizer, self.save_param_scheduler, meta)
-        self._when_complete(lambda: self._prune(runner))
+        self._when_complete(lambda: self._sort_in(runner, number))
 
     def _write(
         self, runner: FlexibleRunner, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
@@ -224,6 +243,12 @@ class CheckpointHook(Hook):
                 deletion()
 
     def _save_best(self, runner: FlexibleRunner, key: str, score: float, name: str) -> None:
+        if marked := nonfinite_weights(runner):
+            runner.logger.warning(
+                f"CheckpointHook.save_best: {key} = {score:.4f} would be the best, of weights with NaN or infinity in "
+                f"{what_is_not_finite(marked, 'parameter')}, which does not count"
+            )
+            return
         self._settle(runner)
         folder, previous = self.out_dir(runner), self._best.name(key)
         self._best.set(key, score, name)
@@ -235,14 +260,26 @@ class CheckpointHook(Hook):
             self._when_complete(lambda: self._remove(runner, folder / str(previous)))
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
 
+    def _sort_in(self, runner: FlexibleRunner, number: int) -> None:
+        """Count a checkpoint that is complete by now among the good ones, or among the marked ones; and prune."""
+        if runner.is_marked(self._path(runner, number)):
+            self._kept.remove(number)
+            self._marked.append(number)
+        self._prune(runner)
+
+    def _path(self, runner: FlexibleRunner, number: int) -> Path:
+        return self.out_dir(runner) / self.filename_tmpl.format(number)
+
     def _prune(self, runner: FlexibleRunner) -> None:
-        """Delete the oldest checkpoints of this run while there are too many."""
-        surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
-        for number in surplus:
-            if self.keep_every > 0 and number % self.keep_every == 0:
-                continue
-            if self._remove(runner, self.out_dir(runner) / self.filename_tmpl.format(number)):
-                self._kept.remove(number)
+        """Delete the oldest checkpoints of this run while there are too many; of the marked ones only the newest stays."""
+        if self.max_keep_ckpts < 1:
+            return
+        for numbers, count in ((self._kept, self.max_keep_ckpts), (self._marked, 1)):
+            for number in numbers[:-count]:
+                if self.keep_every > 0 and number % self.keep_every == 0:
+                    continue
+                if self._remove(runner, self._path(runner, number)):
+                    numbers.remove(number)
 
     def _remove(self, runner: FlexibleRunner, path: Path) -> bool:
         """Delete a checkpoint on rank 0, unless ``latest`` names it; False: it stays."""
@@ -271,12 +308,12 @@ class CheckpointHook(Hook):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Which checkpoints this run has kept, and the best scores."""
-        return {"kept": list(self._kept), "best": self._best.state_dict()}
+        """Which checkpoints this run has kept, the marked ones, and the best scores."""
+        return {"kept": list(self._kept), "marked": list(self._marked), "best": self._best.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        self._kept = list(state["kept"])
+        self._kept, self._marked = list(state["kept"]), list(state.get("marked", ()))
         self._best.load_state_dict(state["best"])
 
 

@@ -91,8 +91,8 @@ class EarlyStoppingHook(Hook):
             self.best_score = score
             return f"{name} is {self.rule} than stopping_threshold = {self.stopping_threshold}"
         needed = self.best_score + (self.min_delta if self.rule == "greater" else -self.min_delta)
-        # Exactly min_delta better is an improvement; NaN, where it is borne, is none.
-        if score == needed or is_better(self.rule, score, needed):
+        # Exactly min_delta better is an improvement; NaN and infinity, where they are borne, are none.
+        if (score == needed and math.isfinite(score)) or is_better(self.rule, score, needed):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1

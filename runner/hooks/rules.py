@@ -48,8 +48,8 @@ def infer_rule(
 
 
 def is_better(rule: Rule, value: float, than: float) -> bool:
-    """Whether ``value`` is better; NaN never is."""
-    return value > than if rule == "greater" else value < than
+    """Whether ``value`` is better; NaN and infinity, which nothing could be better than, never are."""
+    return math.isfinite(value) and (value > than if rule == "greater" else value < than)
 
 
 def worst(rule: Rule) -> float:

@@ -175,7 +175,7 @@ def test_show_a_file_of_weights(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_verify(path: Path, capsys: Capture) -> None:
-    assert run_json(capsys, "verify", path) == {"path": str(path), "ok": True, "damages": []}
+    assert run_json(capsys, "verify", path) == {"path": str(path), "ok": True, "damages": [], "nonfinite": []}
     assert "is complete" in run(capsys, "verify", path)
 
 

@@ -48,7 +48,10 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "val_loop": SimpleNamespace(num_batches=4),
         "test_loop": SimpleNamespace(num_batches=4),
         "train_dataloader": SimpleNamespace(batch_size=8, sampler=None, batch_sampler=None, dataset=[]),
-        "strategy": SimpleNamespace(device=torch.device("cpu"), data_shard=(0, 1)),
+        "strategy": SimpleNamespace(
+            device=torch.device("cpu"), data_shard=(0, 1), module=nn.Module(), model_state=dict[str, Tensor]
+        ),
+        "hooks": [],
         "optim_wrapper": wrapper,
         "param_schedulers": [],
         "message_hub": MessageHub(),
@@ -63,6 +66,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "rank": 0,
         "world_size": 1,
         "finish_saving": lambda wait=True: True,
+        "is_marked": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"

@@ -1,0 +1,40 @@
+"""Which tensors hold NaN or infinity, found where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors of which this process's part holds NaN or infinity; one number per device is read first."""
+    parts = {name: _part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, part in parts.items():
+        if part.numel():
+            sums.setdefault(part.device, {})[name] = _sum(part)
+    found = []
+    for totals in sums.values():
+        if bool(torch.stack(list(totals.values())).isfinite().all()):
+            continue
+        found += [name for name, total in totals.items() if not bool(total.isfinite()) and _holds_any(parts[name])]
+    return [name for name in tensors if name in set(found)]
+
+
+def _part(tensor: Tensor) -> Tensor:
+    own = tensor.detach()
+    own = own.to_local() if hasattr(own, "to_local") else own
+    return own.float() if own.itemsize == 1 else own  # little can be done with 8 bits as they are
+
+
+def _sum(part: Tensor) -> Tensor:
+    """NaN or infinite if any element is, in one pass and without memory; also, rarely, because it is too large."""
+    wide = torch.float32 if part.device.type == "mps" else torch.float64
+    return part.sum(dtype=torch.float32 if part.itemsize < 4 else None).to(wide)
+
+
+def _holds_any(part: Tensor) -> bool:
+    low, high = torch.aminmax(part)
+    return not bool(torch.isfinite(low) & torch.isfinite(high))
