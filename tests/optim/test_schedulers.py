@@ -155,6 +155,15 @@ def test_a_first_metric_that_is_no_number_is_no_improvement() -> None:
     assert scheduler.get_last_value() == pytest.approx([0.025])
 
 
+@pytest.mark.parametrize("rule, endless", [("less", -math.inf), ("greater", math.inf), ("less", math.inf)])
+def test_a_metric_without_bounds_is_no_best_value(rule: str, endless: float) -> None:
+    scheduler = library.ReduceOnPlateauLR(sgd(), rule=rule, patience=1, factor=0.5)
+    for metric in (endless, 1.0, 2.0 if rule == "greater" else 0.5):
+        scheduler.step({"loss": metric})
+    assert scheduler.best == (2.0 if rule == "greater" else 0.5)
+    assert scheduler.num_bad_epochs == 0
+
+
 def test_a_tensor_learning_rate_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=rate, capturable=True)

@@ -265,6 +265,8 @@ def stops_after(hook: EarlyStoppingHook, runner: Any, scores: list[float]) -> in
         ({"monitor": "accuracy", "patience": 9}, [0.1, math.nan], 2),
         ({"monitor": "accuracy", "patience": 9}, [0.1, math.inf], 2),
         ({"monitor": "accuracy", "patience": 3, "check_finite": False}, [0.1, math.nan, math.nan, math.nan], 4),
+        ({"monitor": "accuracy", "patience": 3, "check_finite": False}, [0.1, math.inf, 0.05, 0.02], 4),
+        ({"monitor": "accuracy", "patience": 3, "check_finite": False}, [-math.inf, -math.inf, -math.inf], 3),
         ({"monitor": "accuracy", "stopping_threshold": 0.9}, [0.1, 0.9, 0.91], 3),
         ({"monitor": "loss", "stopping_threshold": 0.1}, [0.5, 0.1, 0.05], 3),
     ],
