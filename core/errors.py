@@ -26,11 +26,11 @@ class CheckpointError(FlexTrainError, RuntimeError):
     """A checkpoint is missing, broken, or does not fit what it is loaded into."""
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate spelled most like ``name``, or None when none is close."""
+def nearest(name: str, candidates: Iterable[str], closeness: float = 0.6) -> str | None:
+    """The candidate spelled most like ``name``, or None when none is close: from 0 for all to 1 for the same alone."""
     names = list(candidates)
     folded = {candidate.lower(): candidate for candidate in names}
-    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=closeness)
     return folded[match[0]] if match else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.errors import ConfigError, suggest
 from ..core.registry import HOOKS
 from .hooks import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
+from .hooks.dispatch import check_points
 
 
 def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:
@@ -34,6 +35,7 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
 def build_hook(cfg: Any, key: str) -> Hook:
     """The hook that ``cfg`` describes; messages of its constructor name ``key`` in place of the class."""
     if isinstance(cfg, Hook):
+        check_points(cfg, key)
         return cfg
     bare = {name: value for name, value in cfg.items() if name != "priority"} if isinstance(cfg, Mapping) else cfg
     kind = HOOKS.check(bare, key)
@@ -46,6 +48,7 @@ def build_hook(cfg: Any, key: str) -> Hook:
         raise ConfigError(f"{key}.{rest}" if name in _names(kind) else str(error)) from error.__cause__
     if not isinstance(hook, Hook):
         raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook")
+    check_points(hook, key)
     return hook
 
 

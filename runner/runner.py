@@ -610,6 +610,7 @@ class FlexibleRunner:
         """Let hooks make what a checkpoint is loaded into, once per run."""
         if not self._has_begun:
             self._has_begun = True
+            self.hook_calls.refresh()
             self.call_hook("before_run")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, nearest, suggest
 from .hook import Hook
 from .priority import Priority, get_priority
 
@@ -30,6 +30,26 @@ _POINTS: dict[str, tuple[str, ...]] = {
     "after_load_checkpoint": (),
 }
 POINTS = tuple(_POINTS)
+_NAMES = (*POINTS, *dict.fromkeys(name for groups in _POINTS.values() for name in groups))
+
+
+def check_points(hook: Hook, where: str) -> None:
+    """See that whatever is named like a hook point is one.
+
+    A public method of a hook, or a function that an instance has as an attribute, may not begin with ``before_`` or
+    ``after_`` otherwise; one with an underscore in front, or with ``on_``, may, unless it is a point misspelled.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    for name in sorted({*dir(type(hook)), *vars(hook)} - {*_NAMES, *dir(Hook)}):
+        looks_alike = name.startswith(("before_", "after_"))
+        meant = nearest(name, _NAMES, 0.8) if name.startswith(("_before_", "_after_", "on_")) else None
+        if (looks_alike or meant) and callable(getattr(hook, name)):
+            raise ConfigError(
+                f"{where}: {type(hook).__name__}.{name} is no hook point and would never be called"
+                f"{suggest(name, _NAMES) or '; give it another name'}"
+            )
 
 
 class HookDispatcher:
@@ -44,7 +64,7 @@ class HookDispatcher:
         self._table: dict[str, tuple[HookCall, ...]] = {}
         for hook in hooks:
             self._insert(hook, get_priority(hook.priority, f"{type(hook).__name__}.priority"))
-        self._rebuild()
+        self.refresh()
 
     @property
     def hooks(self) -> list[Hook]:
@@ -61,7 +81,7 @@ class HookDispatcher:
             raise ConfigError(f"register_hook: {hook!r} is not allowed, give an instance of a subclass of Hook")
         given = hook.priority if priority is None else priority
         self._insert(hook, get_priority(given, f"{type(hook).__name__}.priority"))
-        self._rebuild()
+        self.refresh()
 
     def call(self, point: str, runner: FlexibleRunner, **kwargs: Any) -> None:
         """Run every hook that overrides ``point``."""
@@ -78,7 +98,8 @@ class HookDispatcher:
         at = sum(1 for other, _ in self._entries if other <= priority)
         self._entries.insert(at, (priority, hook))
 
-    def _rebuild(self) -> None:
+    def refresh(self) -> None:
+        """Look again which points the hooks override; one may have got a function as an attribute meanwhile."""
         self._table = {
             point: tuple(getattr(hook, point) for _, hook in self._entries if _overrides(hook, (point, *groups)))
             for point, groups in _POINTS.items()

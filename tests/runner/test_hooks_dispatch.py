@@ -9,6 +9,7 @@ import pytest
 
 from flextrain import ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import DEFAULT_HOOKS, POINTS, HookDispatcher, Priority, get_priority
+from flextrain.runner.hooks.dispatch import check_points
 
 
 def named(name: str, priority: Any, log: list[str]) -> Hook:
@@ -196,3 +197,45 @@ def test_an_exception_is_told_to_hooks_and_goes_on(new_run: Callable[..., Flexib
     with pytest.raises(KeyboardInterrupt):
         new_run(custom_hooks=[hook]).train()
     assert isinstance(hook.seen, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("after_train_itr", "after_train_iter"),
+        ("before_validation", "before_val_iter"),
+        ("after_work_is_finished_and_done", None),
+        ("_before_epcoh", "_before_epoch"),
+        ("on_exeption", "on_exception"),
+    ],
+)
+@pytest.mark.parametrize("how", ["class", "instance", "dict", "attribute", "later"])
+def test_what_is_named_like_a_point_and_is_none(
+    new_run: Callable[..., FlexibleRunner], name: str, nearest: str | None, how: str
+) -> None:
+    """Misspelled, it would never be called, and nobody would know."""
+    kind: Any = type("Typo", (Hook,), {} if how == "attribute" else {name: lambda self, runner: None})
+    hook = kind if how == "class" else dict(type=kind) if how == "dict" else kind()
+    if how == "attribute":
+        setattr(hook, name, lambda runner: None)
+    key = "hook" if how == "later" else r"custom_hooks\[0\]"
+    meant = f', did you mean "{nearest}"\\?' if nearest else "; give it another"
+    register = new_run().register_hook if how == "later" else lambda hook: new_run(custom_hooks=[hook])
+    with pytest.raises(ConfigError, match=f"^{key}: Typo.{name} is no hook point and would never be called{meant}"):
+        register(hook)
+
+
+def test_helpers_and_values_may_be_called_so() -> None:
+    class Fine(Hook):
+        after_iters = 3
+        _after_it_all = _before_saving = on_trace_ready = lambda self: None
+
+    check_points(Fine(), "custom_hooks[0]")
+
+
+def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., FlexibleRunner]) -> None:
+    hook, seen = Hook(), []
+    runner = new_run(custom_hooks=[hook], train_cfg=dict(max_epochs=1))
+    hook.after_train_iter = lambda *args: seen.append(args[1])  # type: ignore[method-assign]
+    runner.train()
+    assert seen == list(range(10))
