@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -71,8 +71,12 @@ class BaseModel(nn.Module):
         self.data_preprocessor: nn.Module = built
 
     def init_weights(self) -> None:
-        """Initialise parameters; one that is overridden is called once, before training. Default: ``reset_parameters``."""
-        reset_parameters(self)
+        """Initialise parameters; called once, before training. Default: call ``init_weights()`` of the parts that have one.
+
+        Parts that come with weights or initialise themselves, as models of transformers and timm do, are left alone.
+        """
+        for _, part in parts_to_initialise(self):
+            part.init_weights()
 
     def forward(self, *args: Any, mode: str = "tensor", **kwargs: Any) -> Any:
         """Losses, predictions or raw output, by ``mode``; every model defines its own."""
@@ -103,12 +107,32 @@ class BaseModel(nn.Module):
         return run_forward(self, data, mode=mode)
 
 
-def reset_parameters(module: nn.Module) -> None:
-    """Call ``reset_parameters`` of every submodule that has one (torch's own layers do)."""
-    for submodule in module.modules():
-        reset = getattr(submodule, "reset_parameters", None)
-        if callable(reset):
-            reset()
+def parts_to_initialise(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The outermost submodules, by name, whose ``init_weights()`` a BaseModel without one of its own calls, as in MMEngine."""
+    for name, child in module.named_children():
+        if is_called := _initialises(child):
+            yield prefix + name, child
+        elif is_called is None:
+            yield from parts_to_initialise(child, f"{prefix}{name}.")
+
+
+def _initialises(module: nn.Module) -> bool | None:
+    """Whether to call ``init_weights()`` of a part; None: ask its own parts."""
+    if any(hasattr(module, name) for name in _OF_MODELS_WITH_WEIGHTS):
+        return False
+    if isinstance(module, BaseModel):
+        return overrides(module, "init_weights") or None
+    method = getattr(module, "init_weights", None)
+    if not callable(method):
+        return None
+    required = (
+        p for p in inspect.signature(method).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
+    return None if any(p.default is p.empty for p in required) else True  # with arguments it is a function for apply()
+
+
+# What tells models of transformers and of timm, whose method of this name would draw anew what was loaded.
+_OF_MODELS_WITH_WEIGHTS = ("from_pretrained", "pretrained_cfg")
 
 
 def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import resource
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigError
-from ..core.model import BaseModel, overrides
+from ..core.model import BaseModel, overrides, parts_to_initialise
 from ..core.registry import MODELS
 from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
@@ -19,6 +20,8 @@ from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from .checks import Environment
 from .loops import TrainLoop
+
+logger = logging.getLogger("flextrain")
 
 
 def apply_environment(env: Environment) -> None:
@@ -57,8 +60,13 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         is_built = isinstance(preprocessor, nn.Module)
         model.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
     # MMEngine's contract, and so of its kind of model alone: others that have a method of this name call it themselves.
-    if for_training and isinstance(model, BaseModel) and overrides(model, "init_weights"):
-        strategy.init_weights(model)
+    if for_training and isinstance(model, BaseModel):
+        parts = [name for name, _ in parts_to_initialise(model)]
+        if overrides(model, "init_weights"):
+            strategy.init_weights(model)
+        elif parts:
+            logger.info(f"init_weights() is called of the model's {', '.join(parts)}")
+            strategy.init_weights(model)
     return model  # type: ignore[no-any-return]
 
 

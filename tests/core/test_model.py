@@ -17,7 +17,6 @@ from flextrain.core.model import (
     BaseModel,
     overrides,
     parse_losses,
-    reset_parameters,
     run_forward,
     takes_mode,
 )
@@ -188,17 +187,39 @@ def test_other_data_is_the_one_argument() -> None:
     assert run_forward(lambda x: x, "text") == "text"
 
 
-def test_weights_are_drawn_anew() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.LayerNorm(3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    reset_parameters(model)
-    assert model[0].weight.abs().sum() > 0
-    assert model[2].weight.tolist() == [1.0, 1.0, 1.0]
-    base = BaseModel()
-    base.part = nn.Linear(2, 2).to("meta").to_empty(device="cpu")
-    with torch.no_grad():
-        base.part.weight.fill_(float("nan"))
-    base.init_weights()
-    assert base.part.weight.isfinite().all()
+class Part(nn.Module):
+    """Says how often it was told to initialise itself."""
+
+    calls = 0
+
+    def init_weights(self) -> None:
+        self.calls += 1
+
+
+class Needs(Part):
+    def init_weights(self, module: nn.Module) -> None:  # type: ignore[override]
+        raise AssertionError("a function for apply()")
+
+
+class FromTheHub(Part):
+    pretrained_cfg = None
+
+
+class Outer(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Part()
+
+
+def test_parts_of_a_base_model_initialise_themselves() -> None:
+    """As in MMEngine, and also inside of containers; what is inside of a part is the part's business."""
+    model = BaseModel()
+    model.part, model.outer, model.hub, model.needs = Part(), Outer(), FromTheHub(), Needs()
+    model.row = nn.Sequential(nn.Linear(2, 2), Part())
+    model.model = BaseModel()
+    model.model.part = Part()
+    before = model.row[0].weight.clone()
+    model.init_weights()
+    assert [model.part.calls, model.outer.calls, model.row[1].calls, model.model.part.calls] == [1, 1, 1, 1]
+    assert [model.outer.inner.calls, model.hub.calls] == [0, 0]
+    assert torch.equal(model.row[0].weight, before)  # type: ignore[arg-type]

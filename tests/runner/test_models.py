@@ -325,6 +325,26 @@ def test_weights_are_initialised_once_by_a_base_model(tmp_path: Path) -> None:
     assert Initialised.calls == 1
 
 
+class Half(nn.Linear):
+    def init_weights(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+
+
+class OfParts(Net, BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = Half(8, 2)
+
+
+def test_weights_of_parts_are_initialised_by_themselves(tmp_path: Path) -> None:
+    still = dict(optimizer=dict(type="SGD", lr=0.0))
+    runner = make_runner(tmp_path, model=OfParts, optim_wrapper=still, log_level="INFO", **validation(4))
+    runner.val()
+    model: Any = runner.train()
+    assert (model.net[3].weight == 0.5).all()
+    assert "init_weights() is called of the model's net.3\n" in next(Path(runner.log_dir).glob("*.log")).read_text()
+
+
 # Several optimizers
 
 

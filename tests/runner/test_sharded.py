@@ -234,6 +234,19 @@ class InitialisedByRunner(Net, BaseModel):
         nn.init.xavier_normal_(self.net[0].weight)  # type: ignore[arg-type]
 
 
+class Layer(nn.Linear):
+    def init_weights(self) -> None:
+        nn.init.xavier_normal_(self.weight)
+
+
+class InitialisedByParts(Net, BaseModel):
+    """Has no say of its own, but its parts have."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.net[0] = Layer(6, 8)
+
+
 class InitialisedByItself(Net):
     """As models of other libraries do; a second call would draw other numbers."""
 
@@ -261,9 +274,11 @@ class InitialisedByName(Net):
     ("strategy", "kind"),
     [
         pytest.param(FSDP, InitialisedByRunner, id="fsdp-runner"),
+        pytest.param(FSDP, InitialisedByParts, id="fsdp-parts"),
         pytest.param(FSDP, InitialisedByItself, id="fsdp-itself"),
         pytest.param(FSDP, InitialisedByName, id="fsdp-name"),
         with_zero(ZERO[3], InitialisedByRunner, name="zero3-runner"),
+        with_zero(ZERO[3], InitialisedByParts, name="zero3-parts"),
     ],
 )
 def test_training_begins_with_the_same_weights(
@@ -300,11 +315,9 @@ def test_micro_batches_that_only_the_strategy_speaks_of_make_one_update(tmp_path
 
 
 def refusal(folder: str, strategy: dict[str, Any], changes: dict[str, Any]) -> str:
-    fresh_group()
-    runner = make_runner(folder, strategy=strategy, **changes)
+    """Before there is a process group."""
     with pytest.raises(StrategyError) as caught:
-        runner.train()
-    runner.strategy.teardown()
+        make_runner(folder, strategy=strategy, **changes)
     return str(caught.value)
 
 
