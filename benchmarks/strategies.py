@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flextrain import FlexibleRunner
 from flextrain.strategies.deepspeed.state import forget_process_groups
-from flextrain.testing import WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerGroup
 
 RESULTS = Path(__file__).parent / "results"
 PEAKS = 3  # pairs of fresh process groups for the memory; the median counts
@@ -191,7 +191,6 @@ def one_run(name: str, ours: bool, iterations: int) -> list[float]:
     """In a worker: seconds of each iteration after the warm-up."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    fresh_rendezvous()
     dataset = Words(WARM_UP + iterations + 1)
     by_hand, stage, strategy = CONTESTANTS[name]
     loader = DataLoader(dataset, batch_size=BATCH)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .meeting import meet
+
 # A thread of gloo needs the GIL to let go of the tensor that it has just sent, a moment after the collective has returned.
 # An interpreter that ends meanwhile aborts ("terminate called without an active exception"), and torch before 2.8
 # (pytorch/pytorch#154976) waits for that thread with the GIL in hand, for ever.
@@ -224,11 +226,16 @@ def group_backend() -> str:
     return str(dist.get_backend_config())
 
 
-def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float) -> None:
-    """Join the group of all processes; ``init_method`` is ``env://``, ``tcp://host:port`` or ``file://path``."""
-    dist.init_process_group(
-        backend, rank=rank, world_size=world_size, init_method=init_method, timeout=_timeout(timeout_s)
-    )
+def init_process_group(
+    backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
+) -> None:
+    """Join the group of all processes; as often as wanted, one group after the other. The arguments are those of ``meet``.
+
+    Raises:
+        LaunchError: not all of them came within ``timeout_s`` seconds.
+    """
+    store = meet(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
     side_group(timeout_s)  # now that all are here: one that is missing later could not be waited for with a limit
 
 

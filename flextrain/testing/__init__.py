@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .conformance import check_strategy
 from .report import CheckResult, ConformanceError, ConformanceReport
-from .workers import WorkerError, WorkerGroup, fresh_rendezvous, run_distributed
+from .workers import WorkerError, WorkerGroup, run_distributed
 
 __all__ = [
     "CheckResult",
@@ -13,6 +13,5 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "check_strategy",
-    "fresh_rendezvous",
     "run_distributed",
 ]

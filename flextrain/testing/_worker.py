@@ -15,13 +15,12 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ class Call:
         payload: pickled (function, args, kwargs).
         modules: the modules that ``payload`` refers to, with their files, for those that cannot be found by name.
         environ: all environment variables during the call, those of torchrun's among them.
-        ports: free ports, one for each process group that the call may set up.
     """
 
     payload: bytes
@@ -47,7 +45,6 @@ class Call:
     environ: dict[str, str]
     cwd: str
     path: list[str]
-    ports: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,35 +56,6 @@ class Answer:
     traceback: str = ""
     exception: bytes | None = None
     raised_at: float = 0.0
-
-
-_ports: Iterator[int] = iter(())
-
-
-def fresh_rendezvous() -> None:
-    """Let the next process group of this call meet at another port; every rank must call it and set up a group next.
-
-    For a function that runs in a worker and sets up one process group after another. Ranks other than 0 return when rank 0
-    has begun to: torch tries again only after most of a second when it comes too early.
-
-    Raises:
-        LaunchError: this process is no worker, or the call used up its ports.
-    """
-    port = next(_ports, None)
-    if port is None:
-        raise LaunchError("fresh_rendezvous: no port left, it works inside WorkerGroup.run and 32 times in one call")
-    os.environ["MASTER_PORT"] = str(port)
-    if os.environ["RANK"] != "0":
-        _await_listener(port)
-
-
-def _await_listener(port: int, timeout_s: float = 3.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.002)
 
 
 def serve(connection: Connection, log_file: str, stack_file: str) -> None:
@@ -160,12 +128,10 @@ def _pickled_exception(error: BaseException) -> bytes | None:
 @contextlib.contextmanager
 def _clean_state(call: Call) -> Iterator[None]:
     """Each call finds the process as if it had just started, and leaves no process group behind."""
-    global _ports
     os.environ.clear()
     os.environ.update(call.environ)
     os.chdir(call.cwd)
     sys.path[:] = call.path
-    _ports = iter(call.ports)
     _reset_torch()
     try:
         yield

@@ -24,7 +24,6 @@ from .kit import Kit, check
 from .loop import learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Session, run
-from .workers import fresh_rendezvous
 
 
 @check("rank, world size, device and data shards are right, and module is the user's own model")
@@ -169,7 +168,6 @@ def _trained_and_left(kit: Kit) -> nn.Module:
     """A model after a job of a few updates."""
     module = ConformanceNet()
     strategy = kit.strategy()
-    fresh_rendezvous()
     try:
         strategy.setup_environment()
         joined = dist.is_initialized()

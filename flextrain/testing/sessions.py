@@ -20,7 +20,6 @@ from ..strategies.base import Strategy
 from ..strategies.single_device import SingleDeviceStrategy
 from .loop import Steps, Trace, alone, train
 from .models import Batch, ConformanceNet, SmallModel
-from .workers import fresh_rendezvous
 
 StrategyLike = str | Mapping[str, Any] | type[Strategy] | Callable[[], Strategy]
 SEED = 7
@@ -76,7 +75,6 @@ def started(
 ) -> Iterator[Session]:
     """The strategy set up with a model that every process initialised from a seed of its own; torn down at the end."""
     strategy = make_strategy(spec)
-    fresh_rendezvous()
     try:
         strategy.setup_environment()
         torch.manual_seed(seed + SEED_STEP * strategy.rank)

@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import FlexTrainError
-from ._worker import READY, Answer, Call, _end_with_parent, fresh_rendezvous, serve
+from ._worker import READY, Answer, Call, _end_with_parent, serve
 
 T = TypeVar("T")
 
 START_TIMEOUT_S = 180.0  # a cold import of torch on a busy machine
 GRACE_S = 2.0  # how long the others may take once one rank has failed
-PORTS_PER_CALL = 33
 NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 
-__all__ = ["WorkerError", "WorkerGroup", "fresh_rendezvous", "run_distributed"]
+__all__ = ["WorkerError", "WorkerGroup", "run_distributed"]
 
 
 class WorkerError(FlexTrainError, RuntimeError):
@@ -104,10 +103,10 @@ class WorkerGroup:
         """
         payload, modules = _pack(function, args, kwargs)
         self._start()
-        ports = _free_ports(PORTS_PER_CALL)
+        port = _free_port()
         for rank, worker in enumerate(self._workers):
             worker.log_start = worker.log.stat().st_size
-            call = Call(payload, modules, self._environ(rank, ports[0]), str(Path.cwd()), list(sys.path), ports[1:])
+            call = Call(payload, modules, self._environ(rank, port), str(Path.cwd()), list(sys.path))
             worker.connection.send_bytes(pickle.dumps(call))
         answers = self._collect(self.timeout_s)
         if self._failed(answers):
@@ -285,10 +284,8 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return buffer.getvalue(), pickler.modules
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+def _free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

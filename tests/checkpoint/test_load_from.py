@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.core.checkpoint import open_weights
-from flextrain.testing import WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerGroup
 from flextrain.testing.sessions import whole_model
 
 from .test_sources import read, same
@@ -70,7 +70,6 @@ def untied(state: State) -> State:
 
 
 def runner_of(folder: Path, strategy: dict[str, Any]) -> FlexibleRunner:
-    fresh_rendezvous()
     data = torch.utils.data.TensorDataset(torch.arange(7), torch.arange(7))
     return FlexibleRunner(
         model=Odd,
@@ -164,7 +163,6 @@ def save_with_deepspeed(folder: Path, stage: int, half: bool) -> None:
 
     from flextrain.strategies.deepspeed.state import forget_process_groups
 
-    fresh_rendezvous()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(3)
     model = Odd()

@@ -28,7 +28,7 @@ from flextrain.core.checkpoint.places import remove_tree
 from flextrain.core.errors import CheckpointError, ConfigError
 from flextrain.testing import WorkerGroup
 
-from ..runner.training import fresh_group, make_runner, whole_state
+from ..runner.training import make_runner, whole_state
 
 pytest.importorskip("upath")
 
@@ -203,7 +203,6 @@ def test_a_run_saves_there_and_goes_on(root: str, tmp_path: Path) -> None:
 
 
 def save_sharded(server: dict[str, str], folder: Path) -> None:
-    fresh_group()
     with pytest.MonkeyPatch.context() as patch:
         _set(patch, server)
         runner = make_runner(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flextrain.core import distributed as dist
-from flextrain.testing import WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerGroup
 
 
 @dist.master_only
@@ -110,7 +110,6 @@ def test_buckets_hold_one_dtype_and_no_more_than_their_size() -> None:
 def rejoin() -> tuple[int, int]:
     rank, sizes = int(os.environ["RANK"]), []
     for _ in range(2):
-        fresh_rendezvous()
         dist.init_process_group("gloo", rank=rank, world_size=2, init_method="env://", timeout_s=30)
         sizes.append(dist.get_world_size())
         dist.destroy_process_group()

@@ -194,7 +194,6 @@ def refused(
     from flextrain.core import distributed as dist
     from flextrain.core.errors import FlexTrainError
     from flextrain.optim import build_optim_wrapper
-    from flextrain.testing import fresh_rendezvous
     from flextrain.testing.sessions import make_strategy
 
     model = nn.Linear(4, 2).to(dtype)
@@ -204,7 +203,6 @@ def refused(
         model.weight = nn.Parameter(torch.ones(4, 2).t())
     plain = torch_npu.get_npu_format
     torch_npu.get_npu_format = lambda tensor: format
-    fresh_rendezvous()
     try:
         built = make_strategy(strategy)
         try:
@@ -248,9 +246,7 @@ def misuse(name: str, how: str) -> str:
 
 def make_npu() -> Any:
     from flextrain import NPUStrategy
-    from flextrain.testing import fresh_rendezvous
 
-    fresh_rendezvous()
     return NPUStrategy()
 
 

@@ -24,11 +24,9 @@ NPU = dict(type="NPUStrategy")
 def switched(arguments: dict[str, Any]) -> list[dict[str, str]]:
     """The device's options when the strategy is built, has begun, and has begun again."""
     from flextrain import NPUStrategy
-    from flextrain.testing import fresh_rendezvous
 
     options = torch.npu.options  # type: ignore[attr-defined]
     options.clear()
-    fresh_rendezvous()
     strategy = NPUStrategy(**arguments)
     seen = [dict(options)]
     strategy.setup_environment()
@@ -101,9 +99,7 @@ def sums(**options: Any) -> list[tuple[str, float]]:
     """The sum of ones over all processes, on the device and on the CPU."""
     from flextrain import NPUStrategy
     from flextrain.core.distributed import all_reduce
-    from flextrain.testing import fresh_rendezvous
 
-    fresh_rendezvous()
     strategy = NPUStrategy(**options)
     strategy.setup_environment()
     found = [all_reduce(torch.ones((), device=device)) for device in (strategy.device, "cpu")]
@@ -197,14 +193,12 @@ def test_statistics_over_all_devices(npu2: Any, tmp_path: Path) -> None:
 def half(dtype: str, *, bfloat16: bool = True, infinite: bool = True) -> str:
     """What mixed precision says on a chip that may lack bfloat16, or stops at the largest number."""
     from flextrain import AmpOptimWrapper, FlexTrainError, NPUStrategy
-    from flextrain.testing import fresh_rendezvous
 
     npu = torch.npu  # type: ignore[attr-defined]
     before = npu.get_amp_supported_dtype, npu.utils.is_support_inf_nan
     if not bfloat16:
         npu.get_amp_supported_dtype = lambda: [torch.float16, torch.float32]
     npu.utils.is_support_inf_nan = lambda: infinite
-    fresh_rendezvous()
     strategy = NPUStrategy()
     try:
         strategy.setup(nn.Linear(2, 2), AmpOptimWrapper(dict(type="AdamW"), dtype=dtype))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.testing import check_strategy, fresh_rendezvous
+from flextrain.testing import check_strategy
 from flextrain.testing.compare import relative_difference
 from flextrain.testing.kit import CHECKS
 
@@ -102,7 +102,6 @@ class Scaled(Classifier):
 
 def offloaded(folder: Path, is_built: bool) -> tuple[list[float], list[float], dict[str, str]]:
     """Losses, those expected, and where parameters and buffers are."""
-    fresh_rendezvous()
     torch.manual_seed(5)
     history = History()
     model = Scaled() if is_built else Scaled

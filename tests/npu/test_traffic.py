@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner, Hook
-from flextrain.testing import fresh_rendezvous
 
 from .training import ADAMW, make_runner
 
@@ -63,7 +62,6 @@ def waits(folder: Path, strategy: Mapping[str, Any], **changes: Any) -> dict[int
     """For each update, what made the host wait for the device: the kind, and the line of the library that did it."""
     import torch_npu
 
-    fresh_rendezvous()
     marks = Marks()
     hooks = [*changes.pop("custom_hooks", []), marks, EndsEpoch(marks)]
     seen: dict[int, list[str]] = {}

@@ -53,11 +53,8 @@ def test_frozen_weights_in_full_precision_take_no_room_on_the_device(npu2: Any, 
 
 def refused(**options: Any) -> str:
     """What setting up raises, on a chip whose overflow is no inf and without CANN's variable."""
-    from flextrain.testing import fresh_rendezvous
-
     utils, home = torch.npu.utils, os.environ.pop("ASCEND_HOME_PATH")  # type: ignore[attr-defined]
     before, utils.is_support_inf_nan = utils.is_support_inf_nan, lambda: False
-    fresh_rendezvous()
     strategy = DeepSpeedStrategy(device="npu", **options)
     try:
         strategy.setup_environment()

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.core.distributed import all_reduce
-from flextrain.testing import fresh_rendezvous
 from flextrain.testing.loop import alone
 
 BATCH = 64
@@ -84,7 +83,6 @@ def make_runner(folder: Path, strategy: Mapping[str, Any], world_size: int, **ch
 
 def train(folder: Path, strategy: Mapping[str, Any], **changes: Any) -> tuple[list[float], set[str]]:
     """Losses of all updates, and on which kinds of device they were; every process of the job calls it."""
-    fresh_rendezvous()
     return _run(folder, strategy, int(os.environ["WORLD_SIZE"]), **changes)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, OptimWrapper, OptimWrapperDict
 from flextrain.core.distributed import all_reduce
-from flextrain.testing import WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerGroup
 from flextrain.testing.compare import same_numbers, same_tensors
 from flextrain.testing.loop import alone
 from flextrain.testing.models import ConformanceNet, ConvNet, Mlp, TinyTransformer
@@ -167,7 +167,6 @@ def both(strategy: dict[str, Any], folder: Path, options: dict[str, Any]) -> tup
     rank, world_size = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     with alone():
         expected = run(None, folder / f"alone{rank}", 1, **options)
-    fresh_rendezvous()
     return run(strategy, folder / "together", world_size, **options), expected
 
 

@@ -123,10 +123,7 @@ def test_the_best_is_kept_until_a_better_one_is_complete(tmp_path: Path, monkeyp
 
 
 def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -> dict[str, Any]:
-    from .training import fresh_group
-
     for epochs in (2, 4):
-        fresh_group()
         runner = make_runner(
             folder, train_cfg=dict(max_epochs=epochs), strategy=strategy, resume=epochs == 4,
             default_hooks=hooks(async_save=async_save),

@@ -29,7 +29,6 @@ from .training import (
     Watch,
     change_values,
     differences,
-    fresh_group,
     make_runner,
     validation,
     whole_state,
@@ -44,7 +43,6 @@ def loader(length: int = 26, batch_size: int = 2, **options: Any) -> dict[str, A
 
 def run(folder: str | Path, *more: Hook, **changes: Any) -> tuple[Watch, Any, dict[str, Any]]:
     """What was trained on, the runner, and everything that training has changed."""
-    fresh_group()
     watch = Watch()
     hooks = [*changes.pop("custom_hooks", ()), watch, *more]
     runner = make_runner(folder, **{"train_dataloader": loader(), **changes, "custom_hooks": hooks})
@@ -329,7 +327,6 @@ def test_each_process_gets_its_own_random_state_back(tmp_path: Path, workers2: W
 
 
 def refused(folder: str, **changes: Any) -> str:
-    fresh_group()
     runner = make_runner(f"{folder}/rest", **{"train_dataloader": loader(), **changes})
     try:
         runner.train()
@@ -401,7 +398,6 @@ class Iterations(Hook):
 
 def resumed_at(folder: Path, stale: bool) -> int | str:
     """The update that this process goes on from; one may see a shared folder as it was a while ago."""
-    fresh_group()
     with pytest.MonkeyPatch.context() as patch:
         options = dict(train_dataloader=loader(), train_cfg=dict(max_epochs=3), resume=True)
         runner = make_runner(folder, **options, custom_hooks=[watch := Iterations()])
@@ -447,7 +443,6 @@ class Save(Hook):
 
 def logged_losses(folder: Path, *more: Hook, batch_size: int = 2, **changes: Any) -> dict[int, float]:
     """The loss of every log line on rank 0, by the number of updates."""
-    fresh_group()
     data = loader(length=120, batch_size=batch_size, sampler=dict(type="DefaultSampler", shuffle=False))
     options = dict(model=partial(Net, dropout=0.0), train_cfg=dict(max_epochs=1), custom_hooks=more, **changes)
     runner = make_runner(folder, train_dataloader=data, **options)

@@ -21,7 +21,7 @@ from flextrain.runner.data import TrainData, build_dataloader
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import Net, Samples, SaveEvery, Stop, StopAt, Watch, fresh_group, make_runner
+from .training import Net, Samples, SaveEvery, Stop, StopAt, Watch, make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -77,7 +77,6 @@ class Facts(Hook):
 
 def train(folder: str, changes: dict[str, Any], until: int | None = None, **more: Any) -> dict[str, Any]:
     """What this process trained on, up to a crash after update ``until`` of the run, which is saved there."""
-    fresh_group()
     watch, facts = Watch(), Facts()
     hooks: list[Hook] = [watch, facts]
     if until is not None:
@@ -354,7 +353,6 @@ def refused(folder: str, changes: dict[str, Any]) -> str:
 
 def draws(folder: str, name: str) -> list[float]:
     """What this process draws first after resuming, from each generator."""
-    fresh_group()
     runner = make_runner(folder, **setting(26, 2))
     runner.resume(Path(folder) / name)
     runner.strategy.teardown()

@@ -19,7 +19,7 @@ from flextrain import CheckpointError, FlexibleRunner, Hook
 from flextrain.core.checkpoint import is_checkpoint, saving
 from flextrain.testing import WorkerGroup
 
-from .training import fresh_group, make_runner
+from .training import make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -105,7 +105,6 @@ def test_a_broken_latest_does_not_hide_the_failure(tmp_path: Path) -> None:
 
 
 def fail_on_every_rank(folder: Path) -> None:
-    fresh_group()
     rank = int(os.environ["RANK"])
     runner = run(folder, At(5, lambda: fail(RuntimeError(f"lamp {rank} fell"))))
     with pytest.raises(RuntimeError, match="lamp"):

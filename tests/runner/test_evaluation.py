@@ -17,7 +17,7 @@ from flextrain.runner.evaluation import build_evaluator, check_evaluator
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Accuracy, Net, Samples, configuration, fresh_group, make_runner, validation
+from .training import SGD, Accuracy, Net, Samples, configuration, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -28,7 +28,6 @@ def parts_of_test(length: int = 10, **dataloader: Any) -> dict[str, Any]:
 
 def evaluate(folder: Path | str, call: str = "val", model: Any = None, **changes: Any) -> dict[str, Any]:
     """The metrics of a run that only evaluates."""
-    fresh_group()
     nothing = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
     runner = make_runner(folder, **{**nothing, "model": model or fixed, **changes})
     metrics: dict[str, Any] = getattr(runner, call)()

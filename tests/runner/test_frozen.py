@@ -15,7 +15,7 @@ from flextrain import CheckpointError, ConfigError, FSDPStrategy
 from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.testing import WorkerGroup
 
-from .training import Net, Samples, fresh_group, make_runner, whole_state
+from .training import Net, Samples, make_runner, whole_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -40,7 +40,6 @@ def trained(
     folder: Path, strategy: str, epochs: int, model: Any = HalfFrozen, seed: int = 1, **changes: Any
 ) -> dict[str, Any]:
     """Everything at the end, whole; the last epoch's checkpoint is in the folder."""
-    fresh_group()
     exclude = changes.pop("exclude", True)
     runner = make_runner(
         folder,

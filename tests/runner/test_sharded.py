@@ -17,7 +17,7 @@ from flextrain import BaseMetric, BaseModel, Hook, StrategyError
 from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Net, Samples, SaveEvery, Watch, fresh_group, make_runner, validation, whole_state
+from .training import SGD, Net, Samples, SaveEvery, Watch, make_runner, validation, whole_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -51,7 +51,6 @@ class Metrics(Hook):
 
 def trained(folder: str, strategy: dict[str, Any], more: list[Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Everything that training has changed, whole, and what was seen on the way."""
-    fresh_group()
     watch, metrics = Watch(), Metrics()
     hooks = [*SETTINGS["custom_hooks"], watch, metrics, *(more or [])]
     runner = make_runner(folder, **{**SETTINGS, "strategy": strategy, **changes, "custom_hooks": hooks})
@@ -188,7 +187,6 @@ NORMALISED: dict[str, Any] = dict(
 
 def validated(folder: str, strategy: dict[str, Any], more: list[Any], **changes: Any) -> dict[str, Any]:
     """Statistics before validation and in each of its forwards, and its metrics."""
-    fresh_group()
     own, metrics = Statistics(), Metrics()
     runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, *more], **changes)
     runner.train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils.data import Dataset
 from flextrain import BaseMetric, FlexibleRunner
 from flextrain.core.checkpoint import layout
 from flextrain.runner.hooks import Hook
-from flextrain.testing.workers import fresh_rendezvous
 
 SGD = dict(type="SGD", lr=0.1, momentum=0.9)
 
@@ -156,12 +154,6 @@ def configuration(folder: Path | str, **changes: Any) -> dict[str, Any]:
         log_level="ERROR",
     )
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
-
-
-def fresh_group() -> None:
-    """Call it before every runner after the first in a function that runs in a worker: each joins a group of its own."""
-    if "WORLD_SIZE" in os.environ:
-        fresh_rendezvous()
 
 
 def make_runner(folder: Path | str, **changes: Any) -> FlexibleRunner:

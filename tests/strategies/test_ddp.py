@@ -17,7 +17,7 @@ from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from flextrain.testing import WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerGroup
 
 ADAM = dict(type="Adam", lr=0.05)
 SGD = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -39,7 +39,6 @@ def data(rank: int, index: int = 0) -> Tensor:
 
 
 def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[DDPStrategy, Any, Any]:
-    fresh_rendezvous()
     strategy = DDPStrategy(device="cpu", timeout_s=30, **options)
     optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
     torch.manual_seed(0)
@@ -159,7 +158,6 @@ def test_what_is_wrapped(workers2: WorkerGroup) -> None:
 
 def group_of_others(backend: str) -> tuple[list[str], bool]:
     """What a strategy says of a group that was made before, and whether that is there still."""
-    fresh_rendezvous()
     torch.distributed.init_process_group(backend)
     said = []
     try:

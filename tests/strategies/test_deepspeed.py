@@ -23,7 +23,7 @@ from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.core.model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
-from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
+from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.compare import relative_difference, same_tensors
 from flextrain.testing.loop import evaluate, windows
 from flextrain.testing.models import Batch, ConformanceNet, ConvNet, HalfFrozen, Mlp, SmallModel
@@ -397,7 +397,6 @@ class Initialised(BaseModel):
 
 
 def built_split(half: bool) -> dict[str, Any]:
-    fresh_rendezvous()
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
     strategy.setup_environment()
     torch.manual_seed(5 + strategy.rank)
@@ -714,7 +713,6 @@ def evaluate_loaded(stage: int, half: bool, path: Path) -> None:
         save(session, path)
         expected = evaluate(session.strategy, session.model, batches)
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=stage), bf16=dict(enabled=half))
-    fresh_rendezvous()
     torch.manual_seed(4)
     try:
         with strategy.init_context():
@@ -816,7 +814,6 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 def runner_in(folder: Path, stage: int, epochs: int, **options: Any) -> Any:
     from flextrain import FlexibleRunner
 
-    fresh_rendezvous()
     return FlexibleRunner(
         model=Classifier,
         work_dir=str(folder),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from flextrain import (
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy, fsdp
-from flextrain.testing import WorkerGroup, check_strategy, fresh_rendezvous
+from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp, SmallModel
 from flextrain.testing.sessions import load, save, single_device, started, whole_state
@@ -73,8 +72,6 @@ def data(rank: int, index: int = 0) -> Tensor:
 
 
 def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[FSDPStrategy, Any, Any]:
-    if "WORLD_SIZE" in os.environ:
-        fresh_rendezvous()
     strategy = FSDPStrategy(device="cpu", timeout_s=60, **options)
     optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
     torch.manual_seed(0)
@@ -314,7 +311,6 @@ class Watches(TorchDispatchMode):
 
 
 def built_without_memory(kind: Any, seed: int, **options: Any) -> dict[str, Tensor]:
-    fresh_rendezvous()
     strategy = FSDPStrategy(device="cpu", **options)
     strategy.setup_environment()
     torch.manual_seed(seed + 7 * strategy.rank * (seed % 2))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from flextrain.core.errors import ConfigError
-from flextrain.testing import WorkerError, WorkerGroup, fresh_rendezvous
+from flextrain.testing import WorkerError, WorkerGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,6 @@ def sum_of_ranks(groups: int = 1, leave: bool = False) -> list[float]:
     for index in range(groups):
         if index:
             dist.destroy_process_group()
-            fresh_rendezvous()
         dist.init_process_group("gloo")
         value = torch.tensor(float(dist.get_rank() + 1))
         dist.all_reduce(value)
