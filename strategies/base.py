@@ -158,6 +158,7 @@ class Strategy:
                 world_size=self.launch.world_size,
                 init_method=self.launch.init_method,
                 timeout_s=float(self.config.timeout_s),
+                job=self.launch.job,
             )
             self._owns_group = True
             dist.leave_at_exit()

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..core.errors import ConfigError, LaunchError, one_of, suggest
 
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+# To choose from by the job's name, so that all of its processes agree; below those that the system gives to anybody.
+_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Launch:
         rank, world_size: number of this process, and of all processes.
         local_rank: number of this process on its machine; chooses the device.
         init_method: where the processes meet: ``env://`` or ``tcp://host:port``.
+        job: what the launcher calls this job; empty where it has no name that others have not. Processes of another one
+            are not let in.
     """
 
     launcher: str = "none"
@@ -36,6 +41,7 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     init_method: str = "env://"
+    job: str = ""
 
 
 def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = None) -> Launch:
@@ -68,17 +74,22 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
     if launcher == "slurm" or (launcher is None and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1):
         size = _int(env, "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_host(_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST"))
-        # Derived from the job so that all tasks agree and two jobs on one machine seldom meet.
-        port = _int(env, "MASTER_PORT", 20000 + _int(env, "SLURM_JOB_ID", 0) % 20000)
-        return Launch("slurm", _int(env, "SLURM_PROCID"), size, _int(env, "SLURM_LOCALID"), f"tcp://{host}:{port}")
+        job = f"Slurm job {env.get('SLURM_JOB_ID', '?')} step {env.get('SLURM_STEP_ID', '?')}"
+        # Neighbouring jobs, and the steps of each, have different ones.
+        own = _PORTS[(_int(env, "SLURM_JOB_ID", 0) * 101 + _int(env, "SLURM_STEP_ID", 0)) % len(_PORTS)]
+        init = f"tcp://{host}:{_int(env, 'MASTER_PORT', own)}"
+        return Launch("slurm", _int(env, "SLURM_PROCID"), size, _int(env, "SLURM_LOCALID"), init, job)
     if launcher == "mpi" or (launcher is None and _int(env, "OMPI_COMM_WORLD_SIZE", 1) > 1):
         size, local = _int(env, "OMPI_COMM_WORLD_SIZE"), _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
         one_machine = "127.0.0.1" if local == size else None
         meeting = env.get("MASTER_ADDR") or one_machine
         if meeting is None:
             raise LaunchError("launcher: Open MPI runs on several machines, set MASTER_ADDR to the first one's address")
-        init = f"tcp://{meeting}:{_int(env, 'MASTER_PORT', 29500)}"
-        return Launch("mpi", _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK"), init)
+        name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+        own = _PORTS[zlib.crc32(name.encode()) % len(_PORTS)] if name else 29500
+        init = f"tcp://{meeting}:{_int(env, 'MASTER_PORT', own)}"
+        place = _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+        return Launch("mpi", *place, init, f"Open MPI job {name}" if name else "")
     return Launch()
 
 
@@ -107,9 +118,11 @@ def launch(
     """
     if nprocs < 1:
         raise ConfigError(f"nprocs: {nprocs} is not allowed, give 1 or more")
+    # Kept here, as torchrun keeps it: between finding a free port and listening on it, another could take it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        job = (fn, args, kwargs, nprocs, free_port(), str(result))
+        job = (fn, args, kwargs, nprocs, store.port, str(result))
         try:
             start_processes(  # type: ignore[no-untyped-call]
                 _run_as_rank, job, nprocs=nprocs, join=True, start_method=start_method
@@ -133,6 +146,7 @@ def _run_as_rank(
         LOCAL_WORLD_SIZE=str(nprocs),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     if "OMP_NUM_THREADS" not in os.environ:
         # Each would start a thread per core, and they would keep each other waiting.
@@ -140,13 +154,6 @@ def _run_as_rank(
     value = fn(*args, **kwargs)
     if rank == 0:
         Path(result).write_bytes(pickle.dumps(value))
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

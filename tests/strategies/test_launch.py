@@ -11,14 +11,21 @@ import torch
 
 from flextrain.core.errors import ConfigError, LaunchError
 from flextrain.strategies import detect_launch, launch
-from flextrain.strategies.launch import Launch, first_host, free_port
+from flextrain.strategies.launch import Launch, first_host
 
 TORCHRUN = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
 OLD_LAUNCH = dict(
     RANK="3", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"
 )  # torch.distributed.launch without LOCAL_RANK
 BATCH = dict(SLURM_JOB_ID="12", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODELIST="gpu[07-09]")
-SRUN = BATCH | dict(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[08-09],x1")
+STEP_2 = "Slurm job 12 step 2"
+SRUN = BATCH | dict(
+    SLURM_STEP_ID="2",
+    SLURM_STEP_NUM_TASKS="4",
+    SLURM_PROCID="3",
+    SLURM_LOCALID="1",
+    SLURM_STEP_NODELIST="gpu[08-09],x1",
+)
 ONE_TASK = SRUN | dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
 MPI = dict(
     OMPI_COMM_WORLD_SIZE="4",
@@ -39,15 +46,17 @@ NOBODY = Launch("none", 0, 1, 0, "env://")
         ("pytorch", TORCHRUN, Launch("pytorch", 3, 4, 1, "env://")),
         (None, OLD_LAUNCH, Launch("pytorch", 3, 4, 3, "env://")),
         (None, SRUN | TORCHRUN, Launch("pytorch", 3, 4, 1, "env://")),  # torchrun started by srun
-        (None, SRUN, Launch("slurm", 3, 4, 1, "tcp://gpu08:20012")),
-        ("slurm", SRUN, Launch("slurm", 3, 4, 1, "tcp://gpu08:20012")),
-        ("slurm", SRUN | dict(MASTER_ADDR="b", MASTER_PORT="7"), Launch("slurm", 3, 4, 1, "tcp://b:7")),
-        ("slurm", {k: v for k, v in SRUN.items() if k != "SLURM_NTASKS"}, Launch("slurm", 3, 4, 1, "tcp://gpu08:20012")),
+        (None, SRUN, Launch("slurm", 3, 4, 1, "tcp://gpu08:21214", STEP_2)),
+        ("slurm", SRUN, Launch("slurm", 3, 4, 1, "tcp://gpu08:21214", STEP_2)),
+        ("slurm", SRUN | dict(MASTER_ADDR="b", MASTER_PORT="7"), Launch("slurm", 3, 4, 1, "tcp://b:7", STEP_2)),
+        ("slurm", {k: v for k, v in SRUN.items() if k != "SLURM_NTASKS"}, Launch("slurm", 3, 4, 1, "tcp://gpu08:21214", STEP_2)),
         (None, BATCH, NOBODY),  # tasks that nobody has started
         (None, ONE_TASK, NOBODY),
-        ("slurm", ONE_TASK, Launch("slurm", 0, 1, 0, "tcp://gpu08:20012")),
+        ("slurm", ONE_TASK, Launch("slurm", 0, 1, 0, "tcp://gpu08:21214", STEP_2)),
         (None, MPI, Launch("mpi", 3, 4, 3, "tcp://127.0.0.1:29500")),
         ("mpi", MPI_TWO_HOSTS | dict(MASTER_ADDR="a"), Launch("mpi", 3, 4, 1, "tcp://a:29500")),
+        (None, MPI | dict(PMIX_NAMESPACE="prte-a-77@1"), Launch("mpi", 3, 4, 3, "tcp://127.0.0.1:29816", "Open MPI job prte-a-77@1")),
+        (None, MPI | dict(OMPI_MCA_ess_base_jobid="77"), Launch("mpi", 3, 4, 3, "tcp://127.0.0.1:21956", "Open MPI job 77")),
         (None, dict(OMPI_COMM_WORLD_SIZE="1"), NOBODY),
     ],
 )  # fmt: skip
@@ -105,8 +114,13 @@ def test_a_list_that_nobody_writes(nodes: str) -> None:
         first_host(nodes)
 
 
-def test_free_ports_differ() -> None:
-    assert len({free_port() for _ in range(5)}) > 1
+def test_jobs_and_steps_on_one_machine_have_ports_of_their_own() -> None:
+    steps = [
+        SRUN | dict(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)) for job in range(100, 120) for step in range(50)
+    ]
+    assert len({detect_launch(env=env).init_method for env in steps}) == len(steps)
+    jobs = [MPI | dict(PMIX_NAMESPACE=f"prte-host-{pid}@1") for pid in range(4000, 4010)]
+    assert len({detect_launch(env=env).init_method for env in jobs}) == len(jobs)
 
 
 # Starting
