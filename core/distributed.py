@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import datetime
 import functools
 import threading
@@ -175,28 +174,6 @@ def _timeout(seconds: float | None) -> datetime.timedelta | None:
     return None if seconds is None else datetime.timedelta(seconds=seconds)
 
 
-def roll_call(occasion: str, timeout_s: float) -> list[int]:
-    """Wait until every process has come here; the ranks of those that have not within ``timeout_s`` seconds.
-
-    Every process finds out by itself. dist.monitored_barrier tells rank 0 alone, and keeps the others for minutes.
-    """
-    world = dist.group.WORLD
-    if get_world_size() == 1:
-        return []
-    calls = _calls.setdefault(world, collections.Counter())
-    calls[occasion] += 1
-    # The one private name: the store that the group itself was formed with.
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"flextrain {occasion} {calls[occasion]} {rank}" for rank in range(get_world_size())]
-    store.set(keys[get_rank()], "")
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout_s))
-    except RuntimeError:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
-
-
-_calls: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
 _side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

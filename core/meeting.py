@@ -15,6 +15,7 @@ from .errors import LaunchError, counted
 
 _GO, _OVER = "go", "over"
 _PATIENCE_S = 3.0
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.05
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,19 @@ def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float, job:
     """
     store = _open(init_method, rank, world_size, timeout_s)
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    _check_job(store, init_method, rank, job)
+    _check_job(store, init_method, rank, timeout_s, job)
     own = f"flextrain/groups/{rank}"
     while True:
         # Counted in the store, so that a process which was started again does not begin from the first.
         number = store.add(own, 1)
         if number > 1:  # nobody waits for this process there any more
             store.compare_set(f"flextrain/{number - 1}/state", "", _OVER)
-        state, is_late = f"flextrain/{number}/state", False
+        state = f"flextrain/{number}/state"
         if store.add(f"flextrain/{number}/here", 1) == world_size:
             store.compare_set(state, "", _GO)
-        try:
-            store.wait([state], datetime.timedelta(seconds=timeout_s))
-        except RuntimeError:
-            is_late = True
+        is_late = not await_key(store, state, timeout_s)
         if store.compare_set(state, "", _OVER).decode() == _GO:
-            return dist.PrefixStore(f"flextrain/{number}", store)
+            return dist.PrefixStore(f"flextrain/{number}", store)  # type: ignore[attr-defined]
         if is_late:
             missing = [other for other in range(world_size) if store.add(f"flextrain/groups/{other}", 0) < number]
             raise LaunchError(
@@ -67,18 +65,30 @@ def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float, job:
             )
 
 
-def _check_job(store: Any, init_method: str, rank: int, job: str) -> None:
+def await_key(store: Any, key: str, timeout_s: float) -> bool:
+    """Whether somebody has set ``key`` within ``timeout_s`` seconds.
+
+    Store.wait would keep signals, Ctrl-C too, until it ends, and print two lines of its own when it does in vain.
+    """
+    began = time.monotonic()
+    while not store.check([key]):
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            return False
+        time.sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, waited / 20), timeout_s - waited))
+    return True
+
+
+def _check_job(store: Any, init_method: str, rank: int, timeout_s: float, job: str) -> None:
     """Raise LaunchError if the store is rank 0's of another job, which happens to have chosen the same port."""
     if not job:
         return
     if rank == 0:
         store.set("flextrain/job", job)
         return
-    try:
-        here = store.get("flextrain/job").decode()
-    except RuntimeError:
-        return  # rank 0 is not here yet, and will be missed
-    if here != job:
+    if not await_key(store, "flextrain/job", timeout_s):
+        return  # rank 0 will be missed
+    if (here := store.get("flextrain/job").decode()) != job:
         raise LaunchError(
             f"launcher: {_said(init_method)} is where {here} meets, this process belongs to {job}; set MASTER_PORT"
         )
@@ -87,7 +97,7 @@ def _check_job(store: Any, init_method: str, rank: int, job: str) -> None:
 def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any:
     """The store at ``init_method``, kept until another is asked for: a process that is late needs rank 0's."""
     global _endpoint
-    where = (str(os.getpid()), init_method, str(rank), str(world_size))
+    where: tuple[str, ...] = (str(os.getpid()), init_method, str(rank), str(world_size))
     if init_method.startswith("env://"):
         where += (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if _endpoint is None or _endpoint.where != where:
@@ -96,7 +106,7 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any
         if rank > 0 and init_method.startswith(("env://", "tcp://")):
             _await_server(_said(init_method).removeprefix("tcp://"), min(timeout_s, _PATIENCE_S))
         try:
-            store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+            store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))  # type: ignore[attr-defined]
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise LaunchError(

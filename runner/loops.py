@@ -115,6 +115,7 @@ class TrainLoop(BaseLoop):
         # As in MMEngine, an interval is in force as soon as its epoch or iteration comes next, and the end is always due.
         interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
         if done % interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
+            self.runner.strategy.meet("validation")
             loop.run()
             self._validated = done
 

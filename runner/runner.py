@@ -121,6 +121,7 @@ class FlexibleRunner:
         self._given = given
         apply_environment(options.env_cfg)
         self.strategy.setup_environment()
+        self.strategy.meet("FlexibleRunner()")
         self.work_dir = str(Path(work_dir).absolute())
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))
@@ -299,6 +300,7 @@ class FlexibleRunner:
 
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume; returns the user's module."""
+        self.strategy.meet("train()")
         loop = self.train_loop
         self._setup_model()
         self._setup_schedulers()
@@ -419,6 +421,7 @@ class FlexibleRunner:
             CheckpointError: nothing fits, or, with ``strict``, not everything; or the file cannot be read.
         """
         checks.check_loading(strict, revise_keys)
+        self.strategy.meet("load_checkpoint()")
         self._setup_model()
         self._begin()
         state.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
@@ -453,7 +456,9 @@ class FlexibleRunner:
         """
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
-        self._resume(place(filename), validate(checks.Resume, options, "resume"))
+        checked = validate(checks.Resume, options, "resume")
+        self.strategy.meet("resume()")
+        self._resume(place(filename), checked)
 
     def _resume(self, path: Path, options: checks.Resume) -> None:
         self._setup_model()
@@ -562,6 +567,7 @@ class FlexibleRunner:
         if loop is None:
             parts = f"{mode}_dataloader, {mode}_cfg and {mode}_evaluator"
             raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
+        self.strategy.meet(f"{mode}()")
         self._setup_model()
         with self._running():
             source, _ = self._source()

@@ -88,6 +88,7 @@ def save(
         verify=verify,
         staging=staging,
         finite=keys_to_keep_finite(runner, state),
+        timeout_s=float(strategy.config.timeout_s),
     )
     if in_background:
         return save_in_background(path, state, **options)

@@ -16,6 +16,7 @@ from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.roll_call import roll_call
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -165,6 +166,15 @@ class Strategy:
         self._check_group()
         dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
         self._spec = spec
+
+    def meet(self, call: str) -> None:
+        """Wait until every process has come to ``call``, which all of them have to make.
+
+        Raises:
+            StrategyError: on every process, one has not within ``timeout_s`` seconds, or is in another call.
+        """
+        if problem := roll_call(call, float(self.config.timeout_s)):
+            raise StrategyError(f"{call}: {problem}; every process has to call it")
 
     def _join_alone(self) -> None:
         """Form a group of this process alone if there is none; for engines that cannot do without."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..core.errors import ConfigError, LaunchError, one_of, suggest
@@ -119,7 +118,7 @@ def launch(
     if nprocs < 1:
         raise ConfigError(f"nprocs: {nprocs} is not allowed, give 1 or more")
     # Kept here, as torchrun keeps it: between finding a free port and listening on it, another could take it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         job = (fn, args, kwargs, nprocs, store.port, str(result))

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..distributed import get_rank, get_world_size, roll_call, side_group
+from ..distributed import get_rank, get_world_size, side_group
 from ..errors import CheckpointError
+from ..roll_call import roll_call
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,13 +43,10 @@ class Peers:
         """Wait until every process has come to save what is called ``name``.
 
         Raises:
-            CheckpointError: some have not within ``timeout_s`` seconds; it names them.
+            CheckpointError: some have not within ``timeout_s`` seconds, or are in another call; it names them.
         """
-        if missing := roll_call(f"save {name}", timeout_s):
-            ranks = ", ".join(map(str, missing))
-            raise CheckpointError(
-                f"{self.what}: rank {ranks} did not come to save within {timeout_s:g} s; every process has to call it"
-            )
+        if problem := roll_call(f"save_checkpoint({name})", timeout_s):
+            raise CheckpointError(f"{self.what}: {problem}; every process has to save")
 
     def round(self, own: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """``own()`` on every process, and ``combine`` on rank 0 with all results; each process gets its part of the answer.

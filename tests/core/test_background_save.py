@@ -263,7 +263,7 @@ def test_who_does_not_come_is_named(
 ) -> None:
     (found,) = filter(None, workers2.run(only_some, tmp_path / "a", savers))
     assert found == (
-        f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come to save within 0.5 s; every process has to call it"
+        f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come within 0.5 s; every process has to save"
     )
 
 
