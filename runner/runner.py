@@ -29,6 +29,7 @@ from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from . import checks, state
+from .agreement import check_agreement
 from .building import apply_environment, build_model, build_schedulers, scale_lr
 from .checked import check_everything
 from .data import build_dataloader
@@ -122,6 +123,7 @@ class FlexibleRunner:
         apply_environment(options.env_cfg)
         self.strategy.setup_environment()
         self.strategy.meet("FlexibleRunner()")
+        check_agreement(given, checked)
         self.work_dir = str(Path(work_dir).absolute())
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import distributed as dist
+from ..core.agreement import description, first_difference
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
@@ -228,6 +229,8 @@ class Strategy:
         if self._model is not None:
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
         self.setup_environment()
+        if found := first_difference(description(model, self._shape_of)):
+            raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
             optim.attach(self.device, self.autocast)
             self.precision = optim.precision
@@ -248,6 +251,10 @@ class Strategy:
         self.optim = optim
         self._check_precision()
         return self._model, optim
+
+    def _shape_of(self, tensor: Tensor) -> Sequence[int]:
+        """The shape of a whole parameter or buffer of a model that ``init_context`` may have left in parts."""
+        return tensor.shape
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy cannot do what the model or the wrapper asks for."""

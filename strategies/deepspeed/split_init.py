@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...core.agreement import first_difference
 from ...core.errors import StrategyError
 
 
@@ -22,9 +23,11 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
     """
     # Given as a dtype, float32 would become bfloat16 (0.19.8); from the configuration it stays.
     split = deepspeed.zero.Init(config_dict_or_path=keys)
+    alike = _Alike(split)
     with split, _NoWritingIntoNothing():
         try:
             yield
+            alike.check("nothing")
         except RuntimeError as error:
             if "self.dim() cannot be 0" not in str(error):
                 raise
@@ -33,6 +36,32 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
                 "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
                 "(1,), or strategy.zero_init=False to have the model built whole"
             ) from error
+
+
+class _Alike:
+    """Compares each layer that is built with the others', before its parameters are sent around to be split."""
+
+    def __init__(self, split: Any) -> None:
+        self._number = 0
+        self._split = split._post_init_method
+        split._post_init_method = self._after
+
+    def _after(self, module: nn.Module) -> None:
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if not hasattr(parameter, "ds_id")
+        }
+        if own:
+            forms = [f"{name} {'x'.join(map(str, p.shape))} {str(p.dtype)[6:]}" for name, p in own.items()]
+            self.check(f"{type(module).__name__} with {', '.join(forms)}")
+        self._split(module)
+
+    def check(self, layer: str) -> None:
+        """Raise StrategyError if the others build something else."""
+        self._number += 1
+        if found := first_difference({f"layer {self._number}": layer}):
+            raise StrategyError(f"model: {found}; every process has to build the same model")
 
 
 def restore_linear() -> None:

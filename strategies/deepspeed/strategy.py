@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -143,6 +143,9 @@ class DeepSpeedStrategy(Strategy):
         check_wrapper(optim)
         if model is not None:
             self._check_model(model)
+
+    def _shape_of(self, tensor: Tensor) -> Sequence[int]:
+        return tensor.ds_shape if state.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
