@@ -18,7 +18,7 @@ from flextrain import ConfigError
 from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
-from .training import Samples, Watch, fresh_group, make_runner, whole_state
+from .training import Samples, Watch, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -67,7 +67,6 @@ class Outputs(Watch):
 
 
 def run(folder: str | Path, batch_size: int, accumulate: int, samples: Any = None, **changes: Any) -> dict[str, Any]:
-    fresh_group()
     watch = Outputs()
     data = Samples(32) if samples is None else [Samples(32)[i] for i in samples]
     loader = dict(
