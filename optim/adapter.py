@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+# Of torch's own; others, and subclasses of these, are tried (see trial.py).
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
+    )
+)  # fmt: skip
 
 
 class OptimizerAdapter:
@@ -24,6 +33,11 @@ class OptimizerAdapter:
     def __init__(self, optimizer: Optimizer, where: str) -> None:
         self.optimizer = optimizer
         self.where = where
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it is known to update every element of a parameter by itself, so that parts of one will do."""
+        return type(self.optimizer) in _ELEMENTWISE
 
     @property
     def name(self) -> str:

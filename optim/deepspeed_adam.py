@@ -31,6 +31,11 @@ class DeepSpeedAdamAdapter(TwinAdapter):
             return None
         return "AdamW" if self.optimizer.adam_w_mode else "Adam"
 
+    @property
+    def is_elementwise(self) -> bool:
+        """See OptimizerAdapter; without correction of the bias too."""
+        return True
+
     def can_set(self, key: str) -> bool:
         """See TwinAdapter; DeepSpeedCPUAdam has amsgrad among its settings and does not look at it."""
         return key != "amsgrad" and super().can_set(key)

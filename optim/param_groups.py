@@ -235,6 +235,14 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, replace: Callable[
     groups = recipe.constructor.param_groups(model)
     if replace is not None:
         groups = [{**group, "params": [replace(parameter) for parameter in group["params"]]} for group in groups]
+    return make_for(recipe, groups)
+
+
+def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer:
+    """The torch optimizer for these groups; of one that was given built, another with the same settings."""
+    if isinstance(built := recipe.optimizer, Optimizer):
+        known = inspect.signature(type(built)).parameters
+        return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})
     if isinstance(recipe.optimizer, (Mapping, str)):
         optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, f"{recipe.where}.optimizer", params=groups)
         return optimizer

@@ -30,6 +30,11 @@ class TwinAdapter(OptimizerAdapter):
         return None
 
     @property
+    def is_elementwise(self) -> bool:
+        """See OptimizerAdapter; what computes as its twin does is."""
+        return self.twin is not None or super().is_elementwise
+
+    @property
     def name(self) -> str:
         """See OptimizerAdapter."""
         return self.twin or self.kind

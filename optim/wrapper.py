@@ -19,7 +19,8 @@ from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .adapter import OptimizerAdapter
 from .families import adapter_for
-from .param_groups import check_optimizer, make_optimizer
+from .param_groups import check_optimizer, make_for, make_optimizer
+from .trial import Samples, why_not_steppable
 
 
 @dataclass(frozen=True)
@@ -122,18 +123,36 @@ class OptimWrapper:
         """
         if self._optimizer is None:
             self._optimizer = self._make(model)
-            self.adapter.check(model)
-            return
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
-            raise StrategyError(
-                f"{self.where}.optimizer: holds parameters that are not the model's, give dict(type=...) instead of a "
-                "built optimizer so that it is made after the model is placed"
-            )
+        else:
+            own = {id(parameter) for parameter in model.parameters()}
+            if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
+                raise StrategyError(
+                    f"{self.where}.optimizer: holds parameters that are not the model's, give dict(type=...) instead of a "
+                    "built optimizer so that it is made after the model is placed"
+                )
         self.adapter.check(model)
+        self._check_step()
 
     def _make(self, model: nn.Module) -> Optimizer:
         return make_optimizer(self._recipe, model)
+
+    def make_another(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """An optimizer as configured, for other parameters than the model's."""
+        return make_for(self._recipe, groups)
+
+    def _check_step(self) -> None:
+        """Raise StrategyError if the optimizer's ``step()`` wants the loss again, and nobody is there to give it."""
+        own = type(self)
+        if own.update_params is not OptimWrapper.update_params or own.step is not OptimWrapper.step:
+            return  # which may step in a way of its own
+        if self.adapter.is_elementwise:
+            return
+        reason = why_not_steppable(self.make_another, Samples.like(self.optimizer))
+        if reason is not None:
+            raise StrategyError(
+                f"{self.where}.optimizer: {type(self.optimizer).__name__} cannot be stepped once per update as it is "
+                f"({reason}); override OptimWrapper.update_params, or choose another optimizer"
+            )
 
     # Facts
 

@@ -377,11 +377,11 @@ class Strategy:
                 if isinstance(live, Tensor) and (tuple(live.shape), live.dtype) == (tuple(info.shape), info.dtype):
                     template[key] = live
                 else:
-                    template[key] = self._state_like(parameter, info)
+                    template[key] = self._state_like(wrapper, parameter, item, info)
         return template
 
-    def _state_like(self, parameter: Tensor, info: Any) -> Tensor:
-        """An empty tensor for optimizer state of ``info.shape`` and ``info.dtype``, laid out like its parameter."""
+    def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
+        """An empty tensor for the state ``key`` of a parameter, of ``info.shape`` and ``info.dtype``, laid out like it."""
         if tuple(info.shape) == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
         return torch.empty(info.shape, dtype=info.dtype)

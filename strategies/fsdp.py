@@ -29,6 +29,7 @@ from ..core.registry import STRATEGIES
 from ..core.transforms import compile_in_place, module_filter
 from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Optim, Strategy, StrategyConfig
+from .sharded_optimizers import ShardedOptimizers
 
 _logger = logging.getLogger("flextrain")
 
@@ -43,8 +44,6 @@ _REFUSED = {
 }
 # Those that say what is always so, with the value that says it.
 _ALWAYS = {"use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True}
-# What computes with a whole matrix through operations that torch has for whole tensors only.
-_WHOLE_MATRICES = {"Adafactor"}
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
@@ -225,6 +224,7 @@ class FSDPStrategy(Strategy):
         self._units: list[nn.Module] = []
         self._scalars: set[nn.Parameter] = set()  # without a dimension to shard; whole in every process
         self._roots: list[FSDPModule] = []
+        self._sharded: ShardedOptimizers | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -258,7 +258,8 @@ class FSDPStrategy(Strategy):
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
         called, optim = super().setup(model, optim)
         for wrapper in optim.wrappers.values() if optim is not None else ():
-            _check_optimizer(wrapper)
+            assert self._sharded is not None
+            self._sharded.check(wrapper)
             if self.world_size > 1:
                 own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
                 if own:
@@ -315,6 +316,7 @@ class FSDPStrategy(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, reshard = self._mesh(), self.config.reshards
+        self._sharded = ShardedOptimizers(mesh)
         # A model with its own train_step is not called as a whole: each of its children is a model of its own.
         roots = [model]
         if overrides(model, "train_step"):
@@ -471,6 +473,12 @@ class FSDPStrategy(Strategy):
                 [b for m in module.modules() if keeps_statistics(m) for b in m.buffers(recurse=False)]
             )
 
+    # State
+
+    def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
+        found = None if self._sharded is None else self._sharded.empty_state(wrapper, parameter, key, info)
+        return super()._state_like(wrapper, parameter, key, info) if found is None else found
+
     # Precision
 
     def precision_report(self) -> PrecisionReport:
@@ -490,15 +498,6 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots = [], []
-
-
-def _check_optimizer(wrapper: OptimWrapper) -> None:
-    kinds = {base.__name__ for base in type(wrapper.optimizer).__mro__}
-    for kind in kinds & _WHOLE_MATRICES:
-        raise StrategyError(
-            f'{wrapper.where}.optimizer.type: "{kind}" works on whole matrices, FSDP gives it parts of them; choose AdamW, '
-            "or DDPStrategy"
-        )
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:

@@ -68,12 +68,21 @@ class EngineState:
         return state.own_part(parameter) if state.is_partitioned(parameter) else parameter.detach()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``."""
+        """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``.
+
+        Raises:
+            CheckpointError: state that does not belong to the elements of a parameter one by one.
+        """
         found: dict[str, Any] = {}
         optimizer = self.optimizer
         for part in self.fragments:
             for key, value in self.adapter.state_of(part.flat).items():
                 one_each = isinstance(value, Tensor) and value.shape == part.flat.shape and key not in _COUNTERS
+                if isinstance(value, Tensor) and not one_each and value.numel() > 1:
+                    raise CheckpointError(
+                        f"optim.state.{part.name}.{key}: has shape {tuple(value.shape)} for {part.flat.numel()} elements, "
+                        "under ZeRO only state that is kept element by element can be saved"
+                    )
                 found[f"optim.state.{part.name}.{key}"] = part.cut(value) if one_each else value
             found |= self._hyper(part.name, optimizer.param_groups[part.group])
         for name, group in self._frozen_groups.items():
@@ -96,12 +105,13 @@ class EngineState:
         parts = {part.name: part for part in self.fragments}
         template: dict[str, Tensor] = {}
         self._incoming = {}
+        counters = _COUNTERS | _numbers(saved, parts)
         for full_key, info in saved.items():
             name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
             if not full_key.startswith("optim.state.") or name not in parts or not hasattr(info, "shape"):
                 continue
             part = parts[name]
-            if key in _COUNTERS:
+            if key in counters:
                 template[full_key] = torch.empty(info.shape, dtype=info.dtype)
                 continue
             if tuple(info.shape) != tuple(part.shape):
@@ -171,6 +181,16 @@ class EngineState:
             elif original is not None:
                 parameter.detach().copy_(original)
         state.refresh(self.engine, self.fragments)
+
+
+def _numbers(saved: Mapping[str, Any], parts: Mapping[str, Fragment]) -> set[str]:
+    """Names of state that a checkpoint has once for a parameter with elements: counters, whatever they are called."""
+    found = set()
+    for full_key, info in saved.items():
+        name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
+        if full_key.startswith("optim.state.") and getattr(info, "shape", None) == () and name in parts:
+            found |= {key} if parts[name].shape else set()
+    return found
 
 
 def _number(value: Any) -> Any:

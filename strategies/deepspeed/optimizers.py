@@ -9,6 +9,8 @@ from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
+from ...optim.trial import Samples, why_not_in_pieces, why_not_steppable
+from ...optim.wrapper import OptimWrapper
 
 _HOMES = {
     "FusedAdam": "deepspeed.ops.adam",
@@ -24,10 +26,7 @@ _REFUSED = {
     **dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam"), _ERROR_FEEDBACK),
     "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose torch's Muon, at stage 0",
 }
-# ZeRO gives an optimizer pieces of flattened parameters, so it must treat every element alike.
-_MATRICES = "works on whole matrices, ZeRO gives it pieces of flattened ones; choose AdamW, or stage 0"
 _REFUSED_ZERO = {
-    **dict.fromkeys(("Muon", "Adafactor"), _MATRICES),
     "FusedLamb": "needs norms of whole parameters, ZeRO gives it pieces; choose FusedAdam, or stage 0",
     "Adagrad": "is rebuilt by DeepSpeed without its parameter groups; choose AdamW, or stage 0",
     "SparseAdam": "takes sparse gradients, which ZeRO does not; choose AdamW, or stage 0",
@@ -66,9 +65,28 @@ def _with_params(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"__init__": make, "__signature__": renamed, "__module__": cls.__module__})
 
 
-def check_supported(optimizer: Any, stage: int, where: str) -> None:
-    """Raise StrategyError if DeepSpeed's engine cannot run this optimizer as it is meant."""
-    for kind in (base.__name__ for base in type(optimizer).__mro__):
-        reason = _REFUSED.get(kind) or (_REFUSED_ZERO.get(kind) if stage else None)  # the class may have been given
+def check_supported(wrapper: OptimWrapper, stage: int) -> None:
+    """Raise StrategyError if DeepSpeed's engine cannot run this optimizer as it is meant.
+
+    ZeRO gives an optimizer pieces of flattened parameters, so it must treat every element alike: it is tried.
+    """
+    optimizer = wrapper.optimizer
+    kind = type(optimizer)
+    for base in (base.__name__ for base in kind.__mro__):
+        reason = _REFUSED.get(base) or (_REFUSED_ZERO.get(base) if stage else None)  # the class may have been given
         if reason:
-            raise StrategyError(f'{where}.optimizer.type: "{kind}" {reason}')
+            raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
+    if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):
+        return
+    samples = Samples.like(optimizer, lambda parameter: getattr(parameter, "ds_shape", parameter.shape))
+    if stage == 0:
+        if reason := why_not_steppable(wrapper.make_another, samples):
+            raise StrategyError(
+                f"{wrapper.where}.optimizer: {kind.__name__} cannot be stepped once per update as it is ({reason}); choose "
+                "another optimizer"
+            )
+    elif reason := why_not_in_pieces(wrapper.make_another, samples):
+        raise StrategyError(
+            f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it pieces of flattened parameters, choose "
+            "AdamW, stage 0, or DDPStrategy"
+        )

@@ -208,7 +208,7 @@ class DeepSpeedStrategy(Strategy):
                 f"{wrapper.where}.optimizer: cannot be made on {self.device.type}, {reason[:200]}"
             ) from error
         optimizer = wrapper.optimizer
-        check_supported(optimizer, stage, wrapper.where)
+        check_supported(wrapper, stage)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         frozen_groups: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups:

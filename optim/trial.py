@@ -1,0 +1,289 @@
+"""What an optimizer makes of parameters, found out by trying it on small ones before training begins.
+
+A strategy that spreads a parameter gives the optimizer a part of it. Whether the optimizer then computes what it would with
+the whole is not in its name: a norm or a matrix product anywhere in its update makes a difference. So it is made once more,
+with the same settings, for small parameters with as many dimensions as the model's, and updates them whole and in parts.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], Optimizer]
+
+_UPDATES = 3
+_ROWS = 16
+# The sizes behind the first. Some optimizers keep a square matrix of a dimension, flattened ones included.
+_TAILS: dict[int, tuple[int, ...]] = {1: (), 2: (24,), 3: (6, 4), 4: (3, 3, 3)}
+_SMALLEST_LR = 0.01  # below it, rounding hides what an update does
+# Differences allowed, as parts of the largest change of any element. Updating parts rounds as updating the whole does;
+# DTensor adds up in another order, which costs those that compute in bfloat16 some of its 8 bits.
+_TOLERANCE, _TOLERANCE_SPREAD = 1e-3, 0.05
+
+
+class TrialError(Exception):
+    """The optimizer could not be made, or could not update, in a trial; the reason on one line."""
+
+
+@dataclass
+class Trial:
+    """The outcome of a few updates.
+
+    Attributes:
+        values: of the parameters, before and behind.
+        states: what the optimizer keeps of each.
+    """
+
+    before: list[Tensor]
+    values: list[Tensor]
+    states: list[Mapping[str, Any]]
+
+
+@dataclass
+class Samples:
+    """Small parameters in the groups of an optimizer, one for each number of dimensions that a group's parameters have.
+
+    Attributes:
+        settings: of each group.
+        shapes: of each group's parameters.
+        device: where they are.
+    """
+
+    settings: list[dict[str, Any]]
+    shapes: list[list[tuple[int, ...]]]
+    device: torch.device
+    _drawn: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def like(
+        cls, optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]] | None = None, rows: int = _ROWS
+    ) -> Samples:
+        """Those for an optimizer that is built.
+
+        Args:
+            optimizer: with the groups of the model.
+            shape_of: gives a parameter's shape, where it is not what the tensor says.
+            rows: size of the first dimension.
+        """
+        settings = [{k: _fit(k, v) for k, v in group.items() if k not in _OWN} for group in optimizer.param_groups]
+        dims = [
+            sorted({len(shape_of(p) if shape_of else p.shape) for p in group["params"]})
+            for group in optimizer.param_groups
+        ]
+        shapes = [[_shape(ndim, rows) for ndim in group] for group in dims]
+        return cls(settings, shapes, optimizer.param_groups[0]["params"][0].device)
+
+    @property
+    def flat_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of all parameters."""
+        return [shape for group in self.shapes for shape in group]
+
+    def drawn(self) -> list[tuple[Tensor, list[Tensor]]]:
+        """Of each parameter the values, and the gradients of each update; the second half is of another scale."""
+        if not self._drawn:
+            generator = torch.Generator().manual_seed(0)
+            for shape in self.flat_shapes:
+                scale = torch.ones(shape).flatten()
+                scale[scale.numel() // 2 :] = 8.0
+                scale = scale.view(shape)
+                draws = [torch.randn(shape, generator=generator) for _ in range(_UPDATES + 1)]
+                value, *gradients = ((draw * by).to(self.device) for draw, by in _with_scales(draws, scale))
+                self._drawn.append((value, gradients))
+        return self._drawn
+
+    def run(self, make: Make, part: Callable[[Tensor], Tensor | None], updates: int = _UPDATES) -> Trial:
+        """Update with an optimizer that has ``part`` of each parameter, and of each gradient.
+
+        Raises:
+            TrialError: it cannot.
+        """
+        parameters: list[nn.Parameter | None] = []
+        gradients: list[list[Tensor | None]] = []
+        for value, given in self.drawn():
+            own = part(value.clone())
+            parameters.append(None if own is None else nn.Parameter(own))
+            gradients.append([part(gradient.clone()) for gradient in given])
+        present = [(p, grads) for p, grads in zip(parameters, gradients, strict=True) if p is not None]
+        groups, taken = [], iter(parameters)
+        for settings, shapes in zip(self.settings, self.shapes, strict=True):
+            members = [parameter for parameter in (next(taken) for _ in shapes) if parameter is not None]
+            if members:
+                groups.append({**settings, "params": members})
+        before = [parameter.detach().clone() for parameter, _ in present]
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"), torch.enable_grad():
+            torch.manual_seed(0)
+            try:
+                optimizer = make(groups)
+                for update in range(updates):
+                    for parameter, grads in present:
+                        parameter.grad = grads[update]
+                    optimizer.step()
+            except Exception as error:  # whatever somebody else's code raises
+                reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
+                raise TrialError(f"{type(error).__name__}: {reason}") from error
+        states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
+        return Trial(before, [parameter.detach() for parameter, _ in present], states)
+
+
+_OWN = ("params", "param_names")
+
+
+def _fit(key: str, value: Any) -> Any:
+    if key == "lr" and isinstance(value, (int, float)):
+        return max(float(value), _SMALLEST_LR)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _shape(ndim: int, rows: int) -> tuple[int, ...]:
+    if ndim == 0:
+        return ()
+    return (rows, *_TAILS.get(ndim, (2,) * (ndim - 1)))
+
+
+def _with_scales(draws: list[Tensor], scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The value with the scale, gradients with its reverse: norms of a part are then far from those of the whole."""
+    return [(draw, scale if i == 0 else 1 / scale) for i, draw in enumerate(draws)]
+
+
+def why_not_steppable(make: Make, samples: Samples) -> str | None:
+    """Why ``step()`` does not make an update by itself; None if it does, or fails for reasons of the trial."""
+    try:
+        samples.run(make, lambda tensor: tensor, updates=1)
+    except TrialError as error:
+        cause = error.__cause__
+        if isinstance(cause, NotImplementedError) or "closure" in str(error).lower():
+            return str(error)
+    return None
+
+
+def why_not_in_pieces(make: Make, samples: Samples) -> str | None:
+    """Why an optimizer cannot have pieces of flattened parameters; None if it updates element by element.
+
+    What it keeps of a parameter counts too: one value for each element, or what does not depend on them.
+    """
+    try:
+        whole = samples.run(make, lambda tensor: tensor)
+    except TrialError as error:
+        return f"could not be tried on small parameters, {error}"
+    try:
+        first = samples.run(make, lambda tensor: tensor.flatten()[: _cut(tensor)])
+        second = samples.run(make, lambda tensor: tensor.flatten()[_cut(tensor) :] if tensor.ndim else None)
+    except TrialError as error:
+        return f"cannot update a piece of a flattened parameter, {error}"
+    rest = iter(zip(second.values, second.states, strict=True))
+    apart = False
+    for i, value in enumerate(whole.values):
+        pieces = [(first.values[i], first.states[i]), *([next(rest)] if value.ndim else [])]
+        reason = _state_by_element(value, whole.states[i], [state for _, state in pieces])
+        if reason is not None:
+            return reason
+        joined = torch.cat([piece for piece, _ in pieces]).view(value.shape)
+        apart |= not _close(joined, value, value - whole.before[i], _TOLERANCE)
+    return "computes with a parameter as a whole, a norm of it, say, or a product of matrices" if apart else None
+
+
+def _cut(tensor: Tensor) -> int:
+    """Where the pieces of a flattened tensor meet: in the middle of a row."""
+    return tensor.numel() // 2 + 3 if tensor.numel() > 8 else tensor.numel()
+
+
+def _state_by_element(value: Tensor, whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> str | None:
+    for key, kept in whole.items():
+        found = [piece.get(key) for piece in pieces]
+        if isinstance(kept, Tensor) and kept.numel() > 1:
+            if kept.shape != value.shape or any(not isinstance(part, Tensor) for part in found):
+                return f'keeps "{key}" of shape {tuple(kept.shape)} of a parameter of shape {tuple(value.shape)}'
+            parts = [part.flatten() for part in found if isinstance(part, Tensor)]
+            if sum(part.numel() for part in parts) != kept.numel():
+                return f'keeps "{key}" in another shape for each piece of a parameter'
+            if not _close(torch.cat(parts).view(kept.shape), kept, kept, _TOLERANCE):
+                return f'keeps "{key}", which it computes from a parameter as a whole'
+        elif isinstance(kept, (Mapping, list, tuple, set)):
+            return f'keeps "{key}", a {type(kept).__name__} and no tensor'
+        elif any(not _same(part, kept) for part in found) and value.ndim:
+            return f'keeps "{key}", one number that it computes from a parameter as a whole'
+    return None
+
+
+def why_not_spread(
+    make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
+) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
+    """Why an optimizer cannot have DTensors; None if they come out as whole tensors do.
+
+    All processes of the mesh must come here, and hear the same of it only if they compare notes.
+
+    Args:
+        spread: makes a DTensor of a tensor that every process has.
+
+    Returns:
+        The reason, and how state that is a DTensor lies, by the parameter's number of dimensions and the state's name.
+    """
+    try:
+        whole = samples.run(make, lambda tensor: tensor)
+    except TrialError as error:
+        return f"could not be tried on small parameters, {error}", {}
+    try:
+        parts = samples.run(make, spread)
+    except TrialError as error:
+        return f"cannot update parameters that are spread over processes, {error}", {}
+    layouts = {
+        (value.ndim, key): tuple(kept.placements)
+        for value, state in zip(whole.values, parts.states, strict=True)
+        for key, kept in state.items()
+        if isinstance(kept, DTensor)
+    }
+    for (_, key), placements in layouts.items():
+        if any(placement.is_partial() for placement in placements):
+            return f'keeps "{key}" as sums that are not added up yet, which no checkpoint has', layouts
+    values = [_gathered(value) for value in parts.values]
+    states = [{key: _gathered(kept) for key, kept in state.items()} for state in parts.states]
+    for i, value in enumerate(whole.values):
+        if not _close(values[i], value, value - whole.before[i], _TOLERANCE_SPREAD):
+            return "updates parameters that are spread over processes otherwise than whole ones", layouts
+        for key, kept in whole.states[i].items():
+            if isinstance(kept, (Mapping, list, tuple, set)):
+                return f'keeps "{key}", a {type(kept).__name__} and no tensor', layouts
+            other = states[i].get(key)
+            if isinstance(kept, Tensor) and isinstance(other, Tensor) and kept.numel() > 1:
+                if kept.shape != other.shape:
+                    return (
+                        f'keeps "{key}" of shape {tuple(other.shape)} on each process, not {tuple(kept.shape)}',
+                        layouts,
+                    )
+                if not _close(other, kept, kept, _TOLERANCE_SPREAD):
+                    return f'keeps another "{key}" of parameters that are spread over processes', layouts
+            elif not _same(other, kept, _TOLERANCE_SPREAD):
+                return f'keeps another "{key}" of parameters that are spread over processes', layouts
+    return None, layouts
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _close(found: Tensor, expected: Tensor, change: Tensor, tolerance: float) -> bool:
+    """Whether two tensors are equal, to a part of the largest change and to the rounding of float32."""
+    if not change.is_floating_point():
+        return torch.equal(found, expected)
+    allowed = tolerance * change.abs().max() + 1e-6 * expected.abs().max()
+    difference = (found - expected).abs().max()
+    return bool(difference <= allowed)
+
+
+def _same(found: Any, expected: Any, tolerance: float = _TOLERANCE) -> bool:
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        return _close(found.reshape(()).double(), expected.reshape(()).double(), expected.double(), tolerance)
+    if isinstance(expected, float) and isinstance(found, float):
+        return abs(found - expected) <= tolerance * abs(expected)
+    return type(found) is type(expected) and bool(found == expected)

@@ -1,0 +1,295 @@
+"""Optimizers from elsewhere under every strategy: what they compute on one device, or refused before the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.optim import OptimWrapper
+from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from flextrain.testing import WorkerGroup
+from flextrain.testing.compare import relative_difference
+from flextrain.testing.loop import windows
+from flextrain.testing.models import Mlp, SmallModel
+from flextrain.testing.sessions import load, run, save, single_device, started, whole_state
+
+
+class Plain(Optimizer):
+    """Calls ``update(group, state, parameter, gradient)`` for each parameter, as most optimizers outside of torch do."""
+
+    def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(group, self.state[parameter], parameter, parameter.grad)
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        raise AssertionError("each has its own")
+
+
+class Lion(Plain):
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        state["updates"] = state.get("updates", torch.tensor(0)) + 1  # a counter with a name of its own
+        p.add_(average.mul(group["momentum"]).add(grad, alpha=1 - group["momentum"]).sign_(), alpha=-group["lr"])
+        average.lerp_(grad, 0.01)
+
+
+class Lars(Plain):
+    """Its state has the parameter's shape; only the arithmetic needs all of it."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        trust = torch.linalg.vector_norm(p) / (torch.linalg.vector_norm(grad) + 1e-9)
+        moving = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        moving.mul_(group["momentum"]).add_(grad * trust)
+        p.add_(moving, alpha=-group["lr"])
+
+
+class Lamb(Plain):
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        state["step"] = state.get("step", 0) + 1
+        first, second = (state.setdefault(key, torch.zeros_like(p)) for key in ("exp_avg", "exp_avg_sq"))
+        first.lerp_(grad, 0.1)
+        second.lerp_(grad * grad, 0.01)
+        update = first / (1 - 0.9 ** state["step"]) / ((second / (1 - 0.99 ** state["step"])).sqrt() + 1e-6)
+        p.sub_(update * (group["lr"] * p.norm() / (update.norm() + 1e-9)))
+
+
+class NovoGrad(Plain):
+    """One number per parameter."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        square = grad.pow(2).sum()
+        state["norm"] = square if "norm" not in state else state["norm"] * 0.9 + square * 0.1
+        moving = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        moving.mul_(group["momentum"]).add_(grad / (state["norm"].sqrt() + 1e-8))
+        p.add_(moving, alpha=-group["lr"])
+
+
+class Shampoo(Plain):
+    """A matrix for each dimension."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        for dim in range(grad.ndim):
+            flat = grad.transpose(0, dim).reshape(grad.shape[dim], -1)
+            if f"precond_{dim}" not in state:
+                state[f"precond_{dim}"] = torch.eye(grad.shape[dim], device=grad.device)
+            state[f"precond_{dim}"].add_(flat @ flat.t())
+            values, vectors = torch.linalg.eigh(state[f"precond_{dim}"])
+            root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-1 / (2 * grad.ndim))) @ vectors.t()
+            grad = (root @ flat).reshape(grad.transpose(0, dim).shape).transpose(0, dim)
+        p.add_(grad, alpha=-group["lr"])
+
+
+class RowScaled(Plain):
+    """State in another shape than the parameter's, made of the parameter's own kind of tensor."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        if grad.ndim < 2:
+            p.add_(grad, alpha=-group["lr"])
+            return
+        rows = grad.pow(2).mean(dim=1)
+        state["rows"] = rows if "rows" not in state else state["rows"] * 0.9 + rows * 0.1
+        p.add_(grad / (state["rows"].sqrt().unsqueeze(1) + 1e-6), alpha=-group["lr"])
+
+
+class Sam(Plain):
+    """Takes a closure, says that it need not have one, and asserts that it has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness-aware minimization requires closure"
+
+
+class Centralized(torch.optim.AdamW):
+    """torch's own, with gradients whose rows have no mean."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.grad = parameter.grad - parameter.grad.mean(dim=1, keepdim=True)
+        super().step()
+
+
+def hugging_face() -> dict[str, Any]:
+    from transformers.optimization import Adafactor
+
+    return dict(type=Adafactor, lr=0.01, relative_step=False, scale_parameter=True)
+
+
+class Matrices(SmallModel):
+    """Without a vector, which Muon does not take; of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 13, bias=False), nn.Linear(13, self.num_classes, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+OPTIMIZERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "NAdam": lambda: dict(type="NAdam", lr=0.01),
+    "Adafactor": lambda: dict(type="Adafactor", lr=0.01),
+    "Muon": lambda: dict(type="Muon", lr=0.02),
+    "HuggingFace": hugging_face,
+    "Lion": lambda: dict(type=Lion),
+    "Lars": lambda: dict(type=Lars),
+    "Lamb": lambda: dict(type=Lamb),
+    "NovoGrad": lambda: dict(type=NovoGrad),
+    "Shampoo": lambda: dict(type=Shampoo),
+    "RowScaled": lambda: dict(type=RowScaled),
+    "Sam": lambda: dict(type=Sam),
+    "Centralized": lambda: dict(type=Centralized, lr=0.01),
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "single": dict(type=SingleDeviceStrategy, device="cpu"),
+    "ddp": dict(type=DDPStrategy, device="cpu"),
+    "fsdp": dict(type=FSDPStrategy, device="cpu"),
+    **{f"zero{stage}": dict(type=DeepSpeedStrategy, device="cpu", zero_optimization=dict(stage=stage)) for stage in (1, 2, 3)},
+}  # fmt: skip
+
+
+ELEMENTWISE = ("NAdam", "Lion")
+# What is refused, with the part of the message that names what is in the way.
+NEEDS_CLOSURE = "Sam cannot be stepped once per update as it is (AssertionError: sharpness-aware"
+REFUSED_SPREAD = {
+    "Adafactor": "Adafactor cannot update parameters that are spread over processes, RuntimeError: aten.",
+    "HuggingFace": "Adafactor cannot update parameters that are spread over processes, RuntimeError: aten.",
+    "NovoGrad": 'NovoGrad keeps "norm" as sums that are not added up yet',
+    "Shampoo": "Shampoo cannot update parameters that are spread over processes, RuntimeError: aten.",
+    "Sam": NEEDS_CLOSURE,
+}
+REFUSED_PIECES = {
+    "Adafactor": 'Adafactor keeps "row_var" of shape (16, 1) of a parameter of shape (16, 24)',
+    "Muon": "Muon cannot update a piece of a flattened parameter, ValueError: Muon only supports 2D parameters",
+    "HuggingFace": 'Adafactor keeps "RMS", one number that it computes from a parameter as a whole',
+    "Lars": 'Lars keeps "momentum_buffer", which it computes from a parameter as a whole',
+    "Lamb": "Lamb computes with a parameter as a whole",
+    "NovoGrad": 'NovoGrad keeps "norm", one number that it computes from a parameter as a whole',
+    "Shampoo": 'Shampoo keeps "precond_0" of shape (16, 16) of a parameter of shape (16,)',
+    "RowScaled": 'RowScaled keeps "rows" of shape (16,) of a parameter of shape (16, 24)',
+    "Sam": "Sam could not be tried on small parameters, AssertionError: sharpness-aware",
+    "Centralized": 'Centralized keeps "exp_avg", which it computes from a parameter as a whole',
+}
+
+
+def refusal(name: str, strategy: str) -> str | None:
+    if strategy == "fsdp":
+        return REFUSED_SPREAD.get(name)
+    if strategy.startswith("zero"):
+        return REFUSED_PIECES.get(name)
+    return NEEDS_CLOSURE if name == "Sam" else None
+
+
+def outcome(name: str, spec: dict[str, Any], path: Path) -> str | dict[str, float]:
+    """Largest differences from one device, and from itself after a resume; or why it was refused."""
+    model: type[SmallModel] = Matrices if name == "Muon" else Mlp
+    batches = windows([model.sample(8, seed) for seed in range(6)], 1)
+    try:
+        with started(spec, OptimWrapper(OPTIMIZERS[name]()), model) as session:
+            found = run(session, batches[:3])
+            save(session, path)
+            found = run(session, batches[3:])
+            state = whole_state(session.strategy)
+    except (ConfigError, StrategyError) as error:
+        return str(error)
+    with started(spec, OptimWrapper(OPTIMIZERS[name]()), model, seed=99) as session:
+        load(session, path)
+        run(session, batches[3:])
+        resumed = whole_state(session.strategy)
+    with single_device(OptimWrapper(OPTIMIZERS[name]()), model) as single:
+        expected = run(single, batches)
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {
+        "weights": max(relative_difference(found.weights[-1][key], v) for key, v in expected.weights[-1].items()),
+        "moved": max(relative_difference(expected.weights[0][key], v) for key, v in expected.weights[-1].items()),
+        "resumed": max(relative_difference(resumed[key], value) for key, value in tensors.items()),
+    }
+
+
+def names(strategy: str) -> list[str]:
+    """What `make test` looks at: one of each kind."""
+    if strategy in ("single", "ddp"):
+        return ["Sam"]
+    return ["Lion", "Lars", "RowScaled", "NovoGrad"] if strategy in ("fsdp", "zero2") else []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        pytest.param(strategy, name, marks=[] if name in names(strategy) else pytest.mark.full)
+        for strategy in STRATEGIES
+        for name in OPTIMIZERS
+    ],
+)
+def test_equal_to_one_device_or_refused(
+    workers1: WorkerGroup, workers2: WorkerGroup, tmp_path: Path, strategy: str, name: str
+) -> None:
+    if name == "HuggingFace":
+        pytest.importorskip("transformers")
+    if name == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch 2.9")
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    workers = workers1 if strategy == "single" else workers2
+    for found in workers.run(outcome, name, STRATEGIES[strategy], tmp_path / "c"):
+        if (reason := refusal(name, strategy)) is not None:
+            assert isinstance(found, str), found
+            assert found.startswith(f"optim_wrapper.optimizer: {reason}"), found
+            assert "\n" not in found
+            continue
+        assert isinstance(found, dict), found
+        # Muon computes in bfloat16, which adds up the parts of a matrix in another order.
+        assert found["weights"] < (0.1 * found["moved"] if name == "Muon" else 1e-5)
+        assert found["moved"] > 0.01
+        assert found["resumed"] == 0.0
+
+
+def test_every_optimizer_stands_in_one_of_the_columns() -> None:
+    assert len(OPTIMIZERS) == 12
+    assert set(OPTIMIZERS) == {*ELEMENTWISE, *REFUSED_PIECES}
+
+
+class ClimbsFirst(OptimWrapper):
+    """Gives the optimizer the closure that it asks for."""
+
+    def update_params(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(lambda: float(loss))
+
+
+def test_an_override_may_step_in_a_way_of_its_own() -> None:
+    strategy = SingleDeviceStrategy(device="cpu")
+    _, optim = strategy.setup(nn.Linear(2, 2), ClimbsFirst(dict(type=Sam)))
+    assert optim is not None
+    optim.update_params(strategy.module(torch.ones(1, 2)).sum())
+    strategy.teardown()
+
+
+def test_an_optimizer_that_is_built_is_tried_as_well() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(StrategyError, match="Sam cannot be stepped once per update as it is"):
+        SingleDeviceStrategy(device="cpu").setup(model, OptimWrapper(Sam(model.parameters(), lr=0.5)))
+
+
+def test_a_trial_leaves_random_numbers_and_the_model_alone() -> None:
+    model, state = nn.Linear(2, 2), torch.get_rng_state()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    SingleDeviceStrategy(device="cpu").setup(model, optim := OptimWrapper(dict(type=Lars)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert not optim.optimizer.state
