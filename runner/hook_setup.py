@@ -10,6 +10,7 @@ from ..core.errors import ConfigError, suggest
 from ..core.registry import HOOKS
 from .hooks import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
 from .hooks.dispatch import check_points
+from .hooks.unsupported import refuse_methods
 
 
 def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:
@@ -35,7 +36,7 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
 def build_hook(cfg: Any, key: str) -> Hook:
     """The hook that ``cfg`` describes; messages of its constructor name ``key`` in place of the class."""
     if isinstance(cfg, Hook):
-        check_points(cfg, key)
+        _check_methods(cfg, key)
         return cfg
     bare = {name: value for name, value in cfg.items() if name != "priority"} if isinstance(cfg, Mapping) else cfg
     kind = HOOKS.check(bare, key)
@@ -48,8 +49,14 @@ def build_hook(cfg: Any, key: str) -> Hook:
         raise ConfigError(f"{key}.{rest}" if name in _names(kind) else str(error)) from error.__cause__
     if not isinstance(hook, Hook):
         raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook")
-    check_points(hook, key)
+    _check_methods(hook, key)
     return hook
+
+
+def _check_methods(hook: Hook, key: str) -> None:
+    """Raise ConfigError for a method that looks as if it were called and never is."""
+    check_points(hook, key)
+    refuse_methods(hook, key)
 
 
 def priority_of(hook: Hook, cfg: Any, key: str) -> int:

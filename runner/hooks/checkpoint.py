@@ -158,7 +158,7 @@ class CheckpointHook(Hook):
             self.every_n_epochs(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_epoch(runner))
         ):
-            self._save(runner, runner.epoch + 1, {"epoch": runner.epoch + 1, "iter": runner.iter})
+            self._save_checkpoint(runner)
 
     def after_train_iter(
         self,
@@ -174,7 +174,7 @@ class CheckpointHook(Hook):
             self.every_n_train_iters(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_iter(runner))
         ):
-            self._save(runner, runner.iter + 1, {"epoch": runner.epoch, "iter": runner.iter + 1})
+            self._save_checkpoint(runner)
 
     def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
         """Save those that are best now; only in training."""
@@ -184,16 +184,13 @@ class CheckpointHook(Hook):
             if self._best.wanted:
                 runner.logger.warning("CheckpointHook.save_best: the validation gave no metrics, nothing to compare")
             return
-        number = runner.epoch if self.by_epoch else runner.iter
-        for key, score in self._best.improved(metrics):
-            name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
-            self._save_best(runner, key, score, name)
+        self._save_best_checkpoint(runner, metrics)
 
     def after_train(self, runner: FlexibleRunner) -> None:
         """Save the last state of a training that was stopped early."""
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
-            self._save(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
+            self._save_checkpoint_with_step(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
         self._settle(runner)
         self._is_training = False
 
@@ -201,19 +198,31 @@ class CheckpointHook(Hook):
         """A validation that comes later is not part of training."""
         self._is_training = False
 
-    # What
+    # What. The three names with _save_ are MMEngine's, and what a subclass makes of them is called.
 
-    def _save(self, runner: FlexibleRunner, number: int, meta: dict[str, int]) -> None:
-        runner.logger.info("Saving checkpoint at %s", counted(number, self._unit))
+    def _save_checkpoint(self, runner: FlexibleRunner) -> None:
+        if self.by_epoch:
+            self._save_checkpoint_with_step(runner, runner.epoch + 1, {"epoch": runner.epoch + 1, "iter": runner.iter})
+        else:
+            self._save_checkpoint_with_step(runner, runner.iter + 1, {"epoch": runner.epoch, "iter": runner.iter + 1})
+
+    def _save_best_checkpoint(self, runner: FlexibleRunner, metrics: dict[str, Any]) -> None:
+        number = runner.epoch if self.by_epoch else runner.iter
+        for key, score in self._best.improved(metrics):
+            name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
+            self._save_best(runner, key, score, name)
+
+    def _save_checkpoint_with_step(self, runner: FlexibleRunner, step: int, meta: dict[str, int]) -> None:
+        runner.logger.info("Saving checkpoint at %s", counted(step, self._unit))
         self._settle(runner)
         # Saved a second time, it must not count as two, of which the older has to go.
-        self._marked = [marked for marked in self._marked if marked != number]
-        self._kept = [*(kept for kept in self._kept if kept != number), number]
-        self._last = number
-        name = self.filename_tmpl.format(number)
+        self._marked = [marked for marked in self._marked if marked != step]
+        self._kept = [*(kept for kept in self._kept if kept != step), step]
+        self._last = step
+        name = self.filename_tmpl.format(step)
         runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
         self._write(runner, name, self.save_optimizer, self.save_param_scheduler, meta)
-        self._when_complete(lambda: self._sort_in(runner, number))
+        self._when_complete(lambda: self._sort_in(runner, step))
 
     def _write(
         self, runner: FlexibleRunner, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]

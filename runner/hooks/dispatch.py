@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, nearest, suggest
@@ -101,7 +102,7 @@ class HookDispatcher:
     def refresh(self) -> None:
         """Look again which points the hooks override; one may have got a function as an attribute meanwhile."""
         self._table = {
-            point: tuple(getattr(hook, point) for _, hook in self._entries if _overrides(hook, (point, *groups)))
+            point: tuple(call for _, hook in self._entries for call in _calls(hook, point, groups))
             for point, groups in _POINTS.items()
         }
         # Two that are needed in every iteration of the training.
@@ -109,5 +110,27 @@ class HookDispatcher:
         self.after_train_iter = self._table["after_train_iter"]
 
 
-def _overrides(hook: Hook, names: tuple[str, ...]) -> bool:
-    return any(getattr(type(hook), name) is not getattr(Hook, name) or name in vars(hook) for name in names)
+def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall]:
+    """What a hook does at a point.
+
+    A hook that defines the point itself does not come to its group forms; a subclass of it that defines one of those, as
+    it would in MMEngine, is called at both.
+    """
+    group = min((_depth(hook, name) for name in groups), default=_NOWHERE)
+    own = _depth(hook, point)
+    if own < _NOWHERE:
+        yield getattr(hook, point)
+    if group < own:
+        yield MethodType(getattr(Hook, point), hook)
+
+
+def _depth(hook: Hook, name: str) -> int:
+    """How near to the object a method is defined; ``_NOWHERE`` if only by Hook."""
+    if name in vars(hook):
+        return 0
+    return next(
+        (i for i, kind in enumerate(type(hook).__mro__, 1) if kind is not Hook and name in vars(kind)), _NOWHERE
+    )
+
+
+_NOWHERE = 1000

@@ -1,10 +1,11 @@
-"""Arguments of MMEngine's hooks that have no meaning here."""
+"""Arguments and methods of MMEngine's hooks that have no meaning here."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...core.overriding import refuse_unused
 
 _REASONS = {
     "file_client_args": "files are written to mounted file systems only",
@@ -18,3 +19,26 @@ def refuse(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(f"{where}.{name}: has no meaning here, {_REASONS[name]}; leave it out")
+
+
+_METHODS = {
+    "CheckpointHook": {
+        "_get_metric_score": "give save_best the metric's name, or override _save_best_checkpoint(runner, metrics)",
+        "_init_rule": "give rule, greater_keys or less_keys",
+        "_publish_model": "load_from reads only the weights of a checkpoint",
+    },
+    "EarlyStoppingHook": {
+        "_check_stop_condition": "override after_val_epoch(runner, metrics)",
+        "_init_rule": "give rule",
+    },
+    "EMAHook": {
+        "_swap_ema_parameters": "override before_val_epoch and its kin",
+        "_swap_ema_state_dict": "override before_save_checkpoint",
+    },
+}
+
+
+def refuse_methods(hook: object, where: str) -> None:
+    """Raise ConfigError if a subclass of one of the hooks defines a method that only MMEngine's hook calls."""
+    for base in type(hook).__mro__:
+        refuse_unused(hook, _METHODS.get(base.__name__, {}), where)

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from flextrain import ConfigError, FlexibleRunner, Hook
-from flextrain.runner.hooks import DEFAULT_HOOKS, POINTS, HookDispatcher, Priority, get_priority
+from flextrain.runner.hooks import (
+    DEFAULT_HOOKS,
+    POINTS,
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    HookDispatcher,
+    IterTimerHook,
+    Priority,
+    get_priority,
+)
 from flextrain.runner.hooks.dispatch import check_points
 
 
@@ -239,3 +249,35 @@ def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., Flexib
     hook.after_train_iter = lambda *args: seen.append(args[1])  # type: ignore[method-assign]
     runner.train()
     assert seen == list(range(10))
+
+
+def test_a_group_form_below_a_hook_that_defines_the_point(new_run: Callable[..., FlexibleRunner]) -> None:
+    """MMEngine's IterTimerHook has _after_iter where this one has after_train_iter; the timer runs on, too."""
+    seen: list[str] = []
+
+    class Timer(IterTimerHook):
+        def _after_iter(
+            self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
+        ) -> None:
+            assert runner.message_hub.get_scalar("train/time").current() > 0
+            seen.append(mode)
+
+    runner = new_run(default_hooks=dict(timer=dict(type=Timer), checkpoint=None), train_cfg=dict(max_epochs=1))
+    runner.train()
+    assert seen == ["train"] * 10 + ["val"] * 10
+
+
+@pytest.mark.parametrize(
+    ("base", "method"),
+    [
+        (CheckpointHook, "_get_metric_score"),
+        (CheckpointHook, "_publish_model"),
+        (EMAHook, "_swap_ema_parameters"),
+        (EarlyStoppingHook, "_check_stop_condition"),
+    ],
+)
+def test_a_method_that_only_mmengine_calls(new_run: Callable[..., FlexibleRunner], base: Any, method: str) -> None:
+    kind = type("Own", (base,), {method: lambda self, *args: None})
+    cfg = dict(type=kind, monitor="accuracy") if base is EarlyStoppingHook else dict(type=kind)
+    with pytest.raises(ConfigError, match=rf"^custom_hooks\[0\]: Own.{method} is never called here, "):
+        new_run(custom_hooks=[cfg])
