@@ -39,6 +39,7 @@ from .resuming import (
     schedules_anew,
     telling_what_differs,
 )
+from .saved_view import SavedView
 
 if TYPE_CHECKING:
     from .runner import FlexibleRunner
@@ -73,18 +74,19 @@ def save(
         "experiment_name": runner.experiment_name,
         "seed": runner.seed,
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
+        **{key: state["loop"][key] for key in ("epoch", "iter")},
         **(meta or {}),
     }
     hooks = _hook_states(runner)
     state["hooks"] = {name: sorted(part) for name, part in hooks.items() if part}
     state.update({key: value for part in hooks.values() for key, value in part.items()})
-    extra: dict[str, Any] = {}
-    runner.call_hook("before_save_checkpoint", checkpoint=extra)
-    state.update(_flatten(extra, "extra"))
+    view = SavedView(state)
+    runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
+    state.update(_flatten(view.apply(), "extra"))
     options: dict[str, Any] = dict(
         per_rank={"rng": rng_state(), "own_losses": runner.message_hub.own_losses()},
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
-        is_latest=save_optimizer,  # only such a one can be resumed
+        is_latest=view.has_optimizer,  # only such a one can be resumed
         verify=verify,
         staging=staging,
         finite=keys_to_keep_finite(runner, state),
@@ -192,7 +194,8 @@ def _load_hooks(runner: FlexibleRunner, path: Path, loaded: Mapping[str, Any]) -
         if found := _unflatten(loaded, f"hook.{name}"):
             with piece(path, f"hook.{name}", "hooks"):
                 hook.load_state_dict(found)
-    runner.call_hook("after_load_checkpoint", checkpoint=_unflatten(loaded, "extra"))
+    added = _unflatten(loaded, "extra")
+    runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
 
 
 def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:

@@ -60,10 +60,14 @@ class Hook:
         """After the pass over the test data."""
 
     def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
-        """On every rank, before ``checkpoint`` is written; plain values and tensors may be added."""
+        """On every rank, before ``checkpoint`` is written; plain values and tensors may be added, under keys of their own.
+
+        It also holds ``meta``, ``message_hub``, ``state_dict`` and, where they are saved, ``optimizer`` and
+        ``param_schedulers``; ``SavedView`` says what may be changed of them. The weights are the live ones.
+        """
 
     def after_load_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
-        """On every rank, after a checkpoint was read; ``checkpoint`` holds what hooks added when it was saved."""
+        """On every rank, after a run was resumed; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
 
     # Epochs
 
