@@ -27,6 +27,7 @@ _LEAVE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
+_REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
 
 
 def is_initialized() -> bool:
@@ -72,7 +73,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
     """
     size = get_world_size()
     if size > 1:
-        dist.all_reduce(tensor, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
+        dist.all_reduce(tensor, op=_REDUCE_OPS.get(op, dist.ReduceOp.SUM))
         if op == "mean":
             tensor.div_(size)
     return tensor
@@ -156,25 +157,44 @@ def gather_object(value: T) -> list[T] | None:
     return box
 
 
-def side_group(timeout_s: float | None = None) -> Any:
+def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
     """A gloo group of all processes beside the main one, for messages that come while that one is in use.
 
-    Made by the first call, which every process must make; None for one process. A message may take ``timeout_s``
-    seconds, those of the first call; torch's own 30 minutes by default.
+    Made by the first call for a purpose, which every process must make; None for one process. Messages of different
+    purposes may come in another order on every process. A message may take ``timeout_s`` seconds, those of the first
+    call; torch's own 30 minutes by default.
     """
     if get_world_size() == 1:
         return None
-    world = dist.group.WORLD
-    if world not in _side_groups:
-        _side_groups[world] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s))
-    return _side_groups[world]
+    groups = _side_groups.setdefault(dist.group.WORLD, {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s))
+    return groups[purpose]
+
+
+def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> Callable[[], int]:
+    """Begin to combine the ``number`` of all processes; what is returned waits for the result.
+
+    Args:
+        group: from ``side_group``.
+    """
+    if group is None:
+        return lambda: number
+    box = torch.tensor(number)
+    work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
+
+    def wait() -> int:
+        work.wait()
+        return int(box)
+
+    return wait
 
 
 def _timeout(seconds: float | None) -> datetime.timedelta | None:
     return None if seconds is None else datetime.timedelta(seconds=seconds)
 
 
-_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import pydantic
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ..core.checkpoint import place
 from ..core.checkpoint.layout import replaced
@@ -27,6 +26,7 @@ from ..optim.wrapper_dict import OptimWrapperDict
 from .data_checks import check_dataloader, is_infinite
 from .eval_loops import EvalLoop
 from .evaluation import check_evaluator
+from .loaders import batch_size
 from .loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from .reporting import build_log_processor, build_reporters, check_log_level
 
@@ -276,8 +276,8 @@ def check_train(
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kind, kwargs = train_loop_class(train_cfg)
     check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
-    is_built = isinstance(train_dataloader, DataLoader)
-    sampler = train_dataloader.sampler if is_built else train_dataloader.get("sampler")
+    is_built = not isinstance(train_dataloader, Mapping)
+    sampler = getattr(train_dataloader, "sampler", None) if is_built else train_dataloader.get("sampler")
     if sampler is not None and is_infinite(sampler) and issubclass(kind, EpochBasedTrainLoop):
         raise ConfigError("train_cfg.by_epoch: an InfiniteSampler has no epochs, give by_epoch=False and max_iters")
     size = batch_size(train_dataloader) if is_built else train_dataloader.get("batch_size", 1)
@@ -361,10 +361,3 @@ def check_reporting(log_processor: Any, visualizer: Any, log_level: Any, by_epoc
     check_log_level(log_level)
     build_log_processor(log_processor, by_epoch)
     build_reporters(visualizer)
-
-
-def batch_size(dataloader: Any) -> int | None:
-    """Samples per batch of a built dataloader; None when nobody knows."""
-    if isinstance(dataloader, DataLoader):
-        return dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
-    return None

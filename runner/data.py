@@ -11,14 +11,18 @@ from itertools import count
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from ..core.distributed import get_rank
-from ..core.errors import ConfigError
+from ..core.distributed import all_gather_object, get_rank, get_world_size
+from ..core.errors import ConfigError, counted
 from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
-from .loaders import adopt, resampled
+from .loaders import adopt, from_elsewhere, goes_its_own_way, name_of, resampled, say_how_it_resumes
+from .reading import Reader
 from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler
+from .together import InStep
+
+_UNKNOWN = object()
 
 Splittable = DefaultSampler | InfiniteSampler
 """Samplers whose epoch can be dealt out anew from any position."""
@@ -45,12 +49,13 @@ def build_dataloader(
     shard: tuple[int, int],
     where: str,
     logger: logging.Logger,
-) -> DataLoader[Any]:
-    """The DataLoader that a configuration describes, split over processes.
+) -> Any:
+    """The DataLoader that a configuration describes, split over processes, or what gives batches in its place.
 
     Args:
-        cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)`` or a DataLoader. Of the
-            latter, torch's own sequential or random sampler is replaced by a DefaultSampler; any other is kept.
+        cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or anything
+            else that gives batches. Of a DataLoader, torch's own sequential or random sampler is replaced by a
+            DefaultSampler; any other is kept. A list of batches is dealt out by a DefaultSampler too.
         training: shuffle by default, and give every process as many samples; otherwise no sample is repeated.
         seed: of the order and of the workers.
         shard: (index, count) of this process's part of the data.
@@ -58,8 +63,15 @@ def build_dataloader(
         logger: is told what was replaced.
     """
     check_dataloader(cfg, where, training)
-    if isinstance(cfg, DataLoader):
-        return adopt(cfg, training, seed, shard, where, logger)
+    if not isinstance(cfg, Mapping):
+        loader = (
+            adopt(cfg, training, seed, shard, where, logger)
+            if isinstance(cfg, DataLoader)
+            else from_elsewhere(cfg, training, shard, where, logger)
+        )
+        if training:
+            say_how_it_resumes(loader, where, logger)
+        return loader
     kwargs = dict(cfg)
     dataset = kwargs.pop("dataset")
     if is_config(dataset):
@@ -112,7 +124,10 @@ class TrainData:
 
     With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can go on
     from there in windows of another size (``resume_at``). The order of other samplers, of batch samplers of the user's
-    own and of streams belongs to their batches and cannot be dealt out anew.
+    own and of streams belongs to their batches and cannot be dealt out anew, and so do the batches of loaders that go
+    their own way, which are read by a Reader.
+
+    Processes whose data may differ in length end their epochs together, once they have met (``meet``).
 
     Args:
         loader: from ``build_dataloader``.
@@ -121,17 +136,25 @@ class TrainData:
         diff_rank_seed: such samplers draw other numbers on every process.
     """
 
-    def __init__(self, loader: DataLoader[Any], accumulate: int, seed: int, diff_rank_seed: bool = False) -> None:
+    def __init__(self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
+        self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
         # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
-        self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self._sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
         self.infinite = isinstance(self._sampler, InfiniteSampler)
-        self._batch_size = getattr(loader.batch_sampler, "batch_size", 1)
-        self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+        self._batch_size = getattr(batches, "batch_size", 1)
+        self.drop_last = bool(getattr(batches, "drop_last", False))
+        self._reader = Reader(loader) if goes_its_own_way(loader) else None
+        self._in_step: InStep | None = None
+        self._least: int | None = None  # batches of an epoch on the process that has least
+        self._first_samples: Any = _UNKNOWN
+        self._has_met = self._said_length = False
         # An epoch that was resumed with other windows: its number, one of its windows, and the position of that one.
         self._origin = (-1, 0, 0)
         self._feed: DataLoader[Any] = loader
         self._order: Repeatable | None = None
+        if self._reader is not None:
+            return
         if isinstance(loader.dataset, IterableDataset):
             self._feed = resampled(loader)
         elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
@@ -151,6 +174,10 @@ class TrainData:
     @property
     def num_batches(self) -> int | None:
         """Batches of one epoch on this process; None when there is no end, or none that is known."""
+        return self._own_length if self._least is None else self._least
+
+    @property
+    def _own_length(self) -> int | None:
         try:
             return None if self.infinite else len(self.loader)
         except TypeError:
@@ -161,27 +188,87 @@ class TrainData:
         """Windows of one epoch."""
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
 
+    def nothing_read(self) -> ConfigError:
+        """What to raise when an epoch has no batch."""
+        if self._reader is None:
+            return ConfigError(
+                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
+            )
+        others = "" if get_world_size() == 1 else ", or that of another process does"
+        return ConfigError(
+            f"train_dataloader: {name_of(self.loader)} gives no batch{others}; one that can be read once needs a reset()"
+        )
+
+    # Several processes
+
+    def meet(self, timeout_s: float | None = None) -> None:
+        """Compare the lengths of all processes' data, and have their epochs end together where those may differ.
+
+        Every process must call it, before it trains; nothing happens the second time.
+
+        Args:
+            timeout_s: how long a process may take for its next window.
+
+        Raises:
+            ConfigError: the processes have datasets of different lengths, and each takes its part of it.
+        """
+        if get_world_size() == 1 or self._has_met:
+            return
+        self._has_met = True
+        given = all_gather_object(self._own_samples)
+        self._first_samples, samples = given[0], [number or 0 for number in given]
+        deals = isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
+        if deals and not isinstance(self._dataset, IterableDataset) and len(set(samples)) > 1:
+            raise ConfigError(
+                f"train_dataloader.dataset: has {min(samples)} to {max(samples)} samples depending on the process, and "
+                f"{type(self._sampler).__name__} deals out one that is the same on all; for parts of your own give an "
+                "IterableDataset, or a sampler of your own"
+            )
+        lengths = all_gather_object(self._own_length)
+        if self._is_even:
+            return
+        self._in_step = InStep("train_dataloader", timeout_s)
+        known = [length for length in lengths if length is not None]
+        self._least = min(known, default=None) if len(known) == len(lengths) else None
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether every process has as many batches for certain."""
+        if self._reader is not None or isinstance(self._dataset, IterableDataset):
+            return False
+        if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
+            return False
+        if isinstance(self._sampler, ShardedSampler):
+            return self._sampler.count > 1 and getattr(self._sampler, "round_up", True)
+        return type(self._sampler) is DistributedSampler
+
     # The place in an epoch
 
     @property
     def splittable(self) -> Splittable | None:
         """The sampler, if what is left of its epoch can be dealt out anew."""
-        is_fed = self._order is None and not isinstance(self.loader.dataset, IterableDataset)
+        is_fed = self._reader is None and self._order is None and not isinstance(self._dataset, IterableDataset)
         return self._sampler if is_fed and isinstance(self._sampler, Splittable) else None
 
     @property
     def sampler_name(self) -> str:
-        """The class that says which batch comes when."""
-        if isinstance(self.loader.dataset, IterableDataset):
-            return type(self.loader.dataset).__name__
+        """The class, or the function, that says which batch comes when."""
+        if self._reader is not None:
+            return name_of(self.loader)
+        if isinstance(self._dataset, IterableDataset):
+            return type(self._dataset).__name__
         own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
         return type(self.loader.batch_sampler if own_batches else self._sampler).__name__
 
     @property
     def num_samples(self) -> int | None:
-        """Of the dataset; None for a stream that does not know."""
+        """Of the dataset, where it differs that of rank 0; None for a stream that does not know."""
+        return self._own_samples if self._first_samples is _UNKNOWN else self._first_samples
+
+    @property
+    def _own_samples(self) -> int | None:
         try:
-            return len(cast(Sized, self.loader.dataset))
+            return len(cast(Sized, self._dataset))
         except TypeError:
             return None
 
@@ -223,32 +310,73 @@ class TrainData:
         first, position = self._origin[1:] if epoch == self._origin[0] else (0, 0)
         return position + (window - first) * self._stride
 
+    # The loader's own state
+
+    def loader_state(self) -> Any:
+        """The state of a loader that has one, as JSON can hold it, behind the update that was done last.
+
+        Raises:
+            CheckpointError: it holds something else than plain values and tensors.
+        """
+        return None if self._reader is None else self._reader.state()
+
+    def load_loader_state(self, state: Any, begins: bool) -> None:
+        """Let the loader go on where its state says; ``begins``: an epoch begins there."""
+        assert self._reader is not None
+        self._reader.load_state(state, begins)
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether the loader's own state says which batch comes next."""
+        return self._reader is not None and self._reader.keeps_place
+
     # Reading
 
     def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
         """The windows of an epoch from number ``start`` up to ``stop``; the last of the epoch may be shorter."""
-        size = self.accumulate
+        own = self._own_windows(epoch, start, stop)
+        if self._in_step is None:
+            return own
+        return self._in_step.windows(own, start, ahead=not self.keeps_place)
+
+    def _own_windows(self, epoch: int, start: int, stop: int | None) -> Iterator[list[Any]]:
+        size, number = self.accumulate, start
         window: list[Any] = []
         for batch in self._batches(epoch, start, stop):
             window.append(batch)
             if len(window) == size:
                 yield window
                 window = []
+                number += 1
         if window:
             yield window
+        if number != stop and number + len(window) != start:
+            self._compare_length(number * size + len(window))
+
+    def _compare_length(self, found: int) -> None:
+        """Say once that an epoch did not have as many batches as the data said."""
+        said = self._own_length
+        if self.splittable is None and said is not None and said != found and not self._said_length:
+            self._said_length = True
+            logging.getLogger("flextrain").warning(
+                f"train_dataloader: len() of {self.sampler_name} says {counted(said, 'batch', 'batches')}, and the epoch had "
+                f"{found}; all of them are trained on, schedules and the estimated time go by len()"
+            )
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """The batches of an epoch from window ``first`` up to window ``end``."""
-        loader = self._feed
         seed = self.seed + 1_000_003 * (epoch + 1)
-        # Workers draw their seeds from it; the process's own generator is left to the model.
-        cast(torch.Generator, loader.generator).manual_seed(seed + get_rank())
         order_seed = seed + get_rank() if self.diff_rank_seed else seed
-        for part in (loader.dataset, self._sampler, self.loader.batch_sampler):
+        for part in (self.loader, self._dataset, self._sampler, getattr(self.loader, "batch_sampler", None)):
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
+        if self._reader is not None:
+            return self._reader.batches(order_seed, start, stop)
+        loader = self._feed
+        # Workers draw their seeds from it; the process's own generator is left to the model.
+        cast(torch.Generator, loader.generator).manual_seed(seed + get_rank())
         if isinstance(loader.dataset, IterableDataset):
             return _part_of_stream(loader, order_seed, start, stop)
         if self._order is not None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..core.config import check_call
 from ..core.errors import ConfigError, one_of, suggest
 from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from .loaders import gives_batches
 from .samplers import InfiniteSampler
 
 # What a configuration may describe as dict(type=...), which torch's DataLoader does not know.
@@ -32,9 +34,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
             _check_has_end(cfg.sampler, f"{where}.sampler")
         return
     if not isinstance(cfg, Mapping):
-        raise ConfigError(
-            f"{where}: {type(cfg).__name__} is not allowed, give dict(dataset=..., batch_size=...) or a DataLoader"
-        )
+        _check_elsewhere(cfg, where, training)
+        return
     known = {key: None if key in _BUILT else value for key, value in cfg.items()}
     check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
     if "dataset" not in cfg:
@@ -60,6 +61,33 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
     _check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
+
+
+def _check_elsewhere(source: Any, where: str, training: bool) -> None:
+    """What gives batches and is no DataLoader: one pass of it has to be followed by another."""
+    name = type(source).__name__
+    if inspect.isgenerator(source):
+        raise ConfigError(
+            f"{where}: the generator {source.__name__} can be read once, give the function that makes it, "
+            f"{source.__name__} without brackets"
+        )
+    if isinstance(source, Iterator) and type(source).__module__ in ("builtins", "itertools"):
+        if not isinstance(source, _ENDLESS):
+            raise ConfigError(f"{where}: {name} can be read once, give a list, or a function that returns a new one")
+        if not training:
+            raise ConfigError(f"{where}: itertools.{name} has no end, evaluation needs one")
+    if (isinstance(source, (Dataset, str, bytes)) and not isinstance(source, IterableDataset)) or not gives_batches(
+        source
+    ):
+        raise ConfigError(
+            f"{where}: {name} is not allowed, give dict(dataset=..., batch_size=...), a DataLoader, a list of batches, or "
+            "a function that gives batches"
+        )
+    if not hasattr(source, "__iter__"):
+        check_call(source, {}, where)
+
+
+_ENDLESS = (itertools.cycle, itertools.count, itertools.repeat)
 
 
 def _check_workers(cfg: Mapping[str, Any], where: str) -> None:
@@ -99,7 +127,7 @@ def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bo
         for key in ("sampler", "batch_sampler", "shuffle"):
             if cfg.get(key):
                 raise ConfigError(f"{where}.{key}: has no meaning with an IterableDataset, which has its own order")
-    if not training and not hasattr(dataset, "__len__"):
+    if not training and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
         raise ConfigError(f"{where}.dataset: {type(dataset).__name__} has no length, which evaluation needs")
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
 
 from ..core import distributed as dist
 from ..core.registry import LOOPS
 from .evaluation import Evaluator, TorchMetric, build_evaluator
+from .loaders import goes_its_own_way
 from .loops import BaseLoop
+from .reading import begun_anew
+from .together import until_all_end
 
 if TYPE_CHECKING:
     from .runner import FlexibleRunner
@@ -30,16 +33,20 @@ class EvalLoop(BaseLoop):
 
     mode = "val"
 
-    def __init__(self, runner: FlexibleRunner, dataloader: DataLoader[Any], evaluator: Any, fp16: bool = False) -> None:
+    def __init__(self, runner: FlexibleRunner, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self.fp16 = fp16
-        self.evaluator.dataset_meta = getattr(dataloader.dataset, "metainfo", None)
+        self.evaluator.dataset_meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
+        self._passed, self._done = 0, 0  # batches of the last pass, and of the one under way
 
     @property
     def num_batches(self) -> int:
-        """Batches of this process."""
-        return len(self.dataloader)
+        """Batches of this process; of data without a length those of the last pass, or of this one so far."""
+        try:
+            return len(self.dataloader)  # type: ignore[arg-type]
+        except TypeError:
+            return max(self._passed, self._done)
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
@@ -51,10 +58,13 @@ class EvalLoop(BaseLoop):
         was_training = runner.model.training
         runner.model.eval()
         self.evaluator.to(runner.strategy.device)
-        batch, missing = None, self._num_missing()
-        for i, batch in enumerate(self.dataloader):
-            self.run_iter(i, batch)
-        self._even_out(batch, missing)
+        self._passed, self._done = self._done, 0
+        for batch, is_own in self._batches():
+            if is_own:
+                self._done += 1
+                self.run_iter(self._done - 1, batch)
+            else:
+                self._forward(batch)
         metrics = self.evaluator.evaluate(self._num_kept())
         runner.model.train(was_training)
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
@@ -79,9 +89,13 @@ class EvalLoop(BaseLoop):
 
     def _num_kept(self) -> int | None:
         """The number of samples, where the user's sampler repeats some so that all processes have as many."""
-        size, sampler = len(self.dataloader.dataset), self.dataloader.sampler  # type: ignore[arg-type]
-        seen = int(dist.all_reduce(torch.tensor(len(sampler) if isinstance(sampler, Sized) else 0)))
-        if self.runner.world_size == 1 or seen <= size:
+        if self.runner.world_size == 1:
+            return None
+        dataset, sampler = (getattr(self.dataloader, name, None) for name in ("dataset", "sampler"))
+        size = len(dataset) if isinstance(dataset, Sized) else 0
+        follows = not goes_its_own_way(self.dataloader) and not isinstance(dataset, IterableDataset)
+        seen = int(dist.all_reduce(torch.tensor(len(sampler) if follows and isinstance(sampler, Sized) else 0)))
+        if seen <= size or not follows:
             return None
         if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
             self.runner.logger.warning(
@@ -90,16 +104,12 @@ class EvalLoop(BaseLoop):
             )
         return size
 
-    def _num_missing(self) -> int:
-        """How many batches this process has less than another; asked before any forward, which may communicate too."""
-        own = len(self.dataloader)
-        return int(dist.all_reduce(torch.tensor(own), "max")) - own
-
-    def _even_out(self, last_batch: Any, missing: int) -> None:
-        if missing and last_batch is None:
-            last_batch = self.dataloader.collate_fn([self.dataloader.dataset[0]])
-        for _ in range(missing):
-            self._forward(last_batch)
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """Batches, and whether they are this process's own."""
+        one_pass = begun_anew(self.dataloader) if self._passed else self.dataloader
+        if self.runner.world_size == 1:
+            return ((batch, True) for batch in one_pass)
+        return until_all_end(one_pass, float(self.runner.strategy.config.timeout_s))
 
 
 @LOOPS.register_module()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .samplers import DefaultSampler
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+"""What gives batches: a DataLoader or another iterable, or a function that gives one."""
 
 
 def adopt(
@@ -71,3 +75,81 @@ def goes_its_own_way(loader: Any) -> bool:
         getattr(type(loader), name) is not getattr(DataLoader, name)
         for name in ("__iter__", "__len__", "_get_iterator")
     )
+
+
+def batch_size(dataloader: Any) -> int | None:
+    """Samples per batch of a built dataloader, or of what gives batches in its place; None when nobody knows."""
+    for part in (dataloader, getattr(dataloader, "batch_sampler", None)):
+        size = getattr(part, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
+    """Log what resuming in the middle of an epoch does with a loader that goes its own way."""
+    if not goes_its_own_way(loader):
+        return
+    if keeps_place(loader):
+        how = "goes on where its state_dict says, which is saved in checkpoints, among as many processes as there were"
+    else:
+        how = "reads it again from its beginning, and is exact if that gives the same batches on as many processes"
+    logger.info(f"{where}: resuming in the middle of an epoch of {name_of(loader)} {how}")
+
+
+# Batches that no DataLoader makes
+
+
+def is_batch_list(loader: Any) -> bool:
+    """Whether it is a sequence of batches, which can be dealt out."""
+    return isinstance(loader, Sequence) and not isinstance(loader, (str, bytes))
+
+
+def gives_batches(loader: Any) -> bool:
+    """Whether it can be iterated over, or is a function that gives something that can."""
+    return hasattr(loader, "__iter__") or (callable(loader) and not inspect.isclass(loader))
+
+
+def from_elsewhere(
+    source: Any, training: bool, shard: tuple[int, int], where: str, logger: logging.Logger
+) -> Iterable[Any]:
+    """What gives batches: a list is dealt out over processes; anything else is taken as it is, and the log says what of."""
+    if is_batch_list(source):
+        sampler = DefaultSampler(source, shuffle=False, round_up=training, shard=shard)
+        return DataLoader(source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=torch.Generator())
+    if shard[1] > 1:
+        own = "train on what is its own" if training else "evaluate what is its own, or it is counted several times"
+        logger.warning(
+            f"{where}: {name_of(source)} is not split over the {shard[1]} processes here, it must give each of them "
+            f"batches to {own}"
+        )
+    return source if hasattr(source, "__iter__") else FromFunction(source)
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether its own state says which batch comes next."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def name_of(loader: Any) -> str:
+    """Its class, or the name of the function."""
+    function = getattr(loader, "function", loader) if isinstance(loader, FromFunction) else loader
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+class FromFunction:
+    """What a function gives, called anew for every pass; ``len`` is unknown.
+
+    Args:
+        function: of no arguments; a generator function, or one that returns something to iterate over.
+    """
+
+    def __init__(self, function: Callable[[], Iterable[Any]]) -> None:
+        self.function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.function())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
-
-from torch.utils.data import DataLoader
 
 from ..core.config import PositiveInt
 from ..core.errors import ConfigError
@@ -26,7 +24,7 @@ class BaseLoop:
         dataloader: built, and split over processes.
     """
 
-    def __init__(self, runner: FlexibleRunner, dataloader: DataLoader[Any]) -> None:
+    def __init__(self, runner: FlexibleRunner, dataloader: Iterable[Any]) -> None:
         self.runner = runner
         self.dataloader = dataloader
 
@@ -50,7 +48,7 @@ class TrainLoop(BaseLoop):
     def __init__(
         self,
         runner: FlexibleRunner,
-        dataloader: DataLoader[Any],
+        dataloader: Iterable[Any],
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1,
         dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
@@ -171,7 +169,7 @@ class EpochBasedTrainLoop(TrainLoop):
     def __init__(
         self,
         runner: FlexibleRunner,
-        dataloader: DataLoader[Any],
+        dataloader: Iterable[Any],
         max_epochs: PositiveInt,
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1,
@@ -181,12 +179,10 @@ class EpochBasedTrainLoop(TrainLoop):
         if self.data.epoch_length is None:
             raise ConfigError(
                 "train_cfg.by_epoch: the training data have no end or no length, give by_epoch=False and max_iters, or the "
-                "dataset a __len__"
+                "dataset or loader a __len__"
             )
         if self.data.epoch_length == 0:
-            raise ConfigError(
-                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
-            )
+            raise self.data.nothing_read()
         self._max_epochs = max_epochs
         self._in_epoch = False
 
@@ -228,6 +224,8 @@ class EpochBasedTrainLoop(TrainLoop):
         runner.call_hook("before_train_epoch")
         for i, window in enumerate(self.data.windows(self._epoch, start), start):
             self.run_iter(i, window)
+        if self._inner == 0:
+            raise self.data.nothing_read()
         self._in_epoch = False
         runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -254,7 +252,7 @@ class IterBasedTrainLoop(TrainLoop):
     def __init__(
         self,
         runner: FlexibleRunner,
-        dataloader: DataLoader[Any],
+        dataloader: Iterable[Any],
         max_iters: PositiveInt,
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1000,
@@ -262,9 +260,7 @@ class IterBasedTrainLoop(TrainLoop):
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if self.data.epoch_length == 0:
-            raise ConfigError(
-                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
-            )
+            raise self.data.nothing_read()
         self._max_iters = max_iters
 
     @property
@@ -308,8 +304,6 @@ class IterBasedTrainLoop(TrainLoop):
             if self.stop_training or self._iter >= self._max_iters:
                 return
         if self._inner == 0:
-            raise ConfigError(
-                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
-            )
+            raise self.data.nothing_read()
         self._epoch += 1
         self._inner = 0

@@ -13,8 +13,8 @@ import pydantic
 from ..core.config import Config, validate
 from ..core.errors import CheckpointError, ConfigError, FlexTrainError, counted
 from ..core.seed import load_rng_state, seed_process
-from .checks import batch_size
 from .data import TrainData
+from .loaders import batch_size
 from .samplers import DefaultSampler
 
 if TYPE_CHECKING:
@@ -186,6 +186,34 @@ def _say_what_changed(runner: FlexibleRunner, then: DataFacts, now: DataFacts, c
         f"An epoch has {now.epoch_length} iterations now, it had {then.epoch_length} ({', '.join(reasons) or 'other data'}): "
         "schedules by iteration go on by their count"
     )
+
+
+def load_loader(runner: FlexibleRunner, states: Sequence[Any], loop: Mapping[str, Any]) -> None:
+    """Let a training loader that has a state of its own go on there.
+
+    Raises:
+        CheckpointError: in the middle of an epoch there is none for every process, or for none that the loader has.
+    """
+    data, world = runner.train_loop.data, runner.world_size
+    states = states or [None] * world  # checkpoints had none before there were such loaders
+    had_one = any(state is not None for state in states)
+    if not data.keeps_place and not had_one:
+        return
+    if data.keeps_place and had_one and len(states) == world:
+        data.load_loader_state(states[runner.rank], begins=not loop["inner"])
+        return
+    if len(states) != world:
+        why = f"the loader's state is that of {counted(len(states), 'process', 'processes')}, and there "
+        why += "is 1 now" if world == 1 else f"are {world} now"
+    elif had_one:
+        why = f"has the state of a loader, and {data.sampler_name} takes none"
+    else:
+        why = f"has no state of a loader, which {data.sampler_name} would go on from"
+    if loop["inner"] and loop["left"] != 0:
+        raise CheckpointError(
+            f"was saved in the middle of an epoch, and {why}; resume from the end of an epoch to change it"
+        )
+    runner.logger.warning(f"The loader begins anew with the next epoch: {why}")
 
 
 # The optimizer

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ..core.checkpoint import (
     PendingSave,
@@ -37,6 +36,7 @@ from .ending import say_how_it_ended, terminable
 from .eval_loops import EvalLoop
 from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
+from .loaders import Batches, batch_size
 from .loops import VALIDATION_KEYS, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
 from .stepper import Stepper
@@ -86,13 +86,13 @@ class FlexibleRunner:
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
         work_dir: str | Path = "work_dirs",
         experiment_name: str | None = None,
-        train_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        train_dataloader: Batches | Mapping[str, Any] | None = None,
         optim_wrapper: Any = None,
         train_cfg: Mapping[str, Any] | None = None,
-        val_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        val_dataloader: Batches | Mapping[str, Any] | None = None,
         val_cfg: Mapping[str, Any] | None = None,
         val_evaluator: Any = None,
-        test_dataloader: DataLoader[Any] | Mapping[str, Any] | None = None,
+        test_dataloader: Batches | Mapping[str, Any] | None = None,
         test_cfg: Mapping[str, Any] | None = None,
         test_evaluator: Any = None,
         strategy: Strategy | Mapping[str, Any] | str | type[Strategy] | None = None,
@@ -284,17 +284,17 @@ class FlexibleRunner:
         return self._test_loop
 
     @property
-    def train_dataloader(self) -> DataLoader[Any]:
-        """The training data."""
+    def train_dataloader(self) -> Any:
+        """The training data: a DataLoader, or what was given in its place."""
         return self.train_loop.dataloader
 
     @property
-    def val_dataloader(self) -> DataLoader[Any] | None:
+    def val_dataloader(self) -> Any:
         """The validation data."""
         return self.val_loop.dataloader if self.val_loop else None
 
     @property
-    def test_dataloader(self) -> DataLoader[Any] | None:
+    def test_dataloader(self) -> Any:
         """The test data."""
         return self.test_loop.dataloader if self.test_loop else None
 
@@ -479,7 +479,7 @@ class FlexibleRunner:
 
     # How parts are built
 
-    def _build_dataloader(self, mode: str) -> DataLoader[Any]:
+    def _build_dataloader(self, mode: str) -> Any:
         return build_dataloader(
             self._given[f"{mode}_dataloader"],
             training=mode == "train",
@@ -509,10 +509,13 @@ class FlexibleRunner:
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
         scale = self.options.auto_scale_lr
         if optim is not None and scale is not None and scale.enable:
-            size, shards = checks.batch_size(self.train_dataloader), self.strategy.data_shard[1]
+            size, shards = batch_size(self.train_dataloader), self.strategy.data_shard[1]
             self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
 
     def _setup_schedulers(self) -> None:
+        self.train_loop.data.meet(
+            float(self.strategy.config.timeout_s)
+        )  # an epoch may be shorter than this process's data
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 

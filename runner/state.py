@@ -33,6 +33,7 @@ from .resuming import (
     check_optimizer,
     continue_epoch,
     data_facts,
+    load_loader,
     load_random,
     load_schedulers,
     piece,
@@ -84,7 +85,11 @@ def save(
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
     state.update(_flatten(view.apply(), "extra"))
     options: dict[str, Any] = dict(
-        per_rank={"rng": rng_state(), "own_losses": runner.message_hub.own_losses()},
+        per_rank={
+            "rng": rng_state(),
+            "own_losses": runner.message_hub.own_losses(),
+            "loader": runner.train_loop.data.loader_state(),
+        },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # only such a one can be resumed
         verify=verify,
@@ -131,6 +136,7 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
     if options.data:
         with piece(path, "data", "data"):
             place = continue_epoch(runner, values["data"], values["loop"])
+            load_loader(runner, values.get("loader", ()), place)
 
     hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
     checkpoint.load({**template, **hooks})

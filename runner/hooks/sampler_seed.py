@@ -18,7 +18,10 @@ class DistSamplerSeedHook(Hook):
     priority = "NORMAL"
 
     def before_train_epoch(self, runner: FlexibleRunner) -> None:
-        """Call ``set_epoch`` of the sampler, or of the sampler in the batch sampler, if there is one."""
+        """Call ``set_epoch`` of the sampler, or of the sampler in the batch sampler, if there is one.
+
+        The training data call it too, and that of the loader and of the dataset, before they are read.
+        """
         loader: Any = runner.train_dataloader
         for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
             for candidate in (sampler, getattr(sampler, "sampler", None)):

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
+from ..loaders import batch_size
 from .console import console_handler
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ def _forget_bar() -> None:
 
 def _batch_size(runner: FlexibleRunner) -> int | None:
     """Samples per iteration over all ranks; None when the loader does not say."""
-    loader = runner.train_dataloader
-    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-    if not isinstance(size, int):
+    size = batch_size(runner.train_dataloader)
+    if size is None:
         return None
     return size * runner.strategy.data_shard[1] * runner.accumulate

@@ -7,6 +7,7 @@ The environment is that of torchrun with two processes, so a runner that gets pa
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,7 @@ WRONG_TYPE = [
     case("work_dir", __file__, f'"{__file__}" is a file, give a folder'),
     case("work_dir", f"{__file__}/below", f'"{__file__}" is a file, give a folder'),
     case("experiment_name", 5, "5 is not allowed"),
-    case("train_dataloader", 5, "int is not allowed, give dict(dataset=..., batch_size=...) or a DataLoader"),
+    case("train_dataloader", 5, "int is not allowed, give dict(dataset=..., batch_size=...), a DataLoader, a list"),
     case("train_dataloader", DATA, "TensorDataset is not allowed"),
     case("train_dataloader.batch_size", "4", "give an integer"),
     case("train_dataloader.num_workers", 1.5, "give an integer"),
@@ -558,7 +559,11 @@ UNUSABLE = [
     case("train_dataloader", DataLoader(DATA, sampler=InfiniteSampler(DATA)), "has no epochs", "train_cfg.by_epoch"),
     case("val_dataloader.sampler", dict(type="InfiniteSampler"), "has no end"),
     case("val_dataloader.sampler.round_up", True, "would count repeated samples"),
-    case("val_dataloader", dict(dataset=Stream(), batch_size=2), "has no length", "val_dataloader.dataset"),
+    case("train_dataloader", (batch for batch in DATA), "the generator <genexpr> can be read once, give the function"),
+    case("train_dataloader", iter([1]), "list_iterator can be read once, give a list, or a function"),
+    case("val_dataloader", itertools.cycle([1]), "itertools.cycle has no end, evaluation needs one"),
+    case("train_dataloader", lambda epoch: [1], "missing, it must be given", "train_dataloader.epoch"),
+    case("train_dataloader", "batches", "str is not allowed"),
     case(
         "train_dataloader",
         dict(dataset=Stream(), sampler=dict(type="DefaultSampler")),
