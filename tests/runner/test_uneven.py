@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from flextrain.core.distributed import get_rank
 from flextrain.testing import WorkerGroup
 
-from .training import Samples, SaveEvery, Watch, fresh_group, make_runner
+from .training import Samples, SaveEvery, Watch, make_runner
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -94,7 +94,6 @@ def train(
     folder: str, kind: str, accumulate: int = 1, at: int | None = None, hooks: Any = (), **changes: Any
 ) -> Result:
     """What this process trained on, and what it said; ``at``: resumed from that iteration's checkpoint."""
-    fresh_group()
     watch = Watch()
     if not kind.startswith("sized"):
         changes.setdefault("train_cfg", dict(by_epoch=False, max_iters=8))
