@@ -19,7 +19,7 @@ from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
 from .loaders import adopt, from_elsewhere, goes_its_own_way, name_of, resampled, say_how_it_resumes
 from .reading import Reader
-from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler
+from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler, follows_span
 from .together import InStep
 
 _UNKNOWN = object()
@@ -160,7 +160,7 @@ class TrainData:
         elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
             self._order = Repeatable(cast(BatchSampler, loader.batch_sampler))
             self._feed = resampled(loader, batch_sampler=self._order)
-        elif not isinstance(self._sampler, ShardedSampler):
+        elif not follows_span(self._sampler):
             which = "sampler" if loader.batch_sampler is None else "batch_sampler"
             self._order = Repeatable(getattr(loader, which))
             self._feed = resampled(loader, **{which: self._order})

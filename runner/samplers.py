@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..core.distributed import get_rank, get_world_size
+from ..core.overriding import overridden
 from ..core.registry import DATA_SAMPLERS
 
 
@@ -116,6 +117,15 @@ class InfiniteSampler(ShardedSampler):
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+def follows_span(sampler: object) -> bool:
+    """Whether a sampler begins where ``set_span`` says, so that its place in an epoch is a number of samples.
+
+    A subclass that says itself what it yields, or how much, does as it likes: it is asked for the first part again.
+    """
+    yields = ("__iter__", "__len__", "set_span", "length_from")
+    return isinstance(sampler, ShardedSampler) and not overridden(sampler, *yields)
 
 
 class RandomStream:

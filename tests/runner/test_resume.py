@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from flextrain import FlexibleRunner
 from flextrain.runner.hooks import Hook
+from flextrain.runner.samplers import DefaultSampler
 
 from .training import (
     SGD,
@@ -51,6 +52,16 @@ class Dice(Sampler[int]):
 
     def __len__(self) -> int:
         return self.length
+
+
+class Chosen(DefaultSampler):
+    """Some of what flextrain's own gives, in another order: where it begins says nothing about where this does."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[::-1][:22])
+
+    def __len__(self) -> int:
+        return 22
 
 
 class Backwards(BatchSampler):
@@ -177,6 +188,7 @@ CASES: dict[str, Changes] = {
     ),
     "augmentation": data(noisy=True),
     "drop-last": data(drop_last=True),
+    "own-iter": data(sampler=dict(type=Chosen)),
     "own-seed": data(sampler=dict(type="DefaultSampler", seed=77)),
     "loader": loader(shuffle=True),
     "loader-in-order": loader(),
