@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
 from typing import Any, cast
@@ -17,7 +17,7 @@ from ..core.distributed import all_gather_object, get_rank, get_world_size
 from ..core.errors import ConfigError, counted
 from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
-from .loaders import adopt, from_elsewhere, goes_its_own_way, name_of, resampled, say_how_it_resumes
+from .loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, resampled, say_how_it_resumes
 from .reading import Reader
 from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler, follows_span
 from .together import InStep
@@ -178,10 +178,7 @@ class TrainData:
 
     @property
     def _own_length(self) -> int | None:
-        try:
-            return None if self.infinite else len(self.loader)
-        except TypeError:
-            return None
+        return None if self.infinite else length_of(self.loader)
 
     @property
     def epoch_length(self) -> int | None:
@@ -215,7 +212,7 @@ class TrainData:
         if get_world_size() == 1 or self._has_met:
             return
         self._has_met = True
-        given = all_gather_object(self._own_samples)
+        given = all_gather_object(length_of(self._dataset))
         self._first_samples, samples = given[0], [number or 0 for number in given]
         deals = isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
         if deals and not isinstance(self._dataset, IterableDataset) and len(set(samples)) > 1:
@@ -263,14 +260,7 @@ class TrainData:
     @property
     def num_samples(self) -> int | None:
         """Of the dataset, where it differs that of rank 0; None for a stream that does not know."""
-        return self._own_samples if self._first_samples is _UNKNOWN else self._first_samples
-
-    @property
-    def _own_samples(self) -> int | None:
-        try:
-            return len(cast(Sized, self._dataset))
-        except TypeError:
-            return None
+        return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
 
     def position(self, epoch: int, window: int) -> int | None:
         """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from ..core import distributed as dist
 from ..core.registry import LOOPS
 from .evaluation import Evaluator, TorchMetric, build_evaluator
-from .loaders import goes_its_own_way
+from .loaders import goes_its_own_way, length_of
 from .loops import BaseLoop
 from .reading import begun_anew
 from .together import until_all_end
@@ -43,10 +43,8 @@ class EvalLoop(BaseLoop):
     @property
     def num_batches(self) -> int:
         """Batches of this process; of data without a length those of the last pass, or of this one so far."""
-        try:
-            return len(self.dataloader)  # type: ignore[arg-type]
-        except TypeError:
-            return max(self._passed, self._done)
+        length = length_of(self.dataloader)
+        return max(self._passed, self._done) if length is None else length
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
@@ -92,10 +90,11 @@ class EvalLoop(BaseLoop):
         if self.runner.world_size == 1:
             return None
         dataset, sampler = (getattr(self.dataloader, name, None) for name in ("dataset", "sampler"))
-        size = len(dataset) if isinstance(dataset, Sized) else 0
-        follows = not goes_its_own_way(self.dataloader) and not isinstance(dataset, IterableDataset)
-        seen = int(dist.all_reduce(torch.tensor(len(sampler) if follows and isinstance(sampler, Sized) else 0)))
-        if seen <= size or not follows:
+        if goes_its_own_way(self.dataloader) or isinstance(dataset, IterableDataset):
+            return None
+        size = length_of(dataset) or 0
+        seen = int(dist.all_reduce(torch.tensor(length_of(sampler) or 0)))
+        if seen <= size:
             return None
         if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
             self.runner.logger.warning(

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..core.errors import ConfigError
 from .samplers import DefaultSampler
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -25,10 +27,11 @@ def adopt(
         if shard[1] > 1:
             logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
         return loader
-    if not _is_plain(loader):
+    if not _is_plain(loader) or _holds_on_to_itself(loader):
         if shard[1] > 1:
+            name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
             logger.warning(
-                f"{where}: keeps its {type(loader.sampler).__name__}, which must split the data over processes itself"
+                f"{where}: {name}keeps its {type(loader.sampler).__name__}, which must split the data over processes itself"
             )
         return loader
     shuffle = type(loader.sampler) is RandomSampler
@@ -54,6 +57,17 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
         and sampler.num_samples == len(cast(Sized, loader.dataset))
     )
     return once and type(loader.batch_sampler) in (BatchSampler, type(None))
+
+
+def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:
+    """Whether an attribute reads this very loader, so that a copy of it would not be read."""
+    return any(
+        isinstance(part, _BaseDataLoaderIter)
+        or getattr(part, "__self__", None) is loader
+        or any(value is loader for value in getattr(part, "__dict__", {}).values())
+        for name, part in vars(loader).items()
+        if name != "_iterator"
+    )
 
 
 def resampled(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
@@ -107,7 +121,7 @@ def is_batch_list(loader: Any) -> bool:
 
 def gives_batches(loader: Any) -> bool:
     """Whether it can be iterated over, or is a function that gives something that can."""
-    return hasattr(loader, "__iter__") or (callable(loader) and not inspect.isclass(loader))
+    return not inspect.isclass(loader) and (hasattr(loader, "__iter__") or callable(loader))
 
 
 def from_elsewhere(
@@ -123,12 +137,20 @@ def from_elsewhere(
             f"{where}: {name_of(source)} is not split over the {shard[1]} processes here, it must give each of them "
             f"batches to {own}"
         )
-    return source if hasattr(source, "__iter__") else FromFunction(source)
+    return source if hasattr(source, "__iter__") else FromFunction(source, where)
 
 
 def keeps_place(loader: Any) -> bool:
     """Whether its own state says which batch comes next."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def length_of(data: Any) -> int | None:
+    """Its ``len``; None for what has none, or does not know."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 def name_of(loader: Any) -> str:
@@ -142,13 +164,19 @@ class FromFunction:
 
     Args:
         function: of no arguments; a generator function, or one that returns something to iterate over.
+        where: the configuration key, for messages.
     """
 
-    def __init__(self, function: Callable[[], Iterable[Any]]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[], Iterable[Any]], where: str) -> None:
+        self.function, self._where = function, where
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.function())
+        given = self.function()
+        if not isinstance(given, Iterable):
+            raise ConfigError(
+                f"{self._where}: {name_of(self)} gave {type(given).__name__}, it must give something to iterate over"
+            )
+        return iter(given)
 
 
 def _as_it_is(batch: Any) -> Any:

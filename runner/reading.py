@@ -89,14 +89,12 @@ def begun_anew(loader: Any) -> Iterator[Any]:
         is_empty = False
         yield batch
     if is_empty:
-        getattr(loader, "reset", _nothing)()
+        reset = getattr(loader, "reset", None)
+        if callable(reset):
+            reset()
         yield from loader
 
 
 def _mixed(seed: int, number: int) -> int:
     """One number of two, so that epochs and batches have unrelated streams."""
     return (seed * 6364136223846793005 + number * 1442695040888963407) % 2**63
-
-
-def _nothing() -> None:
-    """For a loader that needs no reset."""

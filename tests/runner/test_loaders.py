@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import queue
 import random
@@ -15,9 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+
+from flextrain import CheckpointError, ConfigError
+from flextrain.runner import build_dataloader
+from flextrain.runner.data import TrainData
 
 from .training import (
+    Accuracy,
     Samples,
     SaveEvery,
     Watch,
@@ -211,3 +217,230 @@ def test_a_resumed_run_ends_where_the_whole_one_does(kind: str, accumulate: int,
         again.train()
         assert seen.trained == watch.trained[at:], f"resumed at {at}"
         assert not differences(whole_state(again), whole_state(whole)), f"resumed at {at}"
+
+
+# A class of its own
+
+
+def build(cfg: Any, shard: tuple[int, int] = (0, 1), training: bool = True) -> Any:
+    logger = logging.getLogger("flextrain")
+    return build_dataloader(cfg, training=training, seed=5, shard=shard, where="train_dataloader", logger=logger)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_subclass_keeps_its_methods_and_is_dealt_out(count: int) -> None:
+    given = Packer(Samples(24), batch_size=3, shuffle=True)
+    seen = []
+    for index in range(count):
+        built = build(given, (index, count))
+        assert type(built) is Packer
+        assert len(built) == 4 // count
+        windows = list(TrainData(built, 1, seed=0).windows(0))
+        assert [len(window[0]["index"]) for window in windows] == [6] * (4 // count)
+        seen += [int(i) for window in windows for i in window[0]["index"]]
+    assert sorted(seen) == list(range(24))
+    assert type(given.sampler) is RandomSampler  # the user's own is what it was
+
+
+def test_a_subclass_without_methods_of_its_own_goes_on_at_any_position() -> None:
+    built = build(Named(Samples(24), batch_size=3))
+    assert built.describe() == "Named of 8"
+    assert TrainData(built, 1, seed=0).splittable is built.sampler
+
+
+class RepeatedBatches:
+    """timm's and others' way to keep workers alive: a batch sampler that does not end."""
+
+    def __init__(self, batches: Any) -> None:
+        self.sampler = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class MultiEpochs(DataLoader[Any]):
+    """Has one iterator for all epochs, made when it is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", RepeatedBatches(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Holding(DataLoader[Any]):
+    """A part of it reads it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.read = super().__iter__
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self.read())
+
+
+@pytest.mark.parametrize("kind", [MultiEpochs, Holding])
+def test_a_loader_that_holds_on_to_itself_is_left_as_it_is(kind: type[DataLoader[Any]], said: list[str]) -> None:
+    given = kind(Samples(12), batch_size=4)
+    assert build(given, (1, 2)) is given
+    assert f"train_dataloader: {kind.__name__} keeps its" in said[0]
+    assert "which must split the data over processes itself" in said[0]
+    for epoch in range(2):
+        batches = [batch for window in TrainData(given, 2, seed=0).windows(epoch) for batch in window]
+        assert [batch["index"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+# What is said, and refused
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is logged, warnings and lines of information."""
+    logger, found = logging.getLogger("flextrain"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+READS_AGAIN = "reads it again from its beginning, and is exact if that gives the same batches on as many processes"
+
+
+def test_what_it_means_for_processes_and_for_resuming_is_said_once(said: list[str]) -> None:
+    samples = Samples(8)
+    build(function(samples), (0, 2))
+    build(Restartable(samples))
+    build(WithState(samples))
+    build(collated(samples), (0, 2))
+    build(Restartable(samples), (0, 2), training=False)
+    assert said == [
+        "train_dataloader: function.<locals>.batches is not split over the 2 processes here, it must give each of them "
+        "batches to train on what is its own",
+        f"train_dataloader: resuming in the middle of an epoch of function.<locals>.batches {READS_AGAIN}",
+        f"train_dataloader: resuming in the middle of an epoch of Restartable {READS_AGAIN}",
+        "train_dataloader: resuming in the middle of an epoch of WithState goes on where its state_dict says, which is saved "
+        "in checkpoints, among as many processes as there were",
+        "train_dataloader: Restartable is not split over the 2 processes here, it must give each of them batches to evaluate "
+        "what is its own, or it is counted several times",
+    ]
+
+
+def test_an_iterator_is_reset_when_a_pass_finds_it_at_its_end(tmp_path: Path) -> None:
+    given = Restartable(Samples(8))
+    make_runner(tmp_path, train_dataloader=given).train()
+    assert given.resets == 2
+
+
+class Lying(Restartable):
+    """Says another length than it has."""
+
+    def __init__(self, samples: Samples, says: int) -> None:
+        super().__init__(samples)
+        self.says = says
+
+    def __len__(self) -> int:
+        return self.says
+
+
+@pytest.mark.parametrize("says", [2, 5])
+def test_a_length_that_is_not_true_is_said_once(says: int, tmp_path: Path, said: list[str]) -> None:
+    watch = Watch()
+    runner = make_runner(tmp_path, train_dataloader=Lying(Samples(12), says), custom_hooks=[watch], log_level="INFO")
+    runner.train()
+    assert watch.trained == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 3
+    lines = [line for line in said if "len()" in line]
+    assert lines == [
+        f"train_dataloader: len() of Lying says {says} batches, and the epoch had 3; all of them are trained on, schedules "
+        "and the estimated time go by len()"
+    ]
+
+
+class Nothing(Restartable):
+    """Gives no batch, and says that it has three."""
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def __len__(self) -> int:
+        return 3
+
+
+def gives_none() -> None:
+    """No function for batches."""
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("given", [Nothing, partial(map, id), lambda _: list, lambda _: gives_none])
+def test_no_batch_is_an_error(given: Any, by_epoch: bool, tmp_path: Path) -> None:
+    train_cfg = dict(by_epoch=True, max_epochs=2) if by_epoch else dict(by_epoch=False, max_iters=2)
+    with pytest.raises(ConfigError, match="^train_"):
+        make_runner(tmp_path, train_dataloader=given(Samples(4)), train_cfg=train_cfg).train()
+
+
+def test_an_iterator_that_cannot_begin_anew_is_an_error(tmp_path: Path) -> None:
+    class Once(Restartable):
+        reset = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="Once gives no batch; one that can be read once needs a reset"):
+        make_runner(tmp_path, train_dataloader=Once(Samples(8))).train()
+
+
+class Untold(WithState):
+    def state_dict(self) -> dict[Any, Any]:
+        return {"inner": [{"file": object()}]}
+
+
+def test_a_state_that_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, train_dataloader=Untold(Samples(8)), custom_hooks=[SaveEvery()])
+    with pytest.raises(CheckpointError, match=r"Untold.state_dict\)\['inner'\]\[0\]\['file'\]: object cannot be saved"):
+        runner.train()
+
+
+def test_a_state_goes_with_its_loader(tmp_path: Path, said: list[str]) -> None:
+    samples = Samples(22)
+    saved = make_runner(tmp_path / "a", train_dataloader=WithState(samples), custom_hooks=[SaveEvery({2, 6})])
+    saved.train()
+    options = dict(train_dataloader=collated(samples), resume=True, log_level="INFO")
+    with pytest.raises(CheckpointError, match="sampler=WithState, it is DefaultSampler now"):
+        make_runner(tmp_path / "b", load_from=tmp_path / "a" / "iter_2", **options).train()
+    make_runner(tmp_path / "c", load_from=tmp_path / "a" / "iter_6", **options).train()
+    assert [line for line in said if "The loader begins" in line] == [
+        "The loader begins anew with the next epoch: has the state of a loader, and DefaultSampler takes none"
+    ]
+    anew = make_runner(
+        tmp_path / "d",
+        load_from=tmp_path / "a" / "iter_2",
+        **{**options, "train_dataloader": WithState(samples), "resume": dict(data=False)},
+    )
+    anew.train()
+    assert anew.iter == 20  # two, and three whole epochs
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("kind", ["packer", "list", "function", "iterator", "stream", "state"])
+def test_evaluation_counts_every_sample_once(kind: str, tmp_path: Path) -> None:
+    runner = make_runner(
+        tmp_path,
+        val_dataloader=MAKERS[kind](Samples(22)),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+        **dict.fromkeys(("train_dataloader", "train_cfg", "optim_wrapper")),
+    )
+    for _ in range(3):
+        metrics = runner.val()
+        assert sorted(metrics["indices"]) == list(range(22))
+    assert runner.val_loop is not None
+    assert runner.val_loop.num_batches == 6

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler, default_collate
 
 from flextrain.core.distributed import get_rank
-from flextrain.testing import WorkerGroup
+from flextrain.testing import WorkerError, WorkerGroup
 
-from .training import Samples, SaveEvery, Watch, make_runner
+from .training import Accuracy, Samples, SaveEvery, Watch, make_runner
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -172,3 +173,101 @@ def test_an_epoch_that_was_ended_is_not_gone_on_with(tmp_path: Path, workers2: W
     again = workers2.run(train, str(tmp_path), "sized state", load_from=str(tmp_path / "epoch_2"), resume=True)
     assert [part["trained"] for part in again] == [part["trained"][10:] for part in parts]
     assert len(again[0]["trained"]) == 5
+
+
+# Before training
+
+
+def of_length(length: int) -> Any:
+    return dict(batch_size=2, dataset=Samples(length), collate_fn="default_collate")
+
+
+def train_on(folder: str, lengths: tuple[int, int], kind: str, **changes: Any) -> Result:
+    """What this process trained on of data that it has ``lengths[rank]`` of."""
+    watch = Watch()
+    length = lengths[int(os.environ["RANK"])]
+    given: Any = of_length(length)
+    if kind == "list":
+        given = batches(0, length)
+    elif kind == "distributed":
+        dataset = Samples(length)
+        sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=int(os.environ["RANK"]), shuffle=False)
+        given = DataLoader(dataset, batch_size=2, sampler=sampler)
+    elif kind == "own sampler":
+        dataset = Samples(length)
+        given = DataLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(length)))
+    runner = make_runner(folder, train_dataloader=given, custom_hooks=[watch], **changes)
+    try:
+        runner.train()
+        place = (runner.epoch, runner.iter, runner.max_iters)
+    finally:
+        runner.strategy.teardown()
+    return {"trained": watch.trained, "place": place}
+
+
+def test_a_dataset_that_is_dealt_out_has_to_be_one(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for kind in ("list", "dataset"):
+        with pytest.raises(
+            WorkerError, match="train_dataloader.dataset: has 10 to 14 samples depending on the process"
+        ):
+            workers2.run(train_on, str(tmp_path), (10, 14), kind)
+
+
+def test_a_list_of_batches_is_dealt_out(tmp_path: Path, workers2: WorkerGroup) -> None:
+    parts = workers2.run(train_on, str(tmp_path), (5, 5), "list", train_cfg=dict(max_epochs=1))
+    assert [part["trained"] for part in parts] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+
+
+def test_a_sampler_of_the_user_s(tmp_path: Path, workers2: WorkerGroup) -> None:
+    parts = workers2.run(train_on, str(tmp_path), (14, 14), "distributed", train_cfg=dict(max_epochs=2))
+    assert [len(part["trained"]) for part in parts] == [8, 8]
+    assert sorted(i for part in parts for update in part["trained"][:4] for i in update) == list(range(14))
+    parts = workers2.run(train_on, str(tmp_path), (10, 14), "own sampler", train_cfg=dict(max_epochs=2))
+    assert [part["place"] for part in parts] == [(2, 10, 10), (2, 10, 10)]
+
+
+def test_a_state_does_not_fit_another_number_of_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
+    optimizer = dict(type="AdamW", lr=0.02)
+    options: dict[str, Any] = dict(train_dataloader=WithPlace((5, 5)), optim_wrapper=dict(optimizer=optimizer))
+    whole = Watch()
+    runner = make_runner(tmp_path / "one", custom_hooks=[SaveEvery({2, 5}), whole], **options)
+    runner.train()
+    with pytest.raises(
+        WorkerError, match="with shards=1, it is 2 now, and what a WithPlace gives cannot be dealt out anew"
+    ):
+        workers2.run(train, str(tmp_path / "one"), "sized state", at=2)
+    parts = workers2.run(train, str(tmp_path / "one"), "sized state", at=5)
+    assert [len(part["trained"]) for part in parts] == [10, 10]
+    assert any("The loader begins anew with the next epoch: the loader's state is that of 1 process" in line
+               for line in parts[0]["said"])  # fmt: skip
+
+
+# Evaluation
+
+
+def evaluate(folder: str, kind: str, lengths: tuple[int, int]) -> Any:
+    """The metrics of two rounds, of a model whose forward communicates."""
+    runner = make_runner(
+        folder,
+        strategy=FSDP,
+        val_dataloader=source(kind, lengths),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+        **dict.fromkeys(("train_dataloader", "train_cfg", "optim_wrapper")),
+    )
+    try:
+        return [runner.val() for _ in range(2)]
+    finally:
+        runner.strategy.teardown()
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (3, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["stream", "sized own", "sized state"])
+def test_every_batch_is_evaluated_once(
+    kind: str, lengths: tuple[int, int], tmp_path: Path, workers2: WorkerGroup
+) -> None:
+    for rounds in workers2.run(evaluate, str(tmp_path), kind, lengths):
+        for metrics in rounds:
+            assert metrics["count"] == 2 * sum(lengths)
+            expected = [*range(2 * lengths[0]), *range(100, 100 + 2 * lengths[1])]
+            assert sorted(metrics["indices"]) == expected
