@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -85,7 +86,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            if param is not None and not param.is_meta:
+            if (
+                param is not None and not param.is_meta and not is_lazy(param)
+            ):  # setup says what is wrong with such a one
                 empty = torch.empty_like(param, device="meta")
                 deferred = type(param)(empty, requires_grad=param.requires_grad)
                 deferred.__dict__.update(param.__dict__)

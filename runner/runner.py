@@ -147,6 +147,7 @@ class FlexibleRunner:
         for hook, priority in checked.hooks:
             self.register_hook(hook, priority)
 
+        self.late_parameters: list[str] = []  # those that the log has named
         self._model: nn.Module | None = None
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None

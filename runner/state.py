@@ -15,6 +15,7 @@ from ..core.checkpoint import (
     Checkpoint,
     PendingSave,
     Staging,
+    is_checkpoint,
     match_weights,
     open_weights,
     save_checkpoint,
@@ -22,9 +23,11 @@ from ..core.checkpoint import (
     what_is_not_finite,
 )
 from ..core.errors import CheckpointError
+from ..core.module_state import own_loading
 from ..core.seed import rng_state
 from .checks import Resume
 from .finite import keys_to_keep_finite
+from .module_state import aliases, extra_template, finish, module_state, prepare
 from .resuming import (
     advice,
     begin_epoch_anew,
@@ -69,7 +72,8 @@ def save(
     state["loop"] = runner.train_loop.state_dict()
     state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = runner.world_size
-    state["aliases"] = dict(strategy.aliases())  # exports write tied tensors under all of their names
+    state.update(module_state(runner))
+    state["aliases"] = aliases(runner)  # exports write tied tensors under all of their names
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
         "experiment_name": runner.experiment_name,
@@ -123,6 +127,7 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
         lacks = " and no ".join(missing.values())
         raise CheckpointError(f"{path}: cannot be resumed, it has no {lacks}; {advice(*missing)}")
     saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
+    prepare(runner, checkpoint)
     with piece(path, "optim", "optimizer"):
         template = strategy.load_template(saved)
     absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
@@ -139,7 +144,8 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
             load_loader(runner, values.get("loader", ()), place)
 
     hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
-    checkpoint.load({**template, **hooks})
+    source, extra = extra_template(runner, checkpoint)
+    source.load({**template, **hooks, **extra})
 
     with piece(path, "optim", "optimizer"):
         plain = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
@@ -148,6 +154,7 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
                 runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
+    finish(runner, source.values, extra)
     if options.param_scheduler:
         with piece(path, "scheduler", "param_scheduler"):
             load_schedulers(runner, values.get("scheduler", {}), set_values=not options.optimizer)
@@ -212,11 +219,19 @@ def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_key
     """
     opened = open_weights(path)
     _warn_if_marked(runner, opened)
+    if (methods := own_loading(runner.strategy.module)) and not is_checkpoint(path):
+        runner.logger.warning(
+            f"{path}: is read by names and shapes, the model's own code for older files is not called: {', '.join(methods)}"
+        )
+    prepare(runner, opened)
+    opened, extra = extra_template(runner, opened, revise_keys)
     source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
     if report and (strict or not fits):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     source.load(fits)
+    opened.load(extra)
     runner.strategy.load_state_dict(fits)
+    finish(runner, opened.values, extra)
     if report:
         runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")
     for name, hook in _named_hooks(runner):

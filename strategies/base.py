@@ -16,6 +16,7 @@ from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
+from ..core.module_state import check_savable, check_sizes, tensor_names
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.roll_call import roll_call
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
@@ -106,6 +107,7 @@ class Strategy:
         self._spec: DeviceSpec | None = None
         self._model: nn.Module | None = None
         self._module: nn.Module | None = None
+        self._names: frozenset[str] = frozenset()  # of parameters and buffers when the model was set up
         self._owns_group = False
 
     # Facts
@@ -229,6 +231,7 @@ class Strategy:
         if self._model is not None:
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
         self.setup_environment()
+        check_sizes(model)
         if found := first_difference(description(model, self._shape_of)):
             raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
@@ -250,6 +253,9 @@ class Strategy:
             optim.build(self.module)
         self.optim = optim
         self._check_precision()
+        if optim is not None:
+            check_savable(self.module)
+            self._names = tensor_names(self.module)
         return self._model, optim
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
@@ -320,6 +326,12 @@ class Strategy:
         optim = self.optim
         state = {name: optim.master(p) if optim else p for name, p in self.module.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
+
+    def appeared(self) -> tuple[list[str], list[str]]:
+        """Names of the parameters, and of the persistent buffers, that the model has and had not when it was set up."""
+        late = tensor_names(self.module) - self._names if self._names else frozenset()
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} if late else set()
+        return sorted(late & parameters), sorted(late - parameters)
 
     def left_out(self) -> frozenset[str]:
         """Names of the parameters that checkpoints lack and the model brings along: frozen ones, if they are excluded."""

@@ -106,9 +106,10 @@ class Checkpoint:
         with _own_errors(self.path, "could not be read"):
             load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
 
-    def renamed(self, entries: Mapping[str, TensorEntry]) -> Checkpoint:
-        """The same source with its tensors under other keys."""
-        other = Checkpoint(self.path, entries, self.values, self.source, nonfinite=self.nonfinite)
+    def renamed(self, entries: Mapping[str, TensorEntry], values: Mapping[str, Any] | None = None) -> Checkpoint:
+        """The same source with its tensors under other keys; values too, where they are given."""
+        kept = self.values if values is None else values
+        other = Checkpoint(self.path, entries, kept, self.source, nonfinite=self.nonfinite)
         other._unchecked = self._unchecked
         return other
 

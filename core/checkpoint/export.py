@@ -6,6 +6,7 @@ Whatever is written has another name until it is complete, and holds one tensor 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from ..errors import CheckpointError, one_of, suggest
 from .checkpoint import Checkpoint
+from .export_extra import extra_states
 from .export_files import Pending, write_safetensors, write_torch
 from .layout import DTYPES, sync_directory
 from .reading import reading
 from .sources.entries import MODEL
 from .weights import open_weights
+
+_logger = logging.getLogger("flextrain")
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 _AVERAGED = re.compile(r"hook\.([^/]+)/averaged\.(.+)")
@@ -91,11 +95,25 @@ def export_weights(
         with reading(source) as reader, Pending(path) as pending:
             fetch = _fetch(reader.read)
             if suffix == _SUFFIX:
-                write_safetensors(pending, _with_aliases(names, aliases), fetch)
+                write_safetensors(pending, _with_aliases([*names, *_bare(source, path, tied)], aliases), fetch)
             else:
-                write_torch(pending, names, aliases, fetch)
+                write_torch(pending, names, aliases, fetch, extra_states(source, tied))
         return [path]
-    return _write_folder(source, path, _with_aliases(names, aliases), limit)
+    return _write_folder(source, path, _with_aliases([*names, *_bare(source, path, tied)], aliases), limit)
+
+
+def _bare(source: Checkpoint, path: Path, tied: bool) -> list[_Weight]:
+    """Extra state that is a tensor and no more, which is all of it that safetensors can hold; the log names the rest."""
+    found, left_out = [], []
+    for state in extra_states(source, tied):
+        if state.value == {"tensor": 0}:
+            (tensor,) = state.tensors
+            found.append(_Weight(state.name, tensor.key, tensor.shape, tensor.dtype))
+        else:
+            left_out.append(state.name)
+    if left_out:
+        _logger.warning(f"{path}: holds tensors alone, {', '.join(left_out)} is left out; a .pth has it")
+    return found
 
 
 def _suffix(path: str | os.PathLike[str]) -> str:

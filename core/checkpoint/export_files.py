@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..module_state import unpack
+from .export_extra import ExtraState
 from .layout import DTYPE_NAMES, sync_directory
 
 # torch aligns tensors in its zip files to this many bytes.
@@ -90,7 +92,11 @@ def write_safetensors(path: Path, weights: Sequence[_Weight], fetch: Callable[[_
 
 
 def write_torch(
-    path: Path, weights: Sequence[_Weight], aliases: Mapping[str, str], fetch: Callable[[_Weight], Tensor]
+    path: Path,
+    weights: Sequence[Weight],
+    aliases: Mapping[str, str],
+    fetch: Callable[[Any], Tensor],
+    extra: Sequence[ExtraState] = (),
 ) -> None:
     """Write what ``torch.save`` would write of a state dict; aliases share the memory of the tensor that they name.
 
@@ -99,10 +105,17 @@ def write_torch(
     described: OrderedDict[str, _Described] = OrderedDict(
         (weight.name, _Described(_Storage(str(number), weight), weight)) for number, weight in enumerate(weights)
     )
+    content: OrderedDict[str, Any] = OrderedDict(described)
     for alias, name in aliases.items():
-        described[alias] = described[name]
+        content[alias] = described[name]
+    parts = {tensor.key: tensor for state in extra for tensor in state.tensors}
+    for number, (key, tensor) in enumerate(parts.items(), len(weights)):
+        described[key] = _Described(_Storage(str(number), tensor), tensor)
+    for state in extra:
+        content[state.name] = unpack(state.value, lambda i, state=state: described[state.tensors[i].key])  # type: ignore[misc]
+    weights = [*weights, *parts.values()]
     text = io.BytesIO()
-    _Pickler(text, protocol=2).dump(described)
+    _Pickler(text, protocol=2).dump(content)
     with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), text.getvalue())
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")

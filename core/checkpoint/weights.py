@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import CheckpointError, nearest
+from ..module_state import EXTRA, module_of
 from .checkpoint import Checkpoint
 from .layout import TensorEntry, is_checkpoint
 from .places import is_local, place
@@ -33,7 +34,10 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: no such file, or no weights in it that can be read safely.
     """
-    path = place(path)
+    return _with_extra_state(_open(place(path)))
+
+
+def _open(path: Path) -> Checkpoint:
     if not is_local(path):
         return Checkpoint.open(path)
     if path.is_dir():
@@ -42,6 +46,16 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
         # A checkpoint that is being replaced has no name for a moment, and its own way to get it back.
         return Checkpoint.open(path)
     return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)
+
+
+def _with_extra_state(source: Checkpoint) -> Checkpoint:
+    """Tensors that are the extra state of a module, which others keep among the weights, where a checkpoint has them."""
+    modules = {key: module_of(key.removeprefix(MODEL)) for key in source.entries if key.startswith(MODEL)}
+    found = {key: EXTRA + module for key, module in modules.items() if module is not None}
+    if not found:
+        return source
+    entries = {f"{found[key]}/0" if key in found else key: entry for key, entry in source.entries.items()}
+    return source.renamed(entries, {**source.values, **{key: {"tensor": 0} for key in found.values()}})
 
 
 def _open_directory(path: Path) -> Checkpoint:

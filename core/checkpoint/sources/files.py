@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
+from ...module_state import EXTRA, module_of, pack
 from ..checkpoint import Checkpoint
 from ..fetch import Fetch
 from ..storage import mapped_source
@@ -51,17 +52,41 @@ def _open_torch(path: Path) -> Checkpoint:
         MODEL + name: whole(path, name, dtype_name(path, name, tensor), tensor.shape)
         for name, tensor in tensors.items()
     }
+    values, extra = _extra_state(path, state_dict(path, file.content))
+    entries |= {key: whole(path, key, dtype_name(path, key, tensor), tensor.shape) for key, tensor in extra.items()}
+    tensors |= extra
 
     @contextmanager
     def source(_: str) -> Iterator[Fetch]:
         tensor_of = file.map()
         yield Fetch(path, lambda name, part: tensor_of(tensors[name])[part])
 
-    return Checkpoint(path, entries, {}, source)
+    return Checkpoint(path, entries, values, source)
+
+
+def _extra_state(path: Path, content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """What ``get_extra_state`` of modules gave, but for tensors alone, as a checkpoint has it; of others nothing."""
+    values: dict[str, Any] = {}
+    found: dict[str, StoredTensor] = {}
+    for name, value in content.items():
+        if (module := module_of(str(name))) is None or isinstance(value, StoredTensor):
+            continue
+        tensors: list[StoredTensor] = []
+        with suppress(CheckpointError):  # the model will say that it misses it
+            values[EXTRA + module] = pack(
+                value, f"{path}: {name}", lambda part: isinstance(part, StoredTensor), tensors
+            )
+            found |= {f"{EXTRA}{module}/{i}": tensor for i, tensor in enumerate(tensors)}
+    return values, found
 
 
 def named_tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
-    """The tensors of a state dict, which may lie under a key as MMEngine's and others' do.
+    """The tensors of a state dict, see ``state_dict``."""
+    return {str(name): value for name, value in state_dict(path, content).items() if isinstance(value, StoredTensor)}
+
+
+def state_dict(path: Path, content: Any) -> Mapping[Any, Any]:
+    """A state dict, which may lie under a key as MMEngine's and others' do.
 
     Raises:
         CheckpointError: it is no dict.
@@ -72,4 +97,4 @@ def named_tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
     if not isinstance(content, Mapping):
         kind = "tensor" if isinstance(content, StoredTensor) else type(content).__name__
         raise CheckpointError(f"{path}: holds a {kind} instead of a state dict")
-    return {str(name): value for name, value in content.items() if isinstance(value, StoredTensor)}
+    return content

@@ -1,0 +1,215 @@
+"""What modules keep beside parameters and buffers: ``get_extra_state``, and what a model's own ``state_dict`` adds.
+
+In a checkpoint the extra state of the module ``name`` is ``extra_state.<name>``: its value, in which ``{"tensor": 0}`` stands
+for the tensor ``extra_state.<name>/0``. Tuples come back as tuples, keys of dicts as they were.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from .errors import CheckpointError, StrategyError
+
+EXTRA = "extra_state."
+_TORCH = "_extra_state"
+
+
+def torch_key(name: str) -> str:
+    """What torch calls the extra state of the module ``name`` in a ``state_dict``."""
+    return f"{name}.{_TORCH}" if name else _TORCH
+
+
+def module_of(key: str) -> str | None:
+    """The module of which a key of torch's is the extra state; None if it is that of something else."""
+    if key == _TORCH:
+        return ""
+    return key.removesuffix(f".{_TORCH}") if key.endswith(f".{_TORCH}") else None
+
+
+def keepers(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that define ``get_extra_state``, with the first of their names, or with every one."""
+    for name, module in model.named_modules(remove_duplicate=not every_name):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def extra_aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of modules with extra state, to the first of them; as torch's keys."""
+    first = {id(module): name for name, module in keepers(model)}
+    every = keepers(model, every_name=True)
+    return {torch_key(name): torch_key(first[id(module)]) for name, module in every if first[id(module)] != name}
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """The extra state of all modules, flat, as a checkpoint has it.
+
+    Raises:
+        CheckpointError: it holds something else than tensors, plain values, and dicts, lists and tuples of them.
+    """
+    found: dict[str, Any] = {}
+    for name, module in keepers(model):
+        tensors: list[Tensor] = []
+        found[EXTRA + name] = pack(module.get_extra_state(), f"model.{torch_key(name)}", _is_whole, tensors)
+        found |= {f"{EXTRA}{name}/{i}": tensor.detach() for i, tensor in enumerate(tensors)}
+    return found
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def pack(value: Any, where: str, is_tensor: Callable[[Any], bool], tensors: list[Any]) -> Any:
+    """A value as JSON can hold it; its tensors are added to ``tensors`` and stand in it by their number.
+
+    Raises:
+        CheckpointError: something in it is neither plain nor a tensor; it names the place.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if is_tensor(value):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if kind is list:
+        return [pack(item, f"{where}[{i}]", is_tensor, tensors) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": [pack(item, f"{where}[{i}]", is_tensor, tensors) for i, item in enumerate(value)]}
+    if kind in (dict, OrderedDict):
+        return {
+            "dict": [
+                [pack(key, f"{where}, a key", is_tensor, tensors), pack(item, f"{where}[{key!r}]", is_tensor, tensors)]
+                for key, item in value.items()
+            ]
+        }
+    raise CheckpointError(
+        f"{where}: is a {kind.__name__}, which cannot be saved; give tensors, plain values, and dicts, lists and tuples of them"
+    )
+
+
+def unpack(packed: Any, tensor: Callable[[int], Any]) -> Any:
+    """The reverse of ``pack``, with ``tensor(i)`` in the place of the tensor of that number.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is nothing that ``pack`` has made.
+    """
+    if isinstance(packed, list):
+        return [unpack(item, tensor) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensor(int(content))
+    if kind == "tuple":
+        return tuple(unpack(item, tensor) for item in content)
+    if kind == "dict":
+        return {unpack(key, tensor): unpack(item, tensor) for key, item in content}
+    raise ValueError(f"there is no {kind}")
+
+
+def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Give every module that keeps extra state what ``values`` and ``tensors`` have of it, by the keys of a checkpoint.
+
+    Raises:
+        CheckpointError: what is there of a module is damaged, or its ``set_extra_state`` does not take it.
+    """
+    for name, module in keepers(model):
+        if (key := EXTRA + name) not in values:
+            continue
+        try:
+            module.set_extra_state(unpack(values[key], lambda i, key=key: tensors[f"{key}/{i}"]))  # type: ignore[misc]
+        except Exception as error:  # of somebody else's code, or of a damaged value
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"model.{torch_key(name)}: its module cannot take it, {type(error).__name__}: {reason}"
+            ) from error
+
+
+def tell_loaded(model: nn.Module) -> None:
+    """Call what modules have registered for the time after ``load_state_dict``, since their state has come another way."""
+    for module in model.modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys([], []))
+
+
+def own_loading(model: nn.Module) -> list[str]:
+    """Names of the model's own code for loading a state dict, which is not called here: methods and hooks."""
+    found = set()
+    for module in model.modules():
+        for method in ("_load_from_state_dict", "load_state_dict"):
+            home = next(kind for kind in type(module).__mro__ if method in vars(kind))
+            if not home.__module__.startswith("torch."):
+                found.add(f"{home.__name__}.{method}")
+        if module._load_state_dict_pre_hooks:
+            found.add(f"a load_state_dict hook of {type(module).__name__}")
+    return sorted(found)
+
+
+# When a run is set up
+
+
+def check_sizes(model: nn.Module) -> None:
+    """Raise StrategyError if a parameter or buffer gets its shape only from the first batch."""
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)):
+            if is_lazy(tensor):
+                raise StrategyError(
+                    f"model.{name}: has no shape before the first batch, {type(module).__name__} waits for it; pass a batch "
+                    "through the model before the runner gets it, or give the sizes"
+                )
+
+
+def check_savable(model: nn.Module) -> None:
+    """See that checkpoints can hold all that torch's ``state_dict`` would.
+
+    Raises:
+        StrategyError: extra state that cannot be saved, or taken up again, or a model whose own ``state_dict`` adds to it.
+    """
+    for name, module in keepers(model):
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise StrategyError(
+                f"model.{torch_key(name)}: its module defines get_extra_state and no set_extra_state to take it up again"
+            )
+    try:
+        extra_state(model)
+    except CheckpointError as error:
+        raise StrategyError(str(error)) from error
+    held = {*(name for name, _ in keepers(model, every_name=True))}
+    known = {torch_key(name) for name in held}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key not in known and id(value) not in own:  # one of those may have another name there
+            raise StrategyError(
+                f"model.{key}: is added by the model's own state_dict and is no parameter, buffer or extra state, so that "
+                "no checkpoint has it; return it from the get_extra_state() of its module"
+            )
+
+
+def tensor_names(model: nn.Module) -> frozenset[str]:
+    """The names of parameters and persistent buffers."""
+    return frozenset(model.state_dict(keep_vars=True)) - {
+        torch_key(name) for name, _ in keepers(model, every_name=True)
+    }
+
+
+def make_buffers(
+    model: nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> None:
+    """Register the buffers that the model itself registers only later; those that it has by now are left alone."""
+    for name, (shape, dtype) in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        try:
+            owner = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if owner._buffers.get(leaf) is None and (leaf in owner._buffers or not hasattr(owner, leaf)):
+            owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))
