@@ -145,9 +145,17 @@ def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
 
 
 def takes_mode(module: nn.Module) -> bool:
-    """Whether the module's forward has a parameter ``mode``."""
-    forwards = (vars(module).get("forward"), type(module).forward)  # one that was replaced may hide its parameters
-    return any("mode" in inspect.signature(forward).parameters for forward in forwards if forward is not None)
+    """Whether the module's forward has a parameter ``mode``; one that passes on all keywords is judged by its base's."""
+    for owner in (module, *type(module).__mro__):
+        forward = vars(owner).get("forward")
+        if forward is None:
+            continue
+        parameters = inspect.signature(forward).parameters
+        if "mode" in parameters:
+            return True
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return False
+    return False
 
 
 def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:

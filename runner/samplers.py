@@ -124,8 +124,7 @@ def follows_span(sampler: object) -> bool:
 
     A subclass that says itself what it yields, or how much, does as it likes: it is asked for the first part again.
     """
-    yields = ("__iter__", "__len__", "set_span", "length_from")
-    return isinstance(sampler, ShardedSampler) and not overridden(sampler, *yields)
+    return isinstance(sampler, ShardedSampler) and not overridden(sampler, "__iter__", "__len__")
 
 
 class RandomStream:

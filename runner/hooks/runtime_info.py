@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...core.overriding import overridden
 from ...core.registry import HOOKS
 from ..reporting.history import HistoryBuffer
 from .hook import Hook
@@ -27,6 +28,7 @@ class RuntimeInfoHook(Hook):
 
     def __init__(self) -> None:
         self._rates: list[tuple[HistoryBuffer, Any]] = []
+        self._get_lr: Callable[[], Mapping[str, Any]] | None = None  # a wrapper's own
         self._outputs: dict[str, HistoryBuffer] = {}
         self._stages: list[str] = []
 
@@ -39,6 +41,10 @@ class RuntimeInfoHook(Hook):
         self._enter(runner, "train")
         hub, optim = runner.message_hub, runner.optim_wrapper
         wrappers = {} if optim is None else optim.wrappers
+        self._get_lr = None
+        if any(overridden(each, "get_lr") for each in (optim, *wrappers.values())):
+            self._get_lr = optim.get_lr  # type: ignore[union-attr]
+            wrappers = {}
         self._rates = [
             (hub.history(f"train/{name}.lr" if name else "train/lr"), wrapper) for name, wrapper in wrappers.items()
         ]
@@ -59,6 +65,9 @@ class RuntimeInfoHook(Hook):
         """Note the learning rate of each optimizer's first group."""
         for history, wrapper in self._rates:
             history.append(wrapper.param_groups[0]["lr"])
+        if self._get_lr is not None:
+            for name, rates in self._get_lr().items():
+                runner.message_hub.update_scalar(f"train/{name}", rates[0])
 
     def after_train_iter(
         self,

@@ -1,0 +1,243 @@
+"""Whatever a subclass of a public base class defines anew is called, or refused by name.
+
+The methods are found by looking at the classes, so that a new one without an entry here fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flextrain
+from flextrain import (
+    AmpOptimWrapper,
+    ApexOptimWrapper,
+    BaseDataPreprocessor,
+    DeepSpeedOptimWrapper,
+    Hook,
+    OptimWrapper,
+    OptimWrapperDict,
+    SingleDeviceStrategy,
+)
+from flextrain.optim.param_groups import DefaultOptimWrapperConstructor
+from flextrain.optim.schedulers import LinearLR
+from flextrain.runner.eval_loops import TestLoop as LoopOfTests
+from flextrain.runner.eval_loops import ValLoop
+from flextrain.runner.evaluation import Evaluator
+from flextrain.runner.hooks import CheckpointHook
+from flextrain.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from flextrain.runner.reporting import JsonLinesReporter, LogProcessor
+from flextrain.runner.samplers import DefaultSampler, InfiniteSampler
+
+from .overriding import Gan, Net, life, loader, overridable, spying
+from .training import SGD, Accuracy
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+Make = Callable[[Any], dict[str, Any]]
+
+
+class Mine(torch.optim.SGD):
+    """Somebody else's, which is tried before it is trained with."""
+
+
+class Stateful(Hook):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+MINE = dict(type=Mine, lr=0.1, momentum=0.9)
+ADAMW = dict(type="AdamW", lr=0.1)
+
+
+@dataclass
+class Case:
+    """A base class, what a runner is given of a subclass of it, and which of its methods a run does not call.
+
+    Attributes:
+        not_called: by name, why.
+        again: its base has a case of its own, and what it only inherits is tried with every combination.
+        resume: pieces that the second run leaves out.
+    """
+
+    base: Any
+    make: Make
+    not_called: dict[str, str] = field(default_factory=dict)
+    marks: tuple[Any, ...] = ()
+    id: str = ""
+    again: bool = False
+    resume: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.id or self.base.__name__
+
+    def marks_of(self, method: str) -> tuple[Any, ...]:
+        is_new = not self.again or method in vars(self.base)
+        return self.marks if is_new else (*self.marks, pytest.mark.full)
+
+
+CLIP = dict(max_norm=1.0)
+DDP = dict(type="DDPStrategy")
+ZERO = dict(type="DeepSpeedStrategy")
+
+_ASKED = "a question that a hook asks of itself, when it likes"
+_FACT = "a fact for others to ask, which follows from what other methods do"
+_USER = "only the user calls it"
+QUESTIONS = dict.fromkeys(
+    ("end_of_epoch", "every_n_epochs", "every_n_inner_iters", "every_n_train_iters", "is_last_train_epoch"), _ASKED
+) | {"is_last_train_iter": _ASKED}
+WRAPPER = {
+    "get_momentum": _USER,
+    "has_stepped": _FACT,
+    "is_built": _FACT,
+    "register_step_pre_hook": "strategies and users call it to add something, with several processes",
+}
+MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
+
+
+def without(names: dict[str, str], *called: str, **more: str) -> dict[str, str]:
+    return {name: why for name, why in names.items() if name not in called} | more
+
+
+CASES: list[Case] = [
+    Case(Stateful, lambda kind: dict(custom_hooks=[kind()]), QUESTIONS, id="Hook"),
+    Case(
+        CheckpointHook,
+        lambda kind: dict(default_hooks=dict(checkpoint=kind(interval=2, save_best="accuracy", rule="greater"))),
+        without(QUESTIONS, "every_n_epochs", "is_last_train_epoch", saves_best="asked where there is no validation"),
+        again=True,
+    ),
+    Case(
+        CheckpointHook,
+        lambda kind: dict(
+            default_hooks=dict(checkpoint=kind(interval=3, by_epoch=False, save_best="accuracy", rule="greater"))
+        ),
+        without(
+            QUESTIONS, "every_n_train_iters", "is_last_train_iter", saves_best="asked where there is no validation"
+        ),
+        id="CheckpointHook-by-iteration",
+        again=True,
+    ),
+    Case(Net, lambda kind: dict(model=kind), id="BaseModel"),
+    Case(BaseDataPreprocessor, lambda kind: dict(model=lambda: Net(kind()))),
+    Case(OptimWrapper, lambda kind: dict(optim_wrapper=kind(MINE, clip_grad=CLIP), strategy=DDP), WRAPPER),
+    Case(
+        AmpOptimWrapper,
+        lambda kind: dict(optim_wrapper=kind(MINE, dtype="float16", clip_grad=CLIP), strategy=DDP),
+        without(WRAPPER, loss_scale="DeepSpeedStrategy alone asks, which takes no subclass"),
+        again=True,
+    ),
+    Case(
+        ApexOptimWrapper,
+        lambda kind: dict(optim_wrapper=kind(MINE, opt_level="O2", loss_scale=8.0), strategy=DDP),
+        without(WRAPPER, "is_built"),
+        again=True,
+    ),
+    Case(
+        OptimWrapperDict,
+        lambda kind: dict(model=Gan, optim_wrapper=kind(generator=OptimWrapper(SGD), critic=OptimWrapper(SGD))),
+        dict.fromkeys(("backward", "step", "update_params", "zero_grad"), MODEL_SAYS_WHICH) | {"get_momentum": _USER},
+    ),
+    Case(
+        OptimWrapper,
+        lambda kind: dict(
+            model=Gan, optim_wrapper=OptimWrapperDict(generator=kind(MINE), critic=OptimWrapper(SGD)), strategy=DDP
+        ),
+        without(
+            WRAPPER,
+            "is_built",
+            "has_stepped",
+            should_sync="gradients of several optimizers are averaged as each is updated",
+            wrappers="OptimWrapperDict has its own",
+        ),
+        id="OptimWrapper-of-several",
+        again=True,
+    ),
+    Case(
+        DeepSpeedOptimWrapper,
+        lambda kind: dict(optim_wrapper=kind(ADAMW, clip_grad=CLIP), strategy=ZERO),
+        without(
+            WRAPPER,
+            clip_by="for strategy=dict(gradient_clipping=...)",
+            make_another="a trial that torch's own optimizers are spared",
+            should_sync="older engines alone are told which micro-batch is the last",
+            **dict.fromkeys(("master", "model_parameter"), "the engine has the masters"),
+        ),
+        marks=(pytest.mark.deepspeed,),
+        again=True,
+    ),
+    Case(Accuracy, lambda kind: dict(val_evaluator=kind()), id="BaseMetric"),
+    Case(Evaluator, lambda kind: dict(val_evaluator=kind([Accuracy()]))),
+    Case(EpochBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_epochs=2)), {"inner": _FACT}),
+    Case(
+        IterBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_iters=4, val_interval=2)), {"inner": _FACT}
+    ),
+    Case(ValLoop, lambda kind: dict(val_cfg=dict(type=kind))),
+    Case(LoopOfTests, lambda kind: dict(test_cfg=dict(type=kind)), id="TestLoop"),
+    Case(SingleDeviceStrategy, lambda kind: dict(strategy=kind()), id="Strategy"),
+    Case(JsonLinesReporter, lambda kind: dict(visualizer=[dict(type=kind)]), id="Reporter"),
+    Case(LogProcessor, lambda kind: dict(log_processor=dict(type=kind))),
+    Case(DefaultSampler, lambda kind: dict(train_dataloader=loader(sampler=dict(type=kind)))),
+    Case(
+        InfiniteSampler,
+        lambda kind: dict(
+            train_dataloader=loader(sampler=dict(type=kind)), train_cfg=dict(by_epoch=False, max_iters=4)
+        ),
+        {"__len__": "it has no end"},
+    ),
+    Case(
+        LinearLR,
+        lambda kind: dict(param_scheduler=dict(type=kind, end=2, convert_to_iter_based=True)),
+        resume=dict(optimizer=False),
+        id="ParamScheduler",
+    ),
+    Case(DefaultOptimWrapperConstructor, lambda kind: dict(optim_wrapper=dict(optimizer=SGD, constructor=kind))),
+]
+
+ROWS = [
+    pytest.param(case, name, marks=case.marks_of(name), id=f"{case.name}-{name}")
+    for case in CASES
+    for name in overridable(case.base)
+]
+
+
+@pytest.mark.parametrize(("case", "name"), ROWS)
+def test_what_is_defined_anew_is_called(tmp_path: Path, case: Case, name: str) -> None:
+    calls: list[str] = []
+    kind = spying(case.base, name, calls.append)
+    life(tmp_path, lambda: case.make(kind), **case.resume)
+    if name in case.not_called:
+        assert not calls, f"{name} is called: take it out of the list of those that are not"
+    else:
+        assert calls, f"{case.base.__name__}.{name} is never called: call it, refuse it, or say why not"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_lists_name_methods_that_there_are(case: Case) -> None:
+    assert set(case.not_called) <= set(overridable(case.base))
+
+
+def test_every_public_base_class_has_a_case() -> None:
+    """A class of which users are told to make a subclass, or to give one of their own."""
+    bases = {base for case in CASES for base in case.base.__mro__}
+    public = {getattr(flextrain, name) for name in flextrain.__all__}
+    kinds = {value for value in public if isinstance(value, type) and not issubclass(value, Exception)}
+    for kind in sorted(kinds - bases - NO_BASES.keys(), key=lambda kind: kind.__name__):
+        raise AssertionError(f"{kind.__name__} has no case")
+
+
+NO_BASES = {
+    flextrain.FlexibleRunner: "a script makes one, parts are given to it",
+    flextrain.Registry: "a table of names",
+    flextrain.DeviceSpec: "a record",
+    **dict.fromkeys(
+        (flextrain.DDPStrategy, flextrain.FSDPStrategy, flextrain.DeepSpeedStrategy, flextrain.NPUStrategy),
+        "Strategy, whose methods the runner calls, is its base",
+    ),
+}
