@@ -37,5 +37,5 @@ def refuse_unused(thing: Any, reasons: Mapping[str, str], where: str) -> None:
     """
     kind = thing if isinstance(thing, type) else type(thing)
     for name, reason in reasons.items():
-        if callable(getattr(kind, name, None)) or name in getattr(thing, "__dict__", {}):
+        if name in getattr(thing, "__dict__", {}) or any(name in vars(base) for base in kind.__mro__):
             raise ConfigError(f"{where}: {kind.__name__}.{name} is never called here, {reason}")

@@ -8,9 +8,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError, nearest
+from ..core.overriding import refuse_unused
 from ..core.registry import OPTIM_WRAPPERS
 from .wrapper import OptimWrapper
 from .wrapper_dict import OptimWrapperDict
+
+_NEVER_CALLED = {
+    "initialize_count_status": "begin(index, size) says which micro-batch of its window comes next",
+}
 
 
 def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper | OptimWrapperDict:
@@ -24,7 +29,10 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
     Raises:
         ConfigError: anything about it that can be known without the model.
     """
-    if isinstance(cfg, (OptimWrapper, OptimWrapperDict)):
+    if isinstance(cfg, OptimWrapperDict):
+        return cfg
+    if isinstance(cfg, OptimWrapper):
+        refuse_unused(cfg, _NEVER_CALLED, where)
         return cfg
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg, where=where)
@@ -36,6 +44,7 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
         wrapper = OPTIM_WRAPPERS.build({"type": "OptimWrapper", **cfg}, where)
         if not isinstance(wrapper, OptimWrapper):
             raise ConfigError(f"{where}.type: {cfg['type']!r} is no optimizer wrapper")
+        refuse_unused(wrapper, _NEVER_CALLED, f"{where}.type")
         return wrapper
     if any(_is_wrapper(value) for value in cfg.values()):
         return OptimWrapperDict(**{name: _one(value, f"{where}.{name}") for name, value in cfg.items()})

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..core.config import Config, check_call, validate
 from ..core.errors import ConfigError, one_of, suggest
 from ..core.norms import is_norm
+from ..core.overriding import refuse_unused
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 
@@ -200,10 +201,21 @@ def check_optimizer(optimizer: Any, paramwise_cfg: Any, constructor: Any, where:
         )
     if isinstance(optimizer, (Mapping, str)):
         _try(kind, optimizer, f"{where}.optimizer")
-    groups = OPTIM_WRAPPER_CONSTRUCTORS.get(constructor, f"{where}.constructor")(
-        optim_wrapper_cfg={"optimizer": optimizer}, paramwise_cfg=paramwise_cfg, where=where
-    )
+    maker: Any = OPTIM_WRAPPER_CONSTRUCTORS.get(constructor, f"{where}.constructor")
+    if inspect.isclass(maker) and not callable(getattr(maker, "param_groups", None)):
+        raise ConfigError(
+            f"{where}.constructor: {maker.__name__} has no param_groups(model), make it a subclass of "
+            "DefaultOptimWrapperConstructor"
+        )
+    refuse_unused(maker, _NEVER_CALLED, f"{where}.constructor")
+    groups = maker(optim_wrapper_cfg={"optimizer": optimizer}, paramwise_cfg=paramwise_cfg, where=where)
     return OptimizerRecipe(optimizer, groups, where)
+
+
+_NEVER_CALLED = {
+    "add_params": "override settings(name, parameter, module)",
+    "__call__": "override param_groups(model)",
+}
 
 
 def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:

@@ -6,9 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.overriding import refuse_unused
 from ..core.registry import STRATEGIES
 from .base import Strategy
 from .launch import detect_launch
+
+_NEVER_CALLED = {
+    "_setup_distributed": "override setup_environment()",
+    "_wrap_model": "override _wrap(model)",
+    "convert_model": "override _wrap(model)",
+    "init_model_weights": "override init_weights(model)",
+    "prepare": "override setup(model, optim)",
+    "save_checkpoint": "override state_dict()",
+    "load_checkpoint": "override load_template(saved) and load_state_dict(state)",
+}
+"""Methods of MMEngine's strategies."""
 
 
 def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
@@ -24,6 +36,7 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     """
     options = {key: value for key, value in options.items() if value is not None}
     if isinstance(cfg, Strategy):
+        refuse_unused(cfg, _NEVER_CALLED, "strategy")
         for key, value in options.items():
             if getattr(cfg.config, key) != value:
                 raise ConfigError(f"{key}: the strategy is already built, give {key}={value!r} to it")
@@ -41,4 +54,5 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     strategy = STRATEGIES.build(cfg, "strategy")
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
+    refuse_unused(strategy, _NEVER_CALLED, "strategy.type")
     return strategy

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.config import Config, check_call, validate
 from ...core.device import memory_mb
 from ...core.errors import ConfigError
+from ...core.overriding import refuse_unused
 from .history import HistoryBuffer
 from .message_hub import AVERAGED, MessageHub
 
@@ -279,6 +280,14 @@ def num_batches(runner: FlexibleRunner, mode: str) -> int:
     return loop.num_batches
 
 
+_LINES = "override get_log_after_iter or get_log_after_epoch"
+_NEVER_CALLED = dict.fromkeys(
+    ("_collect_scalars", "_collect_non_scalars", "_get_max_memory", "_get_iter", "_get_epoch", "_parse_windows_size"),
+    _LINES,
+)
+"""Methods of MMEngine's LogProcessor."""
+
+
 def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
     """The log processor that ``cfg`` describes; without ``by_epoch`` in it, lines follow the training loop.
 
@@ -286,6 +295,7 @@ def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
         ConfigError: an unknown or wrong argument.
     """
     if isinstance(cfg, LogProcessor):
+        refuse_unused(cfg, _NEVER_CALLED, "log_processor")
         return cfg
     if cfg is None:
         return LogProcessor(by_epoch=by_epoch)
@@ -297,6 +307,7 @@ def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
         kind = LogProcessor
     if not (isinstance(kind, type) and issubclass(kind, LogProcessor)):
         raise ConfigError(f"log_processor.type: {kind!r} is not allowed, give LogProcessor or a subclass of it")
+    refuse_unused(kind, _NEVER_CALLED, "log_processor.type")
     check_call(kind, kwargs, "log_processor")
     return kind(**kwargs)
 

@@ -1,0 +1,252 @@
+"""Recipes and models of the user's own: what they define anew has its effect, not only its call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from flextrain import AmpOptimWrapper, BaseModel, ConfigError, OptimWrapper, Strategy, StrategyError
+from flextrain.optim.param_groups import DefaultOptimWrapperConstructor
+from flextrain.runner.reporting import LogProcessor
+from flextrain.testing import WorkerGroup
+
+from .training import SGD, Samples, make_runner, whole_state
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+CLIP = dict(max_norm=0.5)
+
+
+class Plain(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = self.net(x)
+        return {"loss": functional.cross_entropy(logits.float(), y)} if mode == "loss" else logits
+
+
+def trained(folder: Path | str, wrapper: Any = OptimWrapper, batch_size: int = 4, **changes: Any) -> dict[str, Tensor]:
+    data = dict(
+        batch_size=batch_size, dataset=Samples(24), sampler=dict(type="DefaultSampler", shuffle=False),
+        collate_fn="default_collate",
+    )  # fmt: skip
+    own = {key: changes.pop(key) for key in ("dtype", "accumulative_counts") if key in changes}
+    optim = wrapper(SGD, clip_grad=CLIP, **own) if isinstance(wrapper, type) else wrapper
+    given = dict(model=Plain, train_dataloader=data, optim_wrapper=optim, train_cfg=dict(max_epochs=2))
+    runner = make_runner(folder, **{**given, **changes})
+    runner.train()
+    state = {key: value for key, value in whole_state(runner).items() if isinstance(value, Tensor)}
+    state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    runner.strategy.teardown()
+    return state
+
+
+class LikeMMEngine(OptimWrapper):
+    """MMEngine's update_params and step, written out: step leaves the gradients to its caller."""
+
+    def update_params(self, loss: Tensor) -> None:
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.step()
+            self.zero_grad()
+
+    def step(self) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
+        self.optimizer.step()
+
+
+class OwnStep(OptimWrapper):
+    step = LikeMMEngine.step  # type: ignore[assignment]
+
+
+class Inherits(OptimWrapper):
+    """Comes to everything by the slow way, and changes nothing."""
+
+    def update_params(self, loss: Tensor) -> None:
+        super().update_params(loss)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("wrapper", [LikeMMEngine, OwnStep, Inherits])
+def test_a_recipe_that_does_the_same(tmp_path: Path, wrapper: type[OptimWrapper], accumulate: int) -> None:
+    """Gradients are divided by the window and dropped after it, once."""
+    found = trained(tmp_path / "own", wrapper, accumulative_counts=accumulate)
+    expected = trained(tmp_path / "usual", accumulative_counts=accumulate)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+class Decays(OptimWrapper):
+    """Adds to the loss what the model does not know of."""
+
+    def update_params(self, loss: Tensor) -> None:
+        super().update_params(loss + 0.1 * sum(p.square().sum() for g in self.param_groups for p in g["params"]))
+
+
+class Decayed(Plain):
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        found = super().forward(index, x, y, mode)
+        if mode != "loss":
+            return found
+        return {"loss": found["loss"] + 0.1 * sum(p.square().sum() for p in self.parameters())}
+
+
+@pytest.mark.distributed
+def test_update_params_of_a_recipe(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """What it adds to the loss counts, on one process and on two."""
+    expected = trained(tmp_path / "model", model=Decayed)
+    results = [trained(tmp_path / "alone", Decays), *workers2.run(trained, str(tmp_path / "two"), Decays, 2)]
+    for found in results:
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+class Half(AmpOptimWrapper):
+    """Computes in bfloat16 in every second micro-batch only."""
+
+    count = 0
+
+    def optim_context(self, model: nn.Module) -> Any:
+        self.count += 1
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.count % 2 == 0)
+
+
+def test_optim_context_of_a_recipe(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    class Looks(Plain):
+        def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+            seen.append(self.net(x).dtype)
+            return super().forward(index, x, y, mode)
+
+    trained(tmp_path, Half, dtype="bfloat16", model=Looks)
+    assert seen == [torch.float32, torch.bfloat16] * 6
+
+
+class Late(OptimWrapper):
+    """Updates after every second window; the gradients of both count."""
+
+    windows = 0
+
+    def should_update(self) -> bool:
+        self.windows += super().should_update()
+        return super().should_update() and self.windows % 2 == 0
+
+
+def test_should_update_of_a_recipe(tmp_path: Path) -> None:
+    found = trained(tmp_path / "late", Late(dict(type="SGD", lr=0.05)))
+    expected = trained(tmp_path / "twice", OptimWrapper(dict(type="SGD", lr=0.1), accumulative_counts=2))
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+class Calls(Plain):
+    """Calls itself in two halves, as models that sort their batches do."""
+
+    def _run_forward(self, data: Any, mode: str) -> Any:
+        parts = [{key: value[half::2] for key, value in data.items()} for half in (0, 1)]
+        losses = [super(Calls, self)._run_forward(part, mode) for part in parts]
+        return {"loss": sum(loss["loss"] for loss in losses)} if mode == "loss" else losses
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+def test_a_models_own_run_forward(tmp_path: Path, workers2: WorkerGroup, strategy: str) -> None:
+    """The sum of two means of halves is twice the mean; on two processes gradients are averaged all the same."""
+    expected = trained(tmp_path / "whole", batch_size=8, model=Twice)
+    results = workers2.run(trained, str(tmp_path / "two"), batch_size=4, model=Calls, strategy=dict(type=strategy))
+    for found in [trained(tmp_path / "one", batch_size=8, model=Calls), *results]:
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+class Twice(Plain):
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        found = super().forward(index, x, y, mode)
+        return {"loss": 2 * found["loss"]} if mode == "loss" else found
+
+
+def test_functions_that_objects_are_given(tmp_path: Path) -> None:
+    calls: list[str] = []
+    model: Any = Plain()
+    inherited = model.val_step
+    model.val_step = lambda data: (calls.append("val_step"), inherited(data))[1]
+    wrapper = OptimWrapper(SGD)
+    wrapper.update_params = lambda loss: (calls.append("update"), OptimWrapper.update_params(wrapper, loss))[1]  # type: ignore[method-assign]
+    trained(tmp_path, wrapper, model=model)
+    assert calls == ["update"] * 12
+
+
+class Constructor(DefaultOptimWrapperConstructor):
+    def add_params(self, params: Any, module: nn.Module) -> None:
+        pass
+
+
+class Foreign:
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        pass
+
+
+class Counts(OptimWrapper):
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        pass
+
+
+class Prepares(Strategy):
+    def prepare(self, model: Any) -> Any:
+        pass
+
+
+class Collects(LogProcessor):
+    def _collect_scalars(self, *args: Any) -> Any:
+        pass
+
+
+class Accelerated(OptimWrapper):
+    def update_params(self, loss: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(optim_wrapper=dict(optimizer=SGD, constructor=Constructor)),
+            r"optim_wrapper.constructor: Constructor.add_params is never called here, override settings\(",
+        ),
+        (
+            dict(optim_wrapper=dict(optimizer=SGD, constructor=Foreign)),
+            r"optim_wrapper.constructor: Foreign has no param_groups\(model\)",
+        ),
+        (
+            dict(optim_wrapper=dict(type=Counts, optimizer=SGD)),
+            r"optim_wrapper.type: Counts.initialize_count_status is never called here",
+        ),
+        (dict(optim_wrapper=Counts(SGD)), r"optim_wrapper: Counts.initialize_count_status is never called here"),
+        (dict(strategy=dict(type=Prepares)), r"strategy.type: Prepares.prepare is never called here, override setup"),
+        (dict(strategy=Prepares()), r"strategy: Prepares.prepare is never called here"),
+        (dict(log_processor=dict(type=Collects)), r"log_processor.type: Collects._collect_scalars is never called"),
+        (dict(log_processor=Collects()), r"log_processor: Collects._collect_scalars is never called"),
+        pytest.param(
+            dict(optim_wrapper=Accelerated(SGD), strategy="DeepSpeedStrategy"),
+            'optim_wrapper.type: "Accelerated" defines its own update_params, DeepSpeed',
+            marks=pytest.mark.deepspeed,
+        ),
+        pytest.param(
+            dict(model=Calls, strategy="DeepSpeedStrategy"),
+            "model: Calls defines its own _run_forward, which DeepSpeed's engine cannot see",
+            marks=pytest.mark.deepspeed,
+        ),
+    ],
+)
+def test_what_would_never_be_called_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, StrategyError), match=f"^{message}"):
+        make_runner(tmp_path, **changes)
