@@ -14,6 +14,10 @@ class ConfigError(FlexTrainError, ValueError):
     """A configuration that cannot mean anything; raised before any process group or model exists."""
 
 
+class NonFiniteError(FlexTrainError, ArithmeticError):
+    """A loss or a gradient norm is NaN or infinite, and ``env_cfg=dict(nonfinite="raise")`` was asked for."""
+
+
 class LaunchError(FlexTrainError, RuntimeError):
     """The processes of a job could not find each other, or one of them failed."""
 

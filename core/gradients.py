@@ -72,8 +72,7 @@ def clip_by_norm(
     total = total_norm(grads, norm_type, error_if_nonfinite)
     # The factor stays on the device: no branch on its value, the maximum is 1.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for group in _alike(grads):
-        torch._foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
+    multiply(grads, factor)
     return total
 
 
@@ -83,6 +82,12 @@ def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
         local = [_local(grad) for grad in group]
         torch._foreach_clamp_min_(local, -clip_value)
         torch._foreach_clamp_max_(local, clip_value)
+
+
+def multiply(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply every gradient by a number on the device, in place."""
+    for group in _alike(grads):
+        torch._foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
 
 
 @contextmanager

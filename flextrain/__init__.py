@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .core.errors import ConfigError as ConfigError
     from .core.errors import FlexTrainError as FlexTrainError
     from .core.errors import LaunchError as LaunchError
+    from .core.errors import NonFiniteError as NonFiniteError
     from .core.errors import StrategyError as StrategyError
     from .core.model import BaseDataPreprocessor as BaseDataPreprocessor
     from .core.model import BaseModel as BaseModel
@@ -85,7 +86,14 @@ _HOMES = {
         "STRATEGIES",
     ],
     "core.device": ["DeviceSpec", "register_device"],
-    "core.errors": ["FlexTrainError", "ConfigError", "LaunchError", "StrategyError", "CheckpointError"],
+    "core.errors": [
+        "FlexTrainError",
+        "ConfigError",
+        "LaunchError",
+        "NonFiniteError",
+        "StrategyError",
+        "CheckpointError",
+    ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -177,6 +177,11 @@ class ApexOptimWrapper(OptimWrapper):
         """See OptimWrapper; scaled at O1 and O2."""
         super().backward(self._scaler.scale(loss) if self._scaler else loss)
 
+    def _given_gradients(self) -> list[Tensor]:
+        models = {id(master): parameter for parameter, master in self._pairs}
+        optimized = (p for group in self.param_groups for p in group["params"])
+        return [p.grad for p in (models.get(id(p), p) for p in optimized) if p.grad is not None]
+
     def _unscale(self) -> None:
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()

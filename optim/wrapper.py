@@ -19,6 +19,7 @@ from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .adapter import OptimizerAdapter
 from .families import adapter_for
+from .guard import UpdateGuard
 from .param_groups import check_optimizer, make_for, make_optimizer
 from .trial import Samples, why_not_steppable
 
@@ -96,6 +97,7 @@ class OptimWrapper:
         if self.clip_grad is not None:
             self.clip_grad.check(f"{where}.clip_grad")
         self.last_step = _NONE_YET
+        self.guard: UpdateGuard | None = None
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
@@ -227,6 +229,8 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate a scalar loss that is already divided by the length of the window."""
+        if self.guard is not None:
+            self.guard.note(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -261,6 +265,8 @@ class OptimWrapper:
         for hook in self._step_pre_hooks:
             hook(self)
         self.adapter.begin_update()
+        if self.guard is not None:
+            self.guard.spoil(self._given_gradients())
         self._unscale()
         norm = self._clip()
         applied = self._apply()
@@ -295,8 +301,14 @@ class OptimWrapper:
         return None
 
     def _apply(self) -> bool:
+        if self.guard is not None and not self.guard.allows():
+            return False
         self.optimizer.step()
         return True
+
+    def _given_gradients(self) -> list[Tensor]:
+        """What backward has left for this optimizer's parameters."""
+        return gradients.gradients(self.param_groups)
 
     # State and figures
 

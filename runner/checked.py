@@ -8,13 +8,14 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..optim.builder import build_optim_wrapper
+from ..optim.guard import skip_nonfinite
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from ..strategies.builder import build_strategy
 from . import checks
 from .hook_setup import build_hooks
-from .hooks import Hook
+from .hooks import Hook, NonFiniteHook
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         if checks.check_phase(mode, **parts):
             checks.check_evaluation(mode, *parts.values())
     hooks = build_hooks(given["default_hooks"], given["custom_hooks"], validates=validates)
+    if options.env_cfg.nonfinite == "ignore":
+        hooks = [(hook, priority) for hook, priority in hooks if not isinstance(hook, NonFiniteHook)]
     by_epoch = not trains or checks.train_loop_class(given["train_cfg"])[0].by_epoch
     checks.check_reporting(given["log_processor"], given["visualizer"], given["log_level"], by_epoch)
     strategy = build_strategy(
@@ -74,6 +77,8 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         compile=checks.check_compile(options),
     )
     if optim_wrapper is not None:
+        if options.env_cfg.nonfinite == "skip":
+            skip_nonfinite(optim_wrapper)
         strategy.check(checks.model_class(given["model"]), optim_wrapper)
     return Checked(options, strategy, optim_wrapper, hooks, trains, by_epoch)
 

@@ -80,6 +80,8 @@ class Environment(Config):
     """The process group."""
     resource_limit: PositiveInt = 4096
     """Open files that the process may have, at least."""
+    nonfinite: Literal["warn", "raise", "skip", "ignore"] = "warn"
+    """What happens when a loss or a gradient norm is NaN or infinite; see NonFiniteHook."""
 
 
 class Resume(Config):

@@ -59,7 +59,7 @@ class FlexibleRunner:
         auto_scale_lr: ``dict(base_batch_size=...)`` scales learning rates by the number of samples per update.
         param_scheduler: one or a list; for several optimizers a dict of them by the optimizer's name.
         default_hooks: changes to the default hooks by name: runtime_info, timer, sampler_seed, logger, param_scheduler,
-            checkpoint; None leaves one out.
+            nonfinite, checkpoint; None leaves one out.
         custom_hooks: further hooks.
         data_preprocessor: of a model that is given as a configuration, or has an attribute of this name.
         load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
@@ -67,7 +67,8 @@ class FlexibleRunner:
             ``dict(path=None, optimizer=True, param_scheduler=True, random=True, hooks=True, logs=True, data=True)`` says
             what of it is left out.
         launcher: who started the processes; None finds out.
-        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096)``.
+        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn")``; what
+            ``nonfinite`` may be, "warn", "raise", "skip" or "ignore", NonFiniteHook explains.
         log_processor: what log lines show.
         log_level: "INFO" and so on.
         visualizer: where scalars are kept: reporters, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``.

@@ -126,6 +126,30 @@ class Stepper:
                 outputs["grad_norm"] = info.grad_norm
         return outputs
 
+    def rehearse(self, batch: Any, optim: Any) -> None:
+        """Forward of a micro-batch once more, for whoever watches the model's parts.
+
+        Args:
+            batch: the micro-batch.
+            optim: what a model's own ``train_step`` gets, which must not update anything.
+        """
+        if self.custom_train:
+            self._custom_step(batch, optim)
+            return
+        with torch.no_grad(), self._autocast() if self._autocast else NOTHING:
+            self._losses(self.preprocess(batch, True))
+
+    def differentiate(self, window: list[Any]) -> bool:
+        """Forward and backward of a window without its update; False where both are one thing."""
+        if self._updates_itself:
+            return False
+        assert self.optim is not None
+        for i, batch in enumerate(window):
+            self.optim.begin(i, len(window))
+            with self._grad_sync(i + 1 == len(window)) if self._grad_sync else NOTHING:
+                self._micro_batch(batch, self.optim, 1 / len(window))
+        return True
+
     def _micro_batch(self, batch: Any, optim: Any, factor: float | None) -> dict[str, Tensor]:
         data = self.preprocess(batch, True)
         if self._autocast is None:

@@ -72,6 +72,7 @@ PUBLIC = {
     "FlexTrainError",
     "ConfigError",
     "LaunchError",
+    "NonFiniteError",
     "StrategyError",
     "CheckpointError",
 }

@@ -12,6 +12,7 @@ from .empty_cache import EmptyCacheHook
 from .hook import Hook
 from .iter_timer import IterTimerHook
 from .logger import LoggerHook
+from .nonfinite import NonFiniteHook
 from .param_scheduler import ParamSchedulerHook
 from .priority import Priority, get_priority
 from .profiler import ProfilerHook
@@ -25,6 +26,7 @@ DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "sampler_seed": {"type": "DistSamplerSeedHook"},
     "logger": {"type": "LoggerHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
+    "nonfinite": {"type": "NonFiniteHook"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
 """What runs unless ``default_hooks`` replaces an entry, or removes it with None."""
@@ -41,6 +43,7 @@ __all__ = [
     "HookDispatcher",
     "IterTimerHook",
     "LoggerHook",
+    "NonFiniteHook",
     "ParamSchedulerHook",
     "Priority",
     "ProfilerHook",

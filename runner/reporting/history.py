@@ -25,7 +25,7 @@ class HistoryBuffer:
         name: for messages.
     """
 
-    __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "name")
+    __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "averaged", "name")
 
     def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
         self.name = name
@@ -35,6 +35,8 @@ class HistoryBuffer:
         self._device = torch.device("cpu")  # of the last tensor
         self._local = 0  # how many of the values at the end are this rank's own, no means over the ranks yet
         self._read = 0  # how many were read in all
+        self.averaged: list[Any] = []
+        """This rank's own values, as they came, of which the last ``reduce`` has made means."""
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
         """Add one value; a tensor has one element, no graph behind it, and is not changed by anybody afterwards."""
@@ -56,6 +58,12 @@ class HistoryBuffer:
     def updates(self) -> int:
         """A number that grows with whatever is appended, and not with what is loaded."""
         return self._read + len(self._new)
+
+    def since(self, updates: int) -> list[Any]:
+        """The values that came after so many ``updates``, as far as they are kept; what nobody has read is still a tensor."""
+        new = self.updates - updates
+        values = [*self._values, *(entry[0] if type(entry) is tuple else entry for entry in self._new)]
+        return values[max(len(values) - new, 0) :] if new > 0 else []
 
     # Statistics
 
@@ -101,25 +109,37 @@ class HistoryBuffer:
 
     # Between devices and ranks
 
-    def reduce(self) -> None:
-        """Replace the values since the last call by their means over the ranks, unread; all ranks must call it."""
+    def reduce(self, beside: Sequence[Any] = ()) -> Tensor | None:
+        """Replace the values since the last call by their means over the ranks, unread; all ranks must call it.
+
+        Returns:
+            Of the numbers and tensors ``beside``, as many as a rank likes, what is finite if all of them on all ranks are;
+            None where nothing was averaged.
+        """
         if get_world_size() == 1:
-            return
+            return None
         counts = self._counts
         own: list[tuple[Any, int]] = []
         for _ in range(self._local):
             own.insert(0, (self._values.pop(), 1 if counts is None else counts.pop()))
+            self._read -= 1
         own += [entry if type(entry) is tuple else (entry, 1) for entry in self._new]
         if self._values.maxlen is not None:
             own = own[-self._values.maxlen :]  # whatever part of them this rank has read meanwhile, all send as many
+        self.averaged, total = [value for value, _ in own], None
         if own:
             # Where the tensors are, also on a rank that has read them: each kind of device has a back end of its own.
             device = next((value.device for value, _ in own if isinstance(value, Tensor)), self._device)
-            means = all_reduce(torch.stack([_as_float(value, device) for value, _ in own]), "mean")
+            sent = [_as_float(value, device) for value, _ in own]
+            sent.append(
+                torch.stack([_as_float(value, device) for value in beside]).sum() if beside else sent[0].new_zeros(())
+            )
+            *means, total = all_reduce(torch.stack(sent), "mean").unbind()
             self._new.clear()
-            for mean, (_, count) in zip(means.unbind(), own, strict=True):
+            for mean, (_, count) in zip(means, own, strict=True):
                 self.append(mean, count)
         self._local = -len(self._new)  # they will be read, and then none is this rank's own
+        return total
 
     def _take(self) -> list[Any]:
         """What is new, to be read and given to ``_settle``; its counts are settled here."""

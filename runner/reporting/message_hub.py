@@ -32,6 +32,12 @@ class MessageHub:
         self._info: dict[str, Any] = {}
         self._computed: dict[str, Callable[[], Any]] = {}
         self._not_resumed: set[str] = set()
+        self.readings = 0
+        """How often the figures of training were read on all ranks together, for a log line."""
+        self.beside: Callable[[], Sequence[Any]] | None = None
+        """Gives what is to be looked at together when losses are averaged; see ``Witness``."""
+        self.verdict = HistoryBuffer(1, "verdict")
+        """Of what was ``beside``, a number that is finite if all of it was, on all ranks."""
 
     @property
     def log_scalars(self) -> Mapping[str, HistoryBuffer]:
@@ -125,9 +131,13 @@ class MessageHub:
             reduce: a key whose new values become their means over the ranks; then every rank must call this, after the
                 same number of updates of that key.
         """
-        if reduce in self._scalars:
-            self._scalars[reduce].reduce()
-        fetch([buffer for key, buffer in self._scalars.items() if key.startswith(prefix)])
+        if reduce is not None:
+            self.readings += 1
+            if reduce in self._scalars:
+                verdict = self._scalars[reduce].reduce(self.beside() if self.beside else ())
+                if verdict is not None:
+                    self.verdict.append(verdict)
+        fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))])
 
     def state_dict(self) -> dict[str, Any]:
         """Scalars and facts as values that JSON can hold; other facts are left out."""

@@ -30,12 +30,14 @@ class Request:
         max_norm: largest total gradient norm; 0 is no clipping.
         accumulate: micro-batches per update.
         loss_scaling: DeepSpeed's keys for float16.
+        skips: whether an update that is not finite is left out, which float16 and float32 do anyway.
     """
 
     dtype: torch.dtype
     max_norm: float
     accumulate: int
     loss_scaling: dict[str, Any]
+    skips: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -63,7 +65,8 @@ def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.d
             f"INF_NAN_MODE_ENABLE=1 where the chip has that, or use bfloat16: {WHERE}.bf16=dict(enabled=True)"
         )
     scaling = _loss_scaling(config, optim) if dtype is torch.float16 else {}
-    return Request(dtype, _max_norm(config, optim), _accumulate(config, optim), scaling)
+    skips = optim is not None and optim.guard is not None
+    return Request(dtype, _max_norm(config, optim), _accumulate(config, optim), scaling, skips)
 
 
 def _dtype(config: DeepSpeedConfig, optim: OptimWrapper | None) -> torch.dtype:
@@ -187,7 +190,10 @@ def engine_config(
         "train_batch_size": micro * world_size,
         # The default went from 0 to 1.0 in DeepSpeed 0.19.3.
         "gradient_clipping": request.max_norm if stage else 0.0,
-        "bf16": {"enabled": request.dtype is torch.bfloat16, "check_grad_overflow": bf16.check_grad_overflow},
+        "bf16": {
+            "enabled": request.dtype is torch.bfloat16,
+            "check_grad_overflow": bf16.check_grad_overflow or request.skips,
+        },
         "fp16": {"enabled": request.dtype is torch.float16, **request.loss_scaling},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,

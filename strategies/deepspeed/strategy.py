@@ -141,6 +141,12 @@ class DeepSpeedStrategy(Strategy):
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
         """See Strategy."""
         check_wrapper(optim)
+        skips = any(wrapper.guard is not None for wrapper in optim.wrappers.values())
+        if skips and self.config.zero_optimization.stage == 0:
+            raise StrategyError(
+                'env_cfg.nonfinite: "skip" is not possible with strategy.zero_optimization.stage=0, whose engine updates with '
+                "whatever it has; choose stage 1, 2 or 3"
+            )
         if model is not None:
             self._check_model(model)
 

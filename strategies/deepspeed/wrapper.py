@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -96,7 +97,9 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._norm = gradients.clip_by_norm(grads, float(self.clip_grad.max_norm))
 
     def backward(self, loss: Tensor) -> None:
-        """See OptimWrapper; a loss scale is the engine's."""
+        """See OptimWrapper; a loss scale is the engine's, and so is leaving out what is not finite."""
+        if self.guard is not None:
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         if self._marks_boundary:
             self._engine.set_gradient_accumulation_boundary(self.should_sync())
         self._engine.backward(loss)

@@ -14,29 +14,12 @@ from torch import Tensor, nn
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.cli import main
-from flextrain.core.checkpoint import is_marked
 
 from .conftest import Scores
+from .nonfinite import Poison, saved
 from .training import Net, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-class Poison(Hook):
-    """Puts a value into the model after an update, before anything is saved; and takes it out again."""
-
-    def __init__(self, at: int, name: str = "net.0.weight", value: float = math.nan, until: int = 10**9) -> None:
-        self.at, self.name, self.value, self.until = at, name, value, until
-
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        tensor = dict(runner.strategy.module.state_dict(keep_vars=True))[self.name].detach()
-        if runner.iter + 1 == self.at:
-            tensor.view(-1)[0] = self.value
-        if runner.iter + 1 == self.until:
-            for parameter in runner.strategy.module.parameters():
-                parameter.detach().fill_(0.1)
-            for state in runner.optim_wrapper.optimizer.state.values():
-                state.clear()
 
 
 def by_iter(folder: Path, *hooks: Hook, iters: int = 20, **options: Any) -> FlexibleRunner:
@@ -48,11 +31,6 @@ def by_iter(folder: Path, *hooks: Hook, iters: int = 20, **options: Any) -> Flex
         custom_hooks=list(hooks),
     )
     return make_runner(folder, **{**changes, **options})
-
-
-def saved(folder: Path) -> dict[str, bool]:
-    """The checkpoints, and whether each is marked."""
-    return {path.parent.name: is_marked(path.parent) for path in sorted(folder.glob("*/manifest.json"))}
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -1,0 +1,194 @@
+"""NonFiniteHook: a loss or a gradient norm that is NaN or infinite does not go by without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...core.checkpoint import find_latest, what_is_not_finite
+from ...core.distributed import all_gather_object, get_rank
+from ...core.errors import CheckpointError, ConfigError, NonFiniteError
+from ...core.registry import HOOKS
+from ..finite import nonfinite_weights, own_nonfinite
+from ..origin import find_origin
+from ..reporting.message_hub import AVERAGED
+from ..reporting.witness import Finding, Look, Witness
+from .hook import Hook
+from .logger import LoggerHook
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+_QUIET_LOOKS = 10
+_LEFT_OUT = "such updates are left out"
+_ADVICE = 'env_cfg=dict(nonfinite="raise") names the module where it begins'
+
+
+@HOOKS.register_module()
+class NonFiniteHook(Hook):
+    """Notices a loss or gradient norm that is NaN or infinite, when the figures are read for a log line.
+
+    Nothing else is read from the device, so what was wrong is noticed at the next line, and the line's iterations and ranks
+    are told apart then. What happens is ``env_cfg=dict(nonfinite=...)``:
+
+    - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite by then; more
+      are written after 10, 100, ... lines with such figures, and one when they are finite again.
+    - "raise": NonFiniteError on every rank. It names the first module whose output is not finite when the last batch is run
+      again; or, once weights are not finite, the first module that has such.
+    - "skip": an update whose loss or gradients are not finite is left out, on all ranks alike, as one that loss scaling
+      cancels: weights, moments, schedules and averages stay. The host waits for the device at every update to know it.
+      Running statistics of normalisation are not protected. Refused with an OptimWrapper that defines ``step`` or
+      ``backward`` anew, and with stage 0 of DeepSpeed.
+    - "ignore": nothing.
+
+    Under loss scaling gradients may be infinite, and only losses count.
+
+    Args:
+        interval: iterations between two looks where there is no LoggerHook.
+    """
+
+    priority = "LOW"  # after the logger has read the figures, before checkpoints are saved
+
+    def __init__(self, interval: int = 50) -> None:
+        if interval < 1:
+            raise ConfigError(f"NonFiniteHook.interval: {interval} is not allowed, give 1 or more")
+        self.interval = interval
+        self._episode = _Episode()
+        self._witness: Witness | None = None
+        self._batch: Any = None
+        self._raises = self._skips = False
+        self._readings, self._waited, self._patience = 0, 0, 0
+        self._bad_look: Look | None = None
+        self._left_out = 0
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        """Look at what comes from now on."""
+        action = runner.options.env_cfg.nonfinite
+        self._raises, self._skips = action == "raise", action == "skip"
+        has_lines = any(isinstance(hook, LoggerHook) for hook in runner.hooks)
+        self._patience = 0 if has_lines else self.interval
+        self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
+        self._left_out = _left_out(runner)
+        scales = runner.strategy.precision.loss_scale is not None
+        self._witness = Witness(runner.message_hub, runner.iter, norms=not scales)
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Look, if the figures have been read."""
+        self._waited += 1
+        if self._raises:
+            self._batch = data_batch
+        if self._waited == self._patience:
+            runner.message_hub.fetch("train/", reduce=AVERAGED)
+        if runner.message_hub.readings != self._readings:
+            self._look(runner, runner.iter + 1)
+
+    def after_train(self, runner: FlexibleRunner) -> None:
+        """Look at the end, and say so if it is a bad one."""
+        if self._waited:
+            runner.message_hub.fetch("train/", reduce=AVERAGED)
+            self._look(runner, runner.iter)
+        if self._bad_look is not None:
+            names = nonfinite_weights(runner) if self._bad_look.is_agreed else own_nonfinite(runner)
+            if names:
+                where = what_is_not_finite(names, "parameter")
+                runner.logger.error(f"Training ended with NaN or infinity in {where}; {_last_good(runner)}")
+        self._batch = None
+
+    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+        """Let go of the batch."""
+        self._batch = None
+
+    def _look(self, runner: FlexibleRunner, iteration: int) -> None:
+        assert self._witness is not None, "before_train makes it"
+        self._readings, self._waited = runner.message_hub.readings, 0
+        look = self._witness.look(iteration)
+        self._bad_look = look if look.is_bad else None
+        left_out, self._left_out = _left_out(runner) - self._left_out, _left_out(runner)
+        if look.is_bad:
+            if self._raises or self._episode.goes_on():
+                self._report(runner, look, iteration)
+        elif left_out:  # no loss, and no norm was computed for the log
+            if self._episode.goes_on():
+                what = f"{left_out} of the last {look.iterations} updates had gradients that are not finite"
+                runner.logger.warning(f"Iteration {iteration}: {what}; {_LEFT_OUT}")
+        elif self._episode.passes():
+            runner.logger.warning(f"Iteration {iteration}: losses and gradient norms are finite again")
+
+    def _report(self, runner: FlexibleRunner, look: Look, iteration: int) -> None:
+        own = (look.own, own_nonfinite(runner))
+        by_rank = all_gather_object(own) if look.is_agreed else [own]
+        findings = [found for found, _ in by_rank]
+        weights = sorted({name for _, names in by_rank for name in names})
+        ranks = range(runner.world_size) if look.is_agreed else [get_rank()]
+        what = "; ".join(_in_words(findings, ranks, look, iteration))
+        if self._raises:
+            origin = find_origin(runner, self._batch) if look.is_agreed else _ADVICE
+            raise NonFiniteError(f"{what}; {origin}")
+        state = (
+            f"NaN or infinity in {what_is_not_finite(weights, 'parameter')}" if weights else "all weights are finite"
+        )
+        advice = _LEFT_OUT if self._skips else _ADVICE
+        runner.logger.warning(f"{what}; {state}; {advice}")
+
+
+def _left_out(runner: FlexibleRunner) -> int:
+    """How many updates the guards have not let through."""
+    wrappers = runner.optim_wrapper.wrappers.values() if runner.optim_wrapper else ()
+    return sum(wrapper.guard.left_out for wrapper in wrappers if wrapper.guard is not None)
+
+
+class _Episode:
+    """How often to say that it goes on: after 1, 10, 100, ... bad looks, until ten in a row were good."""
+
+    def __init__(self) -> None:
+        self._bad, self._good, self._next, self._is_told = 0, 0, 1, False
+
+    def goes_on(self) -> bool:
+        """Note a bad look; whether to say so."""
+        self._bad, self._good = self._bad + 1, 0
+        if self._bad < self._next:
+            return False
+        self._next, self._is_told = self._next * 10, True
+        return True
+
+    def passes(self) -> bool:
+        """Note a good look; whether to say so."""
+        self._good += 1
+        if self._good >= _QUIET_LOOKS:
+            self._bad, self._next = 0, 1
+        is_told, self._is_told = self._is_told, False
+        return is_told
+
+
+def _in_words(findings: Sequence[Sequence[Finding]], ranks: Sequence[int], look: Look, iteration: int) -> Iterator[str]:
+    """What was first not finite, where; and how often it was."""
+    bad = {finding.iteration for found in findings for finding in found}
+    if not bad:  # the sum over the ranks is too large for its digits
+        yield f"Iteration {iteration}: the mean of the loss over the ranks is not finite"
+        return
+    first = min(bad)
+    on_ranks: dict[str, list[int]] = {}
+    for rank, found in zip(ranks, findings, strict=True):
+        for finding in found:
+            if finding.iteration == first:
+                on_ranks.setdefault(f"{finding.name} is {finding.value}", []).append(rank)
+    several = len(ranks) > 1 or ranks[0] > 0
+    parts = [f"{what} on rank {', '.join(map(str, where))}" if several else what for what, where in on_ranks.items()]
+    before = " or before" if look.forgotten and first == iteration - look.iterations + look.forgotten + 1 else ""
+    yield f"Iteration {first}{before}: {', '.join(parts)}"
+    if len(bad) > 1:
+        yield f"likewise in {len(bad)} of the last {look.iterations} iterations"
+
+
+def _last_good(runner: FlexibleRunner) -> str:
+    try:
+        found = find_latest(runner.checkpoint_dir)
+    except CheckpointError as error:
+        return str(error)
+    return f"the newest checkpoint with finite weights is {found.name}" if found else "no finite checkpoint was saved"
