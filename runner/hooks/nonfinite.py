@@ -68,7 +68,7 @@ class NonFiniteHook(Hook):
         has_lines = any(isinstance(hook, LoggerHook) for hook in runner.hooks)
         self._patience = 0 if has_lines else self.interval
         self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
-        self._left_out = _left_out(runner)
+        self._left_out = _left_out(runner) if self._skips else 0
         scales = runner.strategy.precision.loss_scale is not None
         self._witness = Witness(runner.message_hub, runner.iter, norms=not scales)
 
@@ -109,7 +109,8 @@ class NonFiniteHook(Hook):
         self._readings, self._waited = runner.message_hub.readings, 0
         look = self._witness.look(iteration)
         self._bad_look = look if look.is_bad else None
-        left_out, self._left_out = _left_out(runner) - self._left_out, _left_out(runner)
+        before, self._left_out = self._left_out, _left_out(runner) if self._skips else 0
+        left_out = self._left_out - before
         if look.is_bad:
             if self._raises or self._episode.goes_on():
                 self._report(runner, look, iteration)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -59,11 +59,10 @@ class HistoryBuffer:
         """A number that grows with whatever is appended, and not with what is loaded."""
         return self._read + len(self._new)
 
-    def since(self, updates: int) -> list[Any]:
-        """The values that came after so many ``updates``, as far as they are kept; what nobody has read is still a tensor."""
-        new = self.updates - updates
-        values = [*self._values, *(entry[0] if type(entry) is tuple else entry for entry in self._new)]
-        return values[max(len(values) - new, 0) :] if new > 0 else []
+    def newest(self, count: int) -> list[Any]:
+        """The last ``count`` values, newest first, as far as they are kept; what nobody has read is still a tensor."""
+        unread = (entry[0] if type(entry) is tuple else entry for entry in reversed(self._new))
+        return list(islice(chain(unread, reversed(self._values)), count))
 
     # Statistics
 

@@ -39,6 +39,18 @@ class Look:
     """How many of the first of them are not kept any more."""
 
 
+@dataclass
+class _Watched:
+    key: str
+    history: HistoryBuffer
+    seen: int = 0
+    """Updates of it at the last look."""
+
+    def new(self) -> list[Any]:
+        """What came since, newest first."""
+        return self.history.newest(self.history.updates - self.seen)
+
+
 class Witness:
     """Looks at what the message hub has of losses and gradient norms, once that was read for a log line.
 
@@ -54,7 +66,10 @@ class Witness:
     def __init__(self, hub: MessageHub, iteration: int, norms: bool) -> None:
         self._hub, self._iteration = hub, iteration
         self._names = re.compile("loss|grad_norm" if norms else "loss")
-        self._seen = {key: history.updates for key, history in self._histories()}
+        self._watched: list[_Watched] = []
+        self._size = 0
+        for watched in self._all():
+            watched.seen = watched.history.updates
         hub.beside = self._others
 
     def look(self, iteration: int) -> Look:
@@ -62,35 +77,38 @@ class Witness:
         hub, several = self._hub, get_world_size() > 1
         own: list[Finding] = []
         is_agreed, is_bad, kept = not several, False, 0
-        for key, history in self._histories():
-            values = history.since(self._seen.get(key, 0))
+        for watched in self._all():
+            values = watched.new()
+            watched.seen = watched.history.updates
             kept = max(kept, len(values))
-            if several and key == AVERAGED:
+            if several and watched.key == AVERAGED:
                 is_agreed = True
                 is_bad = bool(values) and not all(map(math.isfinite, (*map(float, values), hub.verdict.current())))
-                values = history.averaged if is_bad else []
-            own += self._not_finite(key.removeprefix(_PREFIX), values, iteration)
-        count = iteration - self._iteration
-        self._iteration, self._seen = iteration, {key: history.updates for key, history in self._histories()}
+                values = watched.history.averaged[::-1] if is_bad else []
+            own += self._not_finite(watched.key.removeprefix(_PREFIX), values, iteration)
+        count, self._iteration = iteration - self._iteration, iteration
         if not (several and is_agreed):
             is_bad = bool(own)
         return Look(is_bad, is_agreed, tuple(sorted(own, key=_as_told)) if is_bad else (), count, count - kept)
 
-    def _histories(self) -> Iterator[tuple[str, HistoryBuffer]]:
-        for key, history in self._hub.log_scalars.items():
-            if key.startswith(_PREFIX) and self._names.search(key):
-                yield key, history
+    def _all(self) -> list[_Watched]:
+        """The histories to look at, sorted out anew when there are more."""
+        scalars = self._hub.log_scalars
+        if len(scalars) != self._size:
+            known = {watched.key for watched in self._watched}
+            self._size = len(scalars)
+            self._watched += [
+                _Watched(key, history)
+                for key, history in scalars.items()
+                if key not in known and key.startswith(_PREFIX) and self._names.search(key)
+            ]
+        return self._watched
 
     def _others(self) -> list[Any]:
-        return [
-            value
-            for key, history in self._histories()
-            if key != AVERAGED
-            for value in history.since(self._seen.get(key, 0))
-        ]
+        return [value for watched in self._all() if watched.key != AVERAGED for value in watched.new()]
 
     def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[Finding]:
-        for back, value in enumerate(reversed(values)):
+        for back, value in enumerate(values):
             if not math.isfinite(number := float(value)):
                 yield Finding(iteration - back, name, number)
 

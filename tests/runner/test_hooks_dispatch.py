@@ -157,9 +157,12 @@ def test_default_hooks_run_in_mmengines_order(new_run: Callable[..., FlexibleRun
         "DistSamplerSeedHook",
         "LoggerHook",
         "ParamSchedulerHook",
+        "NonFiniteHook",
         "CheckpointHook",
     ]
-    assert list(DEFAULT_HOOKS) == ["runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint"]
+    assert list(DEFAULT_HOOKS) == [
+        "runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "nonfinite", "checkpoint"
+    ]  # fmt: skip
 
 
 def test_points_come_in_mmengines_order_with_mmengines_counters(new_run: Callable[..., FlexibleRunner]) -> None:
