@@ -216,9 +216,10 @@ class Stream(IterableDataset[int]):
     [
         (dict(dataset=Stream(), batch_size=1), "train_dataloader.dataset: an IterableDataset splits itself"),
         (dict(dataset=Noisy(), batch_size=None), "train_dataloader.batch_size: None makes no batches"),
+        (lambda: [torch.zeros(2)], "train_dataloader: verify divides batches by their samplers"),
     ],
 )
-def test_data_that_cannot_be_divided(cfg: dict[str, Any], message: str) -> None:
+def test_data_that_cannot_be_divided(cfg: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         epoch(cfg)
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.errors import ConfigError
 from ..runner.data import build_dataloader
+from ..runner.loaders import goes_its_own_way, name_of
 from ..runner.samplers import RandomStream
 
 WHERE = "train_dataloader"
@@ -32,6 +33,8 @@ def shared_loader(
         ConfigError: the data cannot be divided.
     """
     single = build_dataloader(cfg, training=True, seed=seed, shard=(0, 1), where=WHERE, logger=logger)
+    if goes_its_own_way(single):
+        raise ConfigError(f"{WHERE}: verify divides batches by their samplers, and {name_of(single)} makes its own")
     if isinstance(single.dataset, IterableDataset):
         raise ConfigError(f"{WHERE}.dataset: an IterableDataset splits itself, verify needs one with a length")
     if single.batch_sampler is None:
