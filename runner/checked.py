@@ -37,6 +37,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         ConfigError: naming the first that is wrong.
     """
     options = checks.check_options({key: given[key] for key in checks.FixedOptions.model_fields})
+    checks.check_cfg(options.cfg)
     if given["default_scope"] not in (None, "flextrain", "mmengine"):
         raise ConfigError(
             f'default_scope: "{given["default_scope"]}" has no meaning, registries have no scopes; leave it out'

@@ -174,6 +174,25 @@ def _is_there(path: str | Path) -> bool:
         raise ConfigError(str(error)) from None
 
 
+_WRAPPING = "give strategy=dict(type=..., {})"
+_IN_CFG = {
+    "model_wrapper_cfg": _WRAPPING.format("model_wrapper=dict(...)"),
+    "find_unused_parameters": _WRAPPING.format("find_unused_parameters=True"),
+    "sync_bn": _WRAPPING.format('sync_bn="torch"'),
+    "activation_checkpointing": "give strategy=dict(type=..., activation_checkpointing=dict(classes=[...]))",
+    "efficient_conv_bn_eval": "there is no such thing here; leave it out",
+    "detect_anomalous_params": "there is no such thing here; leave it out",
+}
+"""What MMEngine's runners take from ``cfg``."""
+
+
+def check_cfg(cfg: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for what MMEngine would take from ``cfg``, where this runner takes nothing but ``compile``."""
+    for key, instead in _IN_CFG.items():
+        if cfg is not None and cfg.get(key):
+            raise ConfigError(f"cfg.{key}: has no effect, cfg is kept for the record; {instead}")
+
+
 _LOADING = "runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
 ELSEWHERE = {"strict": _LOADING, "revise_keys": _LOADING}
 """What is no argument of a runner, and what to call instead."""

@@ -71,11 +71,12 @@ class FlexibleRunner:
             ``nonfinite`` may be, "warn", "raise", "skip" or "ignore", NonFiniteHook explains.
         log_processor: what log lines show.
         log_level: "INFO" and so on.
-        visualizer: where scalars are kept: reporters, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``.
+        visualizer: where scalars are kept: reporters, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON
+            lines are always written, unless the list is empty or the dict says ``json_lines=False``.
         default_scope: None or "flextrain"; registries have no scopes.
         randomness: ``dict(seed=None, diff_rank_seed=False, deterministic=False)``.
         compile: True or arguments of ``torch.compile``; also as ``cfg=dict(compile=...)``.
-        cfg: the whole configuration, for the record.
+        cfg: the whole configuration, for the record; of what MMEngine takes from there, only ``compile`` is.
 
     Raises:
         ConfigError: anything that can be known to be wrong before a process group or a model exists.

@@ -9,6 +9,7 @@ from typing import Any
 from ...core.config import Config, validate
 from ...core.errors import ConfigError
 from ...core.registry import REPORTERS
+from .jsonl import JsonLinesReporter
 from .reporter import Reporter
 
 
@@ -20,7 +21,9 @@ class VisualizerConfig(Config):
     name: str | None = None
     """Accepted and not needed: nothing looks a visualizer up by name."""
     vis_backends: list[Any] | None = None
-    """Configurations of reporters; None: JSON lines."""
+    """Configurations of reporters; an empty list: none."""
+    json_lines: bool = True
+    """Write JSON lines too, where ``vis_backends`` has others only."""
     save_dir: str | None = None
     """Folder for what reporters write."""
 
@@ -30,13 +33,13 @@ def build_reporters(visualizer: Any = None, save_dir: str | Path = "vis_data") -
 
     Args:
         visualizer: ``dict(type='Visualizer', vis_backends=[...])`` as in MMEngine, a list of reporters or their
-            configurations, or None for JSON lines.
+            configurations. JSON lines are written beside them, unless the list is empty or ``json_lines=False``.
         save_dir: folder for reporters that are not told another.
 
     Raises:
         ConfigError: a wrong configuration, or a package that is not installed.
     """
-    where = "visualizer"
+    where, json_lines = "visualizer", True
     if isinstance(visualizer, Mapping):
         kind = visualizer.get("type", "Visualizer")
         if kind != "Visualizer":
@@ -46,12 +49,18 @@ def build_reporters(visualizer: Any = None, save_dir: str | Path = "vis_data") -
         else:
             config = validate(VisualizerConfig, visualizer, where)
             visualizer, where = config.vis_backends, "visualizer.vis_backends"
+            json_lines = config.json_lines
+            if visualizer is None and not json_lines:
+                visualizer = []
             save_dir = config.save_dir or save_dir
     if visualizer is None:
         visualizer = [{"type": "JsonLinesReporter"}]
     if not isinstance(visualizer, (list, tuple)):
         raise ConfigError(f"visualizer: {visualizer!r} is not allowed, give a dict, a list of reporters, or None")
-    return [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(visualizer)]
+    reporters = [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(visualizer)]
+    if reporters and json_lines and not any(isinstance(reporter, JsonLinesReporter) for reporter in reporters):
+        reporters.append(JsonLinesReporter(save_dir))
+    return reporters
 
 
 def _build(cfg: Any, where: str, save_dir: str | Path) -> Reporter:

@@ -511,6 +511,12 @@ TWO_HOMES = [
     case("compile", True, "disagrees with cfg.compile=False", cfg=dict(compile=False)),
     case("strategy.compile", True, "disagrees with compile=False", compile=False),
     case("cfg", dict(compile="yes"), "is not allowed", "cfg.compile"),
+    case(
+        "cfg", dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel")), "model_wrapper=", "cfg.model_wrapper_cfg"
+    ),
+    case("cfg", dict(find_unused_parameters=True), "has no effect", "cfg.find_unused_parameters"),
+    case("cfg", dict(sync_bn="torch"), 'give strategy=dict(type=..., sync_bn="torch")', "cfg.sync_bn"),
+    case("cfg", dict(activation_checkpointing=["net"]), "has no effect", "cfg.activation_checkpointing"),
     case("launcher", "mpi", "disagrees", "strategy.launcher", strategy=dict(type="DDPStrategy", launcher="pytorch")),
     case("launcher", "pytorch", "the strategy is already built", strategy=SingleDeviceStrategy()),
     case("strategy.timeout_s", 5, "disagrees", env_cfg=dict(dist_cfg=dict(timeout=10))),

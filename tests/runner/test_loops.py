@@ -81,6 +81,16 @@ def test_the_order_in_iterations(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_epochs_in_iterations_are_passes_over_the_data(tmp_path: Path) -> None:
+    """Not as in MMEngine, where the whole training is epoch 0 of 1."""
+    seen = Recorder()
+    cfg = dict(by_epoch=False, max_iters=5)
+    runner = make_runner(tmp_path, train_dataloader=loader(8), train_cfg=cfg, custom_hooks=[seen])
+    runner.train()
+    assert [epoch for point, epoch, _ in seen.calls if point == "before_train_iter"] == [0, 0, 1, 1, 2]
+    assert (runner.epoch, runner.max_epochs) == (2, 3)
+
+
 def test_an_exception_is_told_to_the_hooks(tmp_path: Path) -> None:
     class Fails(nn.Module):
         def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:

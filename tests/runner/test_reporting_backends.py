@@ -198,9 +198,22 @@ def test_configurations_of_mmengine_and_of_our_own(tmp_path: Path) -> None:
     assert kinds({**both, "save_dir": str(tmp_path / "other")})[0] == ("JsonLinesReporter", "other")
     assert kinds({"type": "JsonLinesReporter"}) == json_lines
     assert kinds([{"type": "JsonLinesReporter", "save_dir": str(tmp_path / "own")}]) == [("JsonLinesReporter", "own")]
-    assert kinds([]) == []
     mine = JsonLinesReporter(tmp_path)
     assert build_reporters([mine]) == [mine]
+
+
+def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
+    """Unless they are left out by name: whoever adds TensorBoard has not asked for that."""
+
+    def kinds(given: Any) -> list[str]:
+        return [type(reporter).__name__ for reporter in build_reporters(given, tmp_path)]
+
+    board = [dict(type="TensorboardVisBackend")]
+    assert kinds(board) == kinds(board[0]) == ["TensorboardReporter", "JsonLinesReporter"]
+    assert kinds(dict(type="Visualizer", vis_backends=board)) == ["TensorboardReporter", "JsonLinesReporter"]
+    assert kinds([*board, "LocalVisBackend"]) == ["TensorboardReporter", "JsonLinesReporter"]
+    assert kinds(dict(type="Visualizer", vis_backends=board, json_lines=False)) == ["TensorboardReporter"]
+    assert kinds([]) == kinds(dict(vis_backends=[])) == kinds(dict(json_lines=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -256,7 +269,7 @@ def test_a_third_party_reporter_needs_one_method(tmp_path: Path) -> None:
         def on_scalars(self, scalars: Any, step: int, mode: str) -> None:
             self.last = (scalars, step, mode)
 
-    (reporter,) = build_reporters([{"type": Mine}], tmp_path)
+    reporter, _ = build_reporters([{"type": Mine}], tmp_path)
     assert isinstance(reporter, Mine)
     reporter.on_start({})
     reporter.on_scalars({"loss": 1.0}, 1, "train")
