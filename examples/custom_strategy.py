@@ -54,4 +54,5 @@ if __name__ == "__main__":
         val_dataloader=dataloader(val_set, batch_size=32, num_workers=0, shuffle=False),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
+        default_hooks=dict(checkpoint=dict(overwrite=True)),
     ).train()

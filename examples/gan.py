@@ -101,7 +101,7 @@ def main() -> None:
         train_dataloader=dataloader(train_set, batch_size=64, num_workers=0, shuffle=True),
         optim_wrapper=dict(generator=dict(optimizer=adam), discriminator=dict(optimizer=adam)),
         train_cfg=dict(by_epoch=True, max_epochs=arguments.epochs),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=20, max_keep_ckpts=1)),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=20, max_keep_ckpts=1, overwrite=True)),
         custom_hooks=[dict(type=SampleHook, interval=max(1, arguments.epochs // 5))],
         randomness=dict(seed=0),
     ).train()

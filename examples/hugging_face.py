@@ -90,7 +90,9 @@ def main() -> None:
         val_dataloader=dataloader(train=False),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=arguments.max_iters)),
+        default_hooks=dict(
+            checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=arguments.max_iters, overwrite=True)
+        ),
         randomness=dict(seed=0),
     ).train()
 

@@ -325,7 +325,7 @@ def main() -> None:
         val_evaluator=dict(type=BytesLoss),
         default_hooks=dict(
             logger=dict(type="LoggerHook", interval=LOG_INTERVAL),
-            checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=steps),
+            checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=steps, overwrite=True),
         ),
         custom_hooks=[throughput],
         randomness=dict(seed=arguments.seed),

@@ -206,6 +206,7 @@ def main() -> None:
         val_dataloader=dataloader(val_set, arguments.batch_size, arguments.num_workers, shuffle=False),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
+        default_hooks=dict(checkpoint=dict(overwrite=True)),  # of the run before, when this one does not resume
         randomness=dict(seed=arguments.seed),
         compile=arguments.compile,
         resume=arguments.resume,

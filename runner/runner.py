@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from .checked import check_everything
 from .data import build_dataloader
 from .ending import say_how_it_ended, terminable
 from .eval_loops import EvalLoop
+from .folders import new_log_folder, occupied
 from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
 from .loaders import Batches, batch_size
@@ -128,7 +128,7 @@ class FlexibleRunner:
         check_agreement(given, checked)
         self.work_dir = str(Path(work_dir).absolute())
         make_writable(Path(self.work_dir), "work_dir")
-        self.timestamp: str = broadcast_object(time.strftime("%Y%m%d_%H%M%S"))
+        self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
         self.log_dir = str(Path(self.work_dir) / self.timestamp)
         self.logger = setup_logger(log_level, Path(self.log_dir) / f"{self.timestamp}.log", self.rank)
@@ -309,7 +309,7 @@ class FlexibleRunner:
         loop = self.train_loop
         self._setup_model()
         self._setup_schedulers()
-        with self._running():
+        with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
             self._load_or_resume()
             self._say_if_done()
             loop.run()

@@ -7,7 +7,7 @@ from .export import export_weights
 from .flat_shard import FlatShard
 from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .marked import is_marked, passed_over, what_is_not_finite
-from .places import make_writable, place
+from .places import is_local, make_writable, place
 from .saving import PendingSave, Staging, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights
 
@@ -20,6 +20,7 @@ __all__ = [
     "export_weights",
     "find_latest",
     "is_checkpoint",
+    "is_local",
     "is_marked",
     "make_writable",
     "mark_latest",

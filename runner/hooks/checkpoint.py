@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class CheckpointHook(Hook):
 
     Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. One is
     deleted only after its successor is complete, and never while ``latest`` names it. What other runs left in the folder
-    is not touched, unless a checkpoint takes the same name.
+    is not touched; where a checkpoint would take the same name, training does not begin, unless ``overwrite`` allows it.
 
     One whose weights, averages or optimizer hold NaN or infinity is marked: ``latest`` stays where it was, it is never the
     best, it does not count in ``max_keep_ckpts``, which keeps the newest of such beside the good ones.
@@ -53,6 +54,8 @@ class CheckpointHook(Hook):
         max_keep_ckpts: how many of the newest to keep; -1: all.
         keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
         async_save: write in the background.
+        overwrite: replace checkpoints of another run that are in the way. Without it training from the beginning is refused
+            where there are some, before the first update.
         verify: read what was written, and compare it with its checksum, before a checkpoint counts as complete.
         save_last: save when training ends, whatever the interval.
         save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
@@ -86,6 +89,7 @@ class CheckpointHook(Hook):
         keep_every: int = -1,
         async_save: bool = False,
         verify: bool = False,
+        overwrite: bool = False,
     ) -> None:
         where = "CheckpointHook"
         refuse(where, file_client_args=file_client_args, backend_args=backend_args, published_keys=published_keys)
@@ -107,6 +111,7 @@ class CheckpointHook(Hook):
         self.keep_every = keep_every
         self.async_save = async_save
         self.verify = verify
+        self.overwrite = overwrite
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
@@ -145,7 +150,7 @@ class CheckpointHook(Hook):
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0:
-            self._warn_of_others(runner)
+            self._keep_others(runner)
         if self._kept:
             # One that is resumed from did not know, when it was saved, what is written in the end.
             is_bad: bool = broadcast_object(is_marked(self._path(runner, self._kept[-1])))
@@ -302,17 +307,35 @@ class CheckpointHook(Hook):
                 runner.logger.warning("Checkpoint %s could not be deleted: %s", path, error)
         return True
 
-    def _warn_of_others(self, runner: FlexibleRunner) -> None:
-        """Nothing that another run has left is replaced without a word."""
+    def _keep_others(self, runner: FlexibleRunner) -> None:
+        """Raise ConfigError if checkpoints of another run would be replaced and nobody has agreed to that.
+
+        A run that was to be resumed, and found nothing to begin with, goes on with what is its own.
+        """
         folder = self.out_dir(runner)
-        others = sorted(path.name for path in folder.glob(self.filename_tmpl.format("*")) if is_checkpoint(path))
-        if others:
-            runner.logger.warning(
-                "%s holds checkpoints of another run (%s), and those of the same names will be replaced; resume=True "
-                "continues that run, another work_dir keeps it",
-                folder,
-                ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
+        names = broadcast_object(self._in_the_way(runner, folder) if runner.rank == 0 else [])
+        if not names:
+            return
+        found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        if not self.overwrite and runner.options.resume_options is None:
+            raise ConfigError(
+                f"work_dir: {folder} holds checkpoints of another run ({found}), which this one would replace; resume=True "
+                "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
+                "replaces it"
             )
+        runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
+
+    def _in_the_way(self, runner: FlexibleRunner, folder: Path) -> list[str]:
+        """The checkpoints that are there under names which this run comes to."""
+        last = runner.max_epochs if self.by_epoch else runner.max_iters
+        before, after = self.filename_tmpl.split("{}")
+        name = re.compile(rf"(?:best_.+_)?{re.escape(before)}(\d+){re.escape(after)}")
+        patterns = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
+        patterns += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []
+        found = {path.name: path for pattern in patterns for path in folder.glob(pattern.format("*"))}
+        numbers = {text: int(match[1]) for text in found if (match := name.fullmatch(text))}
+        reached = sorted((text for text, number in numbers.items() if number <= last), key=lambda text: numbers[text])
+        return [text for text in reached if is_checkpoint(found[text])]
 
     # State
 

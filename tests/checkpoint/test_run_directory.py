@@ -145,9 +145,10 @@ def test_names_and_types_do_not_depend_on_how_it_was_trained(tmp_path: Path, cha
 
 
 def test_only_what_the_optimizer_has_created(tmp_path: Path) -> None:
-    for optimizer, names in ((dict(type="SGD", lr=0.1), set()), (SGD, {"momentum_buffer"})):
-        train(tmp_path, optim_wrapper=dict(optimizer=optimizer), train_cfg=dict(max_epochs=1))
-        tensors = Checkpoint.open(tmp_path / "epoch_1").tensors
+    for number, (optimizer, names) in enumerate([(dict(type="SGD", lr=0.1), set()), (SGD, {"momentum_buffer"})]):
+        folder = tmp_path / str(number)
+        train(folder, optim_wrapper=dict(optimizer=optimizer), train_cfg=dict(max_epochs=1))
+        tensors = Checkpoint.open(folder / "epoch_1").tensors
         assert {key.rpartition(".")[2] for key in tensors if key.startswith("optim.")} == names
 
 

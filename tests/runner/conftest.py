@@ -65,6 +65,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "cfg": {"max_epochs": 2},
         "rank": 0,
         "world_size": 1,
+        "options": SimpleNamespace(resume_options=None),
         "finish_saving": lambda wait=True: True,
         "is_marked": lambda path: False,
     }

@@ -82,12 +82,17 @@ def test_checkpoints_of_another_run_are_not_replaced_without_a_word(
 ) -> None:
     runner.logger.addHandler(caplog.handler)
     Stage(runner, interval=1).train()
-    assert "another run" not in caplog.text
-    Stage(runner, interval=1)
-    assert "another run" not in caplog.text, "the same run goes on"
+    Stage(runner, interval=1)  # the same run goes on
     runner.epoch = runner.iter = 0
+    with pytest.raises(ConfigError, match=r"another run \(epoch_1, epoch_2, epoch_3\), which this one would replace"):
+        Stage(runner, interval=1)
+    assert "another run" not in caplog.text
+    Stage(runner, interval=1, overwrite=True)
+    assert "another run (epoch_1, epoch_2, epoch_3), which will be replaced" in caplog.text
+    caplog.clear()
+    runner.options.resume_options = object()  # a run that is to be resumed, and finds nothing that it can begin with
     Stage(runner, interval=1)
-    assert "another run (epoch_1, epoch_2, epoch_3), and those of the same names will be replaced" in caplog.text
+    assert "which will be replaced" in caplog.text
     runner.logger.removeHandler(caplog.handler)
 
 
@@ -230,7 +235,8 @@ def test_what_other_runs_left_is_neither_counted_nor_deleted(
     (work / "epoch_9").mkdir()
     (work / "epoch_9" / "manifest.json").write_text("{}")
     run = new_run(
-        scores=[0.1, 0.2, 0.3], default_hooks=with_checkpoints(interval=1, max_keep_ckpts=1, save_best="auto")
+        scores=[0.1, 0.2, 0.3],
+        default_hooks=with_checkpoints(interval=1, max_keep_ckpts=1, save_best="auto", overwrite=True),
     )
     run.train()
     assert saved(work) == ["best_accuracy_epoch_3", "epoch_3", "epoch_9"]
@@ -374,7 +380,7 @@ def test_the_best_of_a_future_that_was_given_up_does_not_count(
 def test_the_best_of_another_run_in_the_same_folder_does_not_count(
     new_run: Callable[..., FlexibleRunner], tmp_path: Path
 ) -> None:
-    checkpoints = with_checkpoints(interval=1, save_best="accuracy")
+    checkpoints = with_checkpoints(interval=1, save_best="accuracy", overwrite=True)
     new_run(scores=[0.9, 0.9, 0.9], default_hooks=checkpoints).train()
     with pytest.raises(KeyboardInterrupt):
         new_run(scores=[0.1], default_hooks=checkpoints, custom_hooks=[StopAfter(15)]).train()

@@ -1,0 +1,213 @@
+"""Two runs never share a folder without knowing: not their checkpoints, not at the same time, not their logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain import FlexibleRunner
+from flextrain.core.errors import ConfigError
+from flextrain.core.folder_lock import FILE, FolderLock, OccupiedError
+from flextrain.runner.hooks import Hook
+from flextrain.testing import WorkerGroup
+
+from .training import make_runner, validation
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def run(folder: Path, epochs: int = 2, overwrite: bool = False, **changes: Any) -> FlexibleRunner:
+    hooks = dict(checkpoint=dict(interval=1, overwrite=overwrite) | changes.pop("hook", {}))
+    return make_runner(folder, train_cfg=dict(max_epochs=epochs), default_hooks=hooks, **changes)
+
+
+def written(folder: Path) -> dict[str, int]:
+    """When each checkpoint was."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("epoch_*/manifest.json")}
+
+
+class Asks(Hook):
+    """Looks, in the middle of training, whether another run can have the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, ""
+
+    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+        with pytest.raises(OccupiedError) as caught:
+            FolderLock(self.folder)
+        self.said = str(caught.value)
+        code = f"from flextrain.core.folder_lock import FolderLock; from pathlib import Path; FolderLock(Path({str(self.folder)!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.other = done.stderr
+
+
+# One after the other
+
+
+def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
+    run(tmp_path).train()
+    before = written(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path).train()
+    assert str(caught.value) == (
+        f"work_dir: {tmp_path} holds checkpoints of another run (epoch_1, epoch_2), which this one would replace; "
+        "resume=True continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
+        "replaces it"
+    )
+    assert written(tmp_path) == before
+    run(tmp_path, 3, resume=True).train()
+    run(tmp_path, 3, overwrite=True).train()
+    assert not written(tmp_path).items() & before.items()
+
+
+def test_only_what_would_be_replaced_is_in_the_way(tmp_path: Path) -> None:
+    run(tmp_path, 3).train()
+    for path in ("epoch_1", "epoch_2"):
+        (tmp_path / path).rename(tmp_path / f"kept_{path}")
+    run(tmp_path, 2).train()
+    again = run(tmp_path, 2, resume=True)
+    again.train()  # nothing is left to do, and nothing in the way
+
+
+def test_the_best_ones_too(tmp_path: Path) -> None:
+    hook: dict[str, Any] = dict(interval=-1, save_last=False, save_best="accuracy")
+    run(tmp_path, hook=hook, **validation()).train()
+    (best,) = tmp_path.glob("best_*")
+    with pytest.raises(ConfigError, match=rf"of another run \({best.name}\)"):
+        run(tmp_path, hook=hook, **validation()).train()
+
+
+def both_ranks_hear(folder: Path) -> str:
+    runner = run(folder, resume=False)
+    with pytest.raises(ConfigError) as caught:
+        runner.train()
+    runner.strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_all_processes_hear_it(workers2: WorkerGroup, tmp_path: Path) -> None:
+    run(tmp_path).train()
+    first, second = workers2.run(both_ranks_hear, tmp_path)
+    assert first == second
+    assert "holds checkpoints of another run (epoch_1, epoch_2)" in first
+
+
+# At the same time
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    asks = Asks(tmp_path)
+    run(tmp_path, custom_hooks=[asks]).train()
+    assert asks.said == f"another run of this process ({os.getpid()})"
+    assert re.search(rf"OccupiedError: process {os.getpid()} on .+ since \d\d/", asks.other)
+    assert not (tmp_path / FILE).exists()
+    FolderLock(tmp_path).release()
+
+
+def test_the_line_for_users(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path).train()
+    assert str(caught.value) == (
+        f"work_dir: {tmp_path} is where another run trains at the moment: another run of this process ({os.getpid()}); "
+        "give another one, or wait until that has ended"
+    )
+    lock.release()
+    first = run(tmp_path)
+    run(tmp_path).train()  # that the first one exists is in nobody's way
+    first.strategy.teardown()
+
+
+def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "a").mkdir(parents=True)
+    lock = FolderLock(elsewhere / "a")
+    with pytest.raises(ConfigError, match=rf"work_dir: {elsewhere}/a is where another run trains"):
+        run(tmp_path / "a", hook=dict(out_dir=str(elsewhere))).train()
+    lock.release()
+
+
+def test_evaluation_beside_a_training_is_allowed(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert run(tmp_path, **validation()).val()["count"] == 10
+    lock.release()
+
+
+def test_a_failed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    class Fails(Hook):
+        def before_train(self, runner: FlexibleRunner) -> None:
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        run(tmp_path, custom_hooks=[Fails()]).train()
+    FolderLock(tmp_path).release()
+
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from flextrain.core.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if os.fork() == 0:  # a process that reads data, and is still there for a while
+    time.sleep(30)
+print("held", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_killed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(OccupiedError, match=f"process {holder.pid} on "):
+        FolderLock(tmp_path)
+    holder.kill()
+    holder.wait()
+    FolderLock(tmp_path).release()
+    os.killpg(holder.pid, signal.SIGKILL)
+    holder.stdout.close()
+
+
+def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
+    """Whoever opens the file as it is removed must not hold a file that is not there any more."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom flextrain.core.folder_lock import FolderLock, OccupiedError\n"
+        "folder = Path(sys.argv[1])\nend = time.time() + 1.5\n"
+        "while time.time() < end:\n"
+        "    try:\n        lock = FolderLock(folder)\n    except OccupiedError:\n        continue\n"
+        "    (folder / 'mine').touch(exist_ok=False)\n    (folder / 'mine').unlink()\n    lock.release()\n"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+
+
+# Logs
+
+
+def test_runs_of_the_same_second_have_logs_of_their_own(tmp_path: Path) -> None:
+    folders = []
+
+    def make() -> None:
+        for _ in range(3):
+            runner = make_runner(tmp_path)
+            folders.append(runner.log_dir)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 6
+    assert all(Path(folder).is_dir() for folder in folders)
+    assert all(re.fullmatch(r"\d{8}_\d{6}(_\d+)?", Path(folder).name) for folder in folders)
