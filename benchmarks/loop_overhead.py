@@ -252,7 +252,7 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(markdown(report)))
+    Console(markup=False, emoji=False).print(Markdown(markdown(report)))
 
 
 def main() -> None:

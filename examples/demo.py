@@ -20,6 +20,7 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flextrain import STRATEGIES
 
@@ -154,13 +155,13 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/demo"))
     arguments = parser.parse_args()
     # A pipe has no width; the table has.
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 100, markup=False, emoji=False)
     outcomes = []
     for run in RUNS:
         if reason := run.missing():
             console.print(f"left out: {run.name} ({reason})")
             continue
-        with console.status(f"{run.name}: training on {run.processes} process(es)"):
+        with console.status(Text(f"{run.name}: training on {run.processes} process(es)")):
             outcomes.append(carry_out(run, arguments.epochs, arguments.work_dir / run.name))
         console.print(f"{run.name}: {outcomes[-1].seconds:.1f} s")
     picture = arguments.work_dir / "loss_curves.png"

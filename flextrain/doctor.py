@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from . import __version__
+from .plain import add_row
 from .probe import Facts, ask
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -132,7 +133,7 @@ class Report:
     def __rich__(self) -> Group:
         versions = Table("package", "version", title="Versions", title_justify="left")
         for package, version in self.versions.items():
-            versions.add_row(package, version or Text("not installed", style="dim"))
+            add_row(versions, package, version or Text("not installed", style="dim"))
         # Commands are to be copied: they are folded, never cut.
         name, why, needs = (
             Column("strategy", no_wrap=True),
@@ -142,7 +143,7 @@ class Report:
         strategies = Table(name, "runs here", why, needs, title="Strategies", title_justify="left")
         for status in self.strategies:
             answer = Text("yes", style="green") if status.usable else Text("no", style="yellow")
-            strategies.add_row(status.name, answer, Text(status.reason), Text(status.needs))
+            add_row(strategies, status.name, answer, status.reason, status.needs)
         lines = [Text.assemble((f"{f.level}: ", _STYLES[f.level]), f"{f.what}; {f.advice}") for f in self.findings]
         return Group(versions, strategies, *(lines or [Text("No problem was found.", style="green")]))
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .core.errors import ConfigError, FlexTrainError
+from .plain import add_row
 from .testing.parity import Job, Trace, train_alone, train_with
 from .testing.workers import WorkerError, WorkerGroup
 
@@ -97,7 +98,7 @@ class Report:
 
     def __rich__(self) -> Group:
         title = f"{Path(self.script).name}: {self.steps} steps on {self.processes} processes against one device"
-        table = Table(title=title, title_justify="left", caption_justify="left")
+        table = Table(title=Text(title), title_justify="left", caption_justify="left")
         caption = "the largest relative difference over all steps"
         table.add_column("strategy", overflow="fold")
         table.add_column("verdict", no_wrap=True)
@@ -105,12 +106,12 @@ class Report:
             table.add_column(heading, justify="right")
         if self.rounding:
             cells = [_number(self.rounding.get(quantity)) for quantity in QUANTITIES]
-            table.add_row("(rounding)", "", *cells, style="dim")
+            add_row(table, "(rounding)", "", *cells, style="dim")
             caption += f"\n(rounding): one device, the same batches in {self.processes} parts"
-        table.caption = caption
+        table.caption = Text(caption)
         for row in self.rows:
             cells = [_number(row.differences.get(quantity)) for quantity in QUANTITIES]
-            table.add_row(row.strategy, Text(row.status, style=_STYLES[row.status]), *cells)
+            add_row(table, row.strategy, Text(row.status, style=_STYLES[row.status]), *cells)
         allowed = sorted({f"{row.tolerance:.1e} in {row.dtype}" for row in self.rows if row.dtype})
         more = f", or {MARGIN:g} times (rounding)" if self.rounding else ""
         lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
@@ -120,7 +121,7 @@ class Report:
         return Group(table, *lines)
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None, force_terminal=False)
+        console = Console(width=160, color_system=None, force_terminal=False, markup=False, emoji=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get()

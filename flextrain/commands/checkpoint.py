@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from ..core.errors import CheckpointError, ConfigError, suggest
 from .output import console, print_json
@@ -99,17 +99,15 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
         return 0
-    table = _table(
-        "checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=escape(str(folder))
-    )
+    table = _table("checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=str(folder))
     for row in rows:
-        notes = [mark for mark in ("latest", "best") if row[mark]]
-        notes += ["[red]NaN or infinity[/]"] if row["nonfinite"] else []
-        notes += [f"[red]{row['damage']}[/]"] if row["damage"] else []
+        notes = [Text(mark) for mark in ("latest", "best") if row[mark]]
+        notes += [_red("NaN or infinity")] if row["nonfinite"] else []
+        notes += [_red(row["damage"])] if row["damage"] else []
         numbers = (_text(row[key]) for key in ("epoch", "iter"))
         about = (_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
-        table.add_row(escape(row["name"]), *numbers, human_size(row["bytes"]), *about, ", ".join(notes))
-    console().print(table if rows else f"{escape(str(folder))}: has no checkpoints")
+        table.add_row(row["name"], *numbers, human_size(row["bytes"]), *about, Text(", ").join(notes))
+    console().print(table if rows else f"{folder}: has no checkpoints")
     return 0
 
 
@@ -171,9 +169,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.pattern and not found["tensors"] and not found["values"]:
         raise _unlike("show", arguments.pattern, checkpoint)
     out = console()
-    table = _table("tensor", "shape", "dtype", "size", "pieces", title=escape(str(checkpoint.path)))
+    table = _table("tensor", "shape", "dtype", "size", "pieces", title=str(checkpoint.path))
     for key, info in found["tensors"].items():
-        table.add_row(escape(key), _shape(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
+        table.add_row(key, _shape(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
     if found["tensors"]:
         out.print(table)
     totals = _table("", "tensors", "elements", "size", title="in all")
@@ -181,11 +179,11 @@ def _show(arguments: argparse.Namespace) -> int:
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
     out.print(totals)
     if found["nonfinite"]:
-        out.print(f"[red]NaN or infinity[/] in {escape(what_is_not_finite(found['nonfinite']))}", soft_wrap=True)
+        out.print(_red("NaN or infinity"), "in", what_is_not_finite(found["nonfinite"]), soft_wrap=True)
     if found["values"]:
         values = _table("value", "", title="values")
         for key, value in found["values"].items():
-            values.add_row(escape(key), escape(_short(value)))
+            values.add_row(key, _short(value))
         out.print(values)
     return 0
 
@@ -252,11 +250,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_json({"path": str(path), "ok": not found, "damages": found, "nonfinite": list(nonfinite)})
     else:
         for damage in found:
-            console().print(escape(damage), soft_wrap=True)
-        verdict = "[red]is damaged[/]" if found else "is complete"
+            console().print(damage, soft_wrap=True)
+        verdict = Text(f"{path}: ").append_text(_red("is damaged") if found else Text("is complete"))
         if nonfinite:
-            verdict += f", [red]with NaN or infinity[/] in {escape(what_is_not_finite(nonfinite))}"
-        console().print(f"{escape(str(path))}: {verdict}", soft_wrap=True)
+            verdict.append(", ").append_text(_red("with NaN or infinity")).append(
+                f" in {what_is_not_finite(nonfinite)}"
+            )
+        console().print(verdict, soft_wrap=True)
     return 1 if found else 0
 
 
@@ -282,7 +282,7 @@ def _export(arguments: argparse.Namespace) -> int:
         print_json([{"path": path, "bytes": size} for path, size in written.items()])
         return 0
     for path, size in written.items():
-        console().print(f"{escape(path)}  {human_size(size)}", soft_wrap=True)
+        console().print(f"{path}  {human_size(size)}", soft_wrap=True)
     return 0
 
 
@@ -322,19 +322,19 @@ def _print_comparison(found: Comparison, out: Console) -> None:
         if keys:
             table = _table(title)
             for key in keys:
-                table.add_row(escape(key))
+                table.add_row(key)
             out.print(table)
     if found.tensors:
         table = _table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
         for d in found.tensors:
             differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
             sizes = (_number(d.absolute), _number(d.relative))
-            table.add_row(escape(d.key), _both(*map(_shape, d.shapes)), _both(*d.dtypes), differing, *sizes)
+            table.add_row(d.key, _both(*map(_shape, d.shapes)), _both(*d.dtypes), differing, *sizes)
         out.print(table)
     if found.values:
         table = _table("value", "A", "B")
         for key, (a, b) in found.values.items():
-            table.add_row(escape(key), escape(_short(a)), escape(_short(b)))
+            table.add_row(key, _short(a), _short(b))
         out.print(table)
     count = len(found.only_a) + len(found.only_b) + len(found.tensors) + len(found.values)
     out.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
@@ -361,7 +361,11 @@ def _table(*headers: str, title: str | None = None) -> Table:
 
 
 def _text(value: object) -> str:
-    return "" if value is None else escape(str(value))
+    return "" if value is None else str(value)
+
+
+def _red(text: str) -> Text:
+    return Text(text, style="red")
 
 
 def _short(value: Any) -> str:

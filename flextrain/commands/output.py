@@ -21,9 +21,14 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Standard output: lines are as long as the terminal, and elsewhere as their text, so that grep finds whole names."""
-    found = _Console()
-    return found if found.is_terminal or "COLUMNS" in os.environ else _Console(width=_UNBROKEN)
+    """Standard output: lines are as long as the terminal, and elsewhere as their text, so that grep finds whole names.
+
+    What is printed is shown as it is; colours come as rich's Text.
+    """
+    found = _Console(markup=False, emoji=False)
+    if found.is_terminal or "COLUMNS" in os.environ:
+        return found
+    return _Console(width=_UNBROKEN, markup=False, emoji=False)
 
 
 class _Console(Console):

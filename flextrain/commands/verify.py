@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ..core.errors import ConfigError
 from .output import console, print_json
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     if not names:
         raise ConfigError("verify.strategies: is empty, give names with commas between them")
-    with Console(stderr=True).status("Starting processes") as status:
+    with Console(stderr=True, markup=False, emoji=False).status("Starting processes") as status:
         report = verify(
             arguments.script,
             names,
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             tolerance=arguments.tolerance,
             timeout_s=arguments.timeout,
-            on_progress=lambda what: status.update(f"Training: {what}"),
+            on_progress=lambda what: status.update(Text(f"Training: {what}")),
         )
     print_json(report.as_json()) if arguments.json else console().print(report)
     return report.exit_status

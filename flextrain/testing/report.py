@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import FlexTrainError
+from ..plain import add_row
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 _STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
@@ -52,7 +53,7 @@ class ConformanceReport:
         return {result.name: result.message for result in self.results if result.status == "failed"}
 
     def __rich__(self) -> Table:
-        table = Table(title=f"{self.strategy} on {self.world_size} processes", title_justify="left")
+        table = Table(title=Text(f"{self.strategy} on {self.world_size} processes"), title_justify="left")
         for heading in ("check", "outcome", "what it asks for"):
             table.add_column(heading)
         table.add_column("seconds", justify="right")
@@ -61,11 +62,11 @@ class ConformanceReport:
             if result.message:
                 text.append(f"\n{result.message.splitlines()[0]}", style=_STYLES[result.status])
             outcome = Text(result.status, style=_STYLES[result.status])
-            table.add_row(result.name, outcome, text, f"{result.seconds:.1f}")
+            add_row(table, result.name, outcome, text, f"{result.seconds:.1f}")
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
+        console = Console(width=120, color_system=None, force_terminal=False, markup=False, emoji=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get()

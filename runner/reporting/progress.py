@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def is_interactive(console: Console | None = None) -> bool:
     """Whether standard output is a terminal on which a line can be redrawn."""
-    console = console or Console()
+    console = console or Console(markup=False, emoji=False)
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
 
@@ -41,7 +41,12 @@ class ProgressBar:
         self._batch_size = _batch_size(runner)
         self._tag: Mapping[str, Any] = {}
         self._evaluation: tuple[str, int, int] | None = None
-        self._live = Live(console=console or Console(), get_renderable=self._draw, refresh_per_second=5, transient=True)
+        self._live = Live(
+            console=console or Console(markup=False, emoji=False),
+            get_renderable=self._draw,
+            refresh_per_second=5,
+            transient=True,
+        )
 
     def start(self) -> None:
         """Show the bar."""
