@@ -112,4 +112,7 @@ def test_brackets_of_others_are_shown(capsys: pytest.CaptureFixture[str]) -> Non
     markup = Console(width=200)  # a notebook's, or anybody's
     with markup.capture() as captured:
         markup.print(report)
-    assert all(text in captured.get() for text in ("DeepSpeed[x]", "flextrain[deepspeed]", "not [installed]", "torch[a]", "2[b]"))
+    assert all(
+        text in captured.get()
+        for text in ("DeepSpeed[x]", "flextrain[deepspeed]", "not [installed]", "torch[a]", "2[b]")
+    )

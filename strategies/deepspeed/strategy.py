@@ -23,6 +23,7 @@ from ...core.transforms import compile_in_place
 from ..base import NOTHING, Optim, Strategy
 from . import state
 from .canonical import EngineState
+from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
 from .optimizers import check_supported
@@ -96,7 +97,8 @@ class DeepSpeedStrategy(Strategy):
             self._set_local_rank = True
         state.forget_process_groups()  # of a job that another strategy of this process has left
         try:
-            deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
+            with without_shared_memory():
+                deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
         except KeyError as missing:  # how it asks the environment for what an accelerator needs
             raise StrategyError(
                 f"strategy.device: DeepSpeed needs {missing} in the environment for {self.device.type}; "
@@ -188,7 +190,12 @@ class DeepSpeedStrategy(Strategy):
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
         logger.info("DeepSpeed's configuration: %s", keys)
         scalars = model.parameters() if stage == 3 else ()
-        with state.weights_agree(), state.scalars_as_vectors(scalars), state.no_spare_memory(self.device):
+        with (
+            announced(float(self.config.timeout_s)),
+            state.weights_agree(),
+            state.scalars_as_vectors(scalars),
+            state.no_spare_memory(self.device),
+        ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
@@ -204,7 +211,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> dict[str, dict[str, Any]]:
         """Make the torch optimizer, with the trainable parameters; returns the groups of the frozen ones by name."""
         try:
-            wrapper.build(model)
+            with announced(float(self.config.timeout_s)):
+                wrapper.build(model)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             if isinstance(error, StrategyError):
                 raise

@@ -161,9 +161,11 @@ def save_with_deepspeed(folder: Path, stage: int, half: bool) -> None:
     import deepspeed
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    from flextrain.strategies.deepspeed.compiling import without_shared_memory
     from flextrain.strategies.deepspeed.state import forget_process_groups
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    with without_shared_memory():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(3)
     model = Odd()
     many = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]

@@ -1,0 +1,126 @@
+"""What DeepSpeed compiles: nothing that training has no use for, not without a line, and no lock of the dead is waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from torch import nn
+
+from flextrain import OptimWrapper
+from flextrain.core.errors import StrategyError
+from flextrain.strategies import DeepSpeedStrategy
+from flextrain.strategies.deepspeed import compiling
+from flextrain.testing import WorkerGroup
+
+pytestmark = pytest.mark.deepspeed
+
+
+def compiled(folder: Path, stage: int) -> list[str]:
+    """What a set-up leaves in the folder for extensions, and what DeepSpeed loaded."""
+    import deepspeed.comm
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    OpBuilder._loaded_ops.clear()
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=stage))
+    strategy.setup(nn.Linear(4, 2), OptimWrapper(dict(type="AdamW", lr=0.1)))
+    assert deepspeed.comm.comm.cdb.shm_comm_op is None
+    strategy.teardown()
+    return sorted(path.name for path in folder.iterdir()) + list(OpBuilder._loaded_ops)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_compiles_nothing(workers2: WorkerGroup, tmp_path: Path, stage: int) -> None:
+    assert workers2.run(compiled, tmp_path, stage) == [[], []]
+
+
+def leave_lock(folder: Path, age_s: float) -> Path:
+    """As a process leaves it that was killed while it compiled."""
+    folder.mkdir(exist_ok=True)
+    lock = folder / "lock"
+    lock.touch()
+    for path in (lock, folder):
+        os.utime(path, (time.time() - age_s,) * 2)
+    return lock
+
+
+def test_a_lock_that_was_left_behind_is_named(tmp_path: Path) -> None:
+    lock = leave_lock(tmp_path / "op", 600)
+    with pytest.raises(StrategyError) as caught:
+        compiling.await_lock(tmp_path / "op", 60)
+    assert str(caught.value).startswith(
+        f"{lock}: a process was to compile an extension of DeepSpeed and its lock is still"
+    )
+    assert str(caught.value).endswith(
+        f"no process here holds it; remove the file if nobody compiles on another machine: rm {lock}"
+    )
+    assert lock.exists()
+
+
+def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = leave_lock(tmp_path / "op", 600)
+    code = "import os, sys, time; os.open(sys.argv[1], os.O_RDONLY); print('open', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"open\n"
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(caplog.handler)
+    threading.Timer(0.6, lock.unlink).start()
+    began = time.monotonic()
+    compiling.await_lock(tmp_path / "op", 60)
+    assert time.monotonic() - began < 10
+    assert f"Waiting for process {holder.pid}, which compiles an extension of DeepSpeed: {lock}" in caplog.text
+    leave_lock(tmp_path / "op", 600)
+    with pytest.raises(StrategyError, match="no process here holds it"):
+        compiling.await_lock(tmp_path / "op", 60)  # another file than the one that is held
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    logger.removeHandler(caplog.handler)
+
+
+def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(tmp_path: Path) -> None:
+    leave_lock(tmp_path / "op", 0)
+    began = time.monotonic()
+    with pytest.raises(StrategyError, match="its lock is still there"):
+        compiling.await_lock(tmp_path / "op", 0.5)
+    assert 0.4 < time.monotonic() - began < 10
+
+
+def test_what_an_optimizer_compiles_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda name, **options: f"compiled {name}")
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(caplog.handler)
+    caplog.set_level("INFO", logger="flextrain")
+    before = OpBuilder.jit_load
+    with compiling.announced(1.0):
+        assert CPUAdamBuilder().load() == "compiled cpu_adam"
+    (folder,) = tmp_path.rglob("cpu_adam")
+    assert (
+        f"DeepSpeed compiles its extension cpu_adam with the C++ compiler, once on this machine, in {folder}"
+        in caplog.text
+    )
+    leave_lock(folder, 600)
+    OpBuilder._loaded_ops.clear()
+    with compiling.announced(1.0), pytest.raises(StrategyError, match=f"rm {folder}/lock"):
+        CPUAdamBuilder().load()
+    assert OpBuilder.jit_load is before
+    logger.removeHandler(caplog.handler)
