@@ -53,8 +53,9 @@ def first_difference(own: Mapping[str, str]) -> Difference | None:
         return None
     items = list(own.items())
     digest = hashlib.blake2b(json.dumps(items).encode(), digest_size=16).digest()
-    digests = [torch.empty(16, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(digests, torch.frombuffer(bytearray(digest), dtype=torch.uint8), group=side_group())
+    # The device is named, because a model may be under construction on another one by default.
+    digests = [torch.empty(16, dtype=torch.uint8, device="cpu") for _ in range(size)]
+    dist.all_gather(digests, torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), group=side_group())
     if all(torch.equal(other, digests[0]) for other in digests):
         return None
     everyones: list[Any] = [None] * size

@@ -89,7 +89,7 @@ def train(folder: Path, strategy: Mapping[str, Any], **changes: Any) -> tuple[li
 def train_on_cpu(folder: Path, **changes: Any) -> list[float]:
     """The same on the CPU, in this process alone."""
     with alone():
-        losses, devices = _run(folder, CPU, 1, **changes)
+        losses, devices = _run(folder / f"of-{os.getpid()}", CPU, 1, **changes)
     assert devices == {"cpu"}
     return losses
 

@@ -49,7 +49,7 @@ def trained(
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.02)),
         train_cfg=dict(max_epochs=epochs),
         randomness=dict(seed=seed),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, overwrite=True)),
         **changes,
     )
     try:
