@@ -76,6 +76,7 @@ def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.Lo
     assert holder.stdout.readline() == b"open\n"
     logger = logging.getLogger("flextrain")
     logger.addHandler(caplog.handler)
+    caplog.set_level("WARNING", logger="flextrain")
     threading.Timer(0.6, lock.unlink).start()
     began = time.monotonic()
     compiling.await_lock(tmp_path / "op", 60)
