@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.errors import ConfigError
@@ -34,7 +34,7 @@ def adopt(
                 f"{where}: {name}keeps its {type(loader.sampler).__name__}, which must split the data over processes itself"
             )
         return loader
-    shuffle = type(loader.sampler) is RandomSampler
+    shuffle = not isinstance(loader.sampler, SequentialSampler)
     sampler = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)
     if shard[1] > 1:
         logger.info(
@@ -48,15 +48,21 @@ def adopt(
     return resampled(loader, sampler=sampler, batch_sampler=batches)
 
 
+# torchdata has a RandomSampler and a BatchSampler of its own, which keep a state.
+_PLAIN_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+
+
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler is what torch makes of ``shuffle``: every sample of the dataset once."""
-    sampler = loader.sampler
-    once = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(cast(Sized, loader.dataset))
+    """Whether the samplers are what ``shuffle`` and ``batch_size`` make: every sample of the dataset once, in turn."""
+    sampler: Any = loader.sampler
+    kind, batches = (
+        type(part).__name__ if type(part).__module__ in _PLAIN_SAMPLERS else None
+        for part in (sampler, loader.batch_sampler)
     )
-    return once and type(loader.batch_sampler) in (BatchSampler, type(None))
+    once = kind == "SequentialSampler" or (
+        kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == length_of(loader.dataset)
+    )
+    return once and (batches == "BatchSampler" or loader.batch_sampler is None)
 
 
 def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:

@@ -52,7 +52,9 @@ class FlexibleRunner:
         work_dir: folder for logs and checkpoints.
         experiment_name: default: the work directory's name and the time.
         train_dataloader, optim_wrapper, train_cfg: training; all three or none. ``train_cfg`` is
-            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``.
+            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``. Dataloaders
+            are ``dict(dataset=..., batch_size=...)``, a DataLoader, a list of batches, or anything else that gives batches
+            when it is iterated over, or a function that returns it for every pass.
         val_dataloader, val_cfg, val_evaluator: validation; all three or none.
         test_dataloader, test_cfg, test_evaluator: testing; all three or none.
         strategy: a Strategy, ``dict(type=...)``, or None: one device for one process, DDP for several.

@@ -444,3 +444,13 @@ def test_evaluation_counts_every_sample_once(kind: str, tmp_path: Path) -> None:
         assert sorted(metrics["indices"]) == list(range(22))
     assert runner.val_loop is not None
     assert runner.val_loop.num_batches == 6
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_torchdata_s_samplers_are_dealt_out_too(shuffle: bool, said: list[str]) -> None:
+    given = stateful(Samples(12), shuffle=shuffle)
+    parts = [build(given, (index, 2)) for index in range(2)]
+    assert {type(part) for part in parts} == {type(given)}
+    seen = [[int(i) for batch in part for i in batch["index"]] for part in parts]
+    assert sorted(seen[0] + seen[1]) == list(range(12))
+    assert f"got a DefaultSampler(shuffle={shuffle}) that splits it over 2 processes" in said[0]
