@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +37,9 @@ class Weighing:
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> Weighing | None:
-        """The weighing that a model asks for, None for none; ``loss_weight`` is also a usual name for a number."""
+        """The weighing that a model asks for, None for none; ``loss_weight`` may also be a number, or a part, of its own."""
         found = getattr(module, "loss_weight", None)
-        return cls(found, device) if inspect.ismethod(found) or inspect.isfunction(found) else None
+        return cls(found, device) if callable(found) and not isinstance(found, nn.Module) else None
 
     def weigh(self, window: Sequence[Any]) -> bool:
         """Weigh the micro-batches of a window; whether there is an item among those of all processes.

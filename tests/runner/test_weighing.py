@@ -142,6 +142,13 @@ def test_empty_micro_batches_under_autocast(tmp_path: Path, dtype: str) -> None:
             torch.testing.assert_close(parts["state"][key], value, rtol=1e-2, atol=1e-2, msg=key)
 
 
+def test_any_function_may_weigh(tmp_path: Path) -> None:
+    model = Masked()
+    model.loss_weight = partial(Masked.loss_weight, model)  # type: ignore[method-assign]
+    found = run(tmp_path / "partial", 2, 4, model=model)
+    assert found["skipped"] == [False, False, True, False]
+
+
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
 def test_weights_that_are_no_numbers_of_items(tmp_path: Path, wrong: float) -> None:
     class Wrong(Masked):
