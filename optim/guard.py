@@ -57,17 +57,17 @@ class UpdateGuard:
         return is_good
 
 
-def skip_nonfinite(optim: OptimWrapper | OptimWrapperDict) -> None:
-    """Have updates left out whose loss or gradients are not finite.
+def guard_updates(optim: OptimWrapper | OptimWrapperDict, *, skips: bool) -> None:
+    """Have updates left out whose loss or gradients are not finite, or, without ``skips``, made as any other.
 
     Raises:
         ConfigError: a wrapper of somebody's own decides about updates itself.
     """
     for wrapper in optim.wrappers.values():
-        if own := overridden(wrapper, *_DECIDED_HERE):
+        if skips and (own := overridden(wrapper, *_DECIDED_HERE)):
             kind: Any = type(wrapper)
             raise ConfigError(
                 f'env_cfg.nonfinite: "skip" has no hold on {kind.__name__}, which defines {own[0]} anew; choose "warn" or '
                 '"raise"'
             )
-        wrapper.guard = UpdateGuard()
+        wrapper.guard = UpdateGuard() if skips else None

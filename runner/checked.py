@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..optim.builder import build_optim_wrapper
-from ..optim.guard import skip_nonfinite
+from ..optim.guard import guard_updates
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
@@ -78,8 +78,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         compile=checks.check_compile(options),
     )
     if optim_wrapper is not None:
-        if options.env_cfg.nonfinite == "skip":
-            skip_nonfinite(optim_wrapper)
+        guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(checks.model_class(given["model"]), optim_wrapper)
     return Checked(options, strategy, optim_wrapper, hooks, trains, by_epoch)
 

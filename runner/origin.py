@@ -142,6 +142,12 @@ class _Idle:
     def __getitem__(self, name: str) -> _Idle:
         return _Idle(self._optim[name])
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optim)
+
+    def __len__(self) -> int:
+        return len(self._optim)
+
     def update_params(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 

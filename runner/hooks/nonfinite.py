@@ -44,7 +44,7 @@ class NonFiniteHook(Hook):
     Under loss scaling gradients may be infinite, and only losses count.
 
     Args:
-        interval: iterations between two looks where there is no LoggerHook.
+        interval: iterations between two looks where there is no LoggerHook; the figures are then read for them.
     """
 
     priority = "LOW"  # after the logger has read the figures, before checkpoints are saved
@@ -65,8 +65,9 @@ class NonFiniteHook(Hook):
         """Look at what comes from now on."""
         action = runner.options.env_cfg.nonfinite
         self._raises, self._skips = action == "raise", action == "skip"
-        has_lines = any(isinstance(hook, LoggerHook) for hook in runner.hooks)
-        self._patience = 0 if has_lines else self.interval
+        # Lines are less than two intervals apart, also where epochs end in between.
+        lines = [2 * hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
+        self._patience = max(lines, default=self.interval)
         self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
         self._left_out = _left_out(runner) if self._skips else 0
         scales = runner.strategy.precision.loss_scale is not None

@@ -15,7 +15,7 @@ from torch.nn import functional
 from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
 from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
-from flextrain.runner.reporting import MessageHub
+from flextrain.runner.reporting import LogProcessor, MessageHub
 from flextrain.testing import WorkerGroup
 
 from .nonfinite import BadBatch, Poison, saved, warnings_in
@@ -105,6 +105,18 @@ def test_without_a_logger(tmp_path: Path, interval: int, said_at: int) -> None:
        default_hooks=dict(checkpoint=None, logger=None, nonfinite=dict(interval=interval)))  # fmt: skip
     assert line.lines.index(1) + 1 == said_at
     assert warnings_in(tmp_path)[0].startswith("Iteration 7: loss is nan")
+
+
+class Silent(LogProcessor):
+    """Reads nothing, as one of somebody's own may."""
+
+    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: Any) -> tuple[dict[str, Any], str]:
+        return {}, "a line"
+
+
+def test_lines_that_nothing_is_read_for(tmp_path: Path) -> None:
+    go(tmp_path, BadBatch(7), iters=200, log_processor=Silent(by_epoch=False), **logger_every(4))
+    assert warnings_in(tmp_path)[0].startswith("Iteration 7: loss is nan; likewise in 2 of the last 8 iterations; ")
 
 
 def test_a_parameter_that_somebody_else_has_spoilt(tmp_path: Path) -> None:
@@ -349,6 +361,14 @@ def test_a_loss_whose_gradients_are_finite_is_skipped_too(tmp_path: Path) -> Non
         assert torch.equal(tensor, runner.model.state_dict()[name])
 
 
+def test_a_wrapper_that_was_guarded_once(tmp_path: Path) -> None:
+    wrapper = build_optim_wrapper(dict(optimizer=SGD))
+    make_runner(tmp_path, env_cfg=dict(nonfinite="skip"), optim_wrapper=wrapper)
+    assert wrapper.guard is not None
+    make_runner(tmp_path, optim_wrapper=wrapper)
+    assert wrapper.guard is None
+
+
 class OwnStep(OptimWrapper):
     def step(self) -> Any:
         return super().step()
@@ -411,6 +431,9 @@ CASES = [
     pytest.param(ZERO, "fp32", False, id="zero2-fp32", marks=[FULL, pytest.mark.deepspeed]),
     pytest.param(ZERO, "bf16", False, id="zero2-bf16", marks=pytest.mark.deepspeed),
     pytest.param(ZERO, "bf16", True, id="zero2-bf16-async", marks=[FULL, pytest.mark.deepspeed]),
+    pytest.param(zero(0), "fp32", False, id="zero0-fp32", marks=[FULL, pytest.mark.deepspeed]),
+    pytest.param(zero(1), "bf16", False, id="zero1-bf16", marks=[FULL, pytest.mark.deepspeed]),
+    pytest.param(zero(3), "bf16", False, id="zero3-bf16", marks=[FULL, pytest.mark.deepspeed]),
 ]
 
 
@@ -426,8 +449,8 @@ def test_nan_on_one_of_two_ranks(
     )  # fmt: skip
     said = [line for line in warnings_in(tmp_path) if not line.startswith("Checkpoint")]
     assert said[0].startswith("Iteration 7: loss is nan on rank 1; ")
-    # Under a loss scale the update was left out; and ZeRO leaves out what is not finite in float32 too.
-    if precision == "fp16" or (strategy is ZERO and precision == "fp32"):
+    # Under a loss scale the update was left out; and so does ZeRO, in float32 and at stage 3.
+    if precision == "fp16" or strategy == zero(3) or (strategy == ZERO and precision == "fp32"):
         assert saved(tmp_path) == {"iter_18": False, "iter_20": False}
         assert "all weights are finite" in said[0]
         return
