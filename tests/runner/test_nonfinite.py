@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
+from flextrain.core import distributed as dist
 from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
 from flextrain.runner.reporting import LogProcessor, MessageHub
@@ -349,14 +351,27 @@ def test_a_skipped_update_changes_nothing(tmp_path: Path, wrapper: Changes, valu
         assert first == []
 
 
-def test_a_loss_whose_gradients_are_finite_is_skipped_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        dict(),
+        dict(type="AmpOptimWrapper", dtype="float16"),
+        dict(type="ApexOptimWrapper", opt_level="O2", loss_scale=8.0),
+    ],
+    ids=str,
+)
+def test_a_loss_whose_gradients_are_finite_is_skipped_too(tmp_path: Path, wrapper: Changes) -> None:
     class Offset(Net):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.0)
+
         def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
             result = super().forward(index, x, y, mode)
             return {"loss": result["loss"] + math.inf} if mode == "loss" else result
 
-    runner = go(tmp_path, action="skip", model=partial(Offset, dropout=0.0), iters=3)
-    fresh = make_runner(tmp_path / "b", model=partial(Offset, dropout=0.0))
+    optim_wrapper = dict(optimizer=SGD, **wrapper)
+    runner = go(tmp_path, action="skip", model=Offset, iters=3, optim_wrapper=optim_wrapper)
+    fresh = make_runner(tmp_path / "b", model=Offset, optim_wrapper=optim_wrapper)
     for name, tensor in fresh.model.state_dict().items():
         assert torch.equal(tensor, runner.model.state_dict()[name])
 
@@ -623,3 +638,21 @@ def test_updates_are_counted_once_however_they_are_read() -> None:
     hub.fetch()
     history.append(4.0)
     assert (history.updates, history.newest(2), history.newest(0), len(history.newest(9))) == (4, [4.0, 3.0], [], 4)
+
+
+def counted_on_ranks() -> tuple[int, list[float], int]:
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2, init_method="env://", timeout_s=30)
+    hub = MessageHub()
+    history = hub.history("train/loss")
+    for value in (1.0, 2.0, 3.0):
+        history.append(value)
+    hub.fetch()  # as a checkpoint does, between two lines
+    history.append(4.0)
+    hub.fetch("train/", reduce="train/loss")
+    dist.destroy_process_group()
+    return history.updates, history.newest(2), hub.readings
+
+
+@pytest.mark.distributed
+def test_updates_are_counted_once_on_several_ranks(workers2: WorkerGroup) -> None:
+    assert workers2.run(counted_on_ranks) == [(4, [4.0, 3.0], 1)] * 2
