@@ -21,6 +21,7 @@ from .checkpoint import Checkpoint
 from .export_extra import extra_states
 from .export_files import Pending, write_safetensors, write_torch
 from .layout import DTYPES, sync_directory
+from .marked import what_is_not_finite
 from .reading import reading
 from .sources.entries import MODEL
 from .weights import open_weights
@@ -85,6 +86,8 @@ def export_weights(
     if suffix and path.is_file() and not replace:
         raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
     names = _weights(source, averaged, dtype)
+    if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
+        _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
     aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
     if suffix:
         if limit is not None:

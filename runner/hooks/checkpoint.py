@@ -153,7 +153,7 @@ class CheckpointHook(Hook):
             self._keep_others(runner)
         if self._kept:
             # One that is resumed from did not know, when it was saved, what is written in the end.
-            is_bad: bool = broadcast_object(is_marked(self._path(runner, self._kept[-1])))
+            is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self._path(runner, self._kept[-1])))
             self._marked += [self._kept.pop()] if is_bad else []
         self._prune(runner)
 
@@ -276,7 +276,7 @@ class CheckpointHook(Hook):
 
     def _sort_in(self, runner: FlexibleRunner, number: int) -> None:
         """Count a checkpoint that is complete by now among the good ones, or among the marked ones; and prune."""
-        if runner.is_marked(self._path(runner, number)):
+        if number in self._kept and runner.is_marked(self._path(runner, number)):
             self._kept.remove(number)
             self._marked.append(number)
         self._prune(runner)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.cli import main
+from flextrain.core.checkpoint import export_weights
 
 from .conftest import Scores
 from .nonfinite import Poison, saved
@@ -198,3 +199,16 @@ def test_the_command_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "is complete, with NaN or infinity in 8 tensors (" in run("verify", path)
     assert json.loads(run("verify", path, "--json"))["nonfinite"] == listing["iter_8"]["nonfinite"]
     assert "NaN" not in run("verify", str(tmp_path / "iter_6"))
+
+
+def test_an_export_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    by_iter(tmp_path, Poison(7), iters=8).train()
+    caplog.clear()
+    caplog.set_level(logging.WARNING, "flextrain")
+    export_weights(tmp_path / "iter_6", tmp_path / "good.safetensors")
+    assert caplog.text == ""
+    export_weights(tmp_path / "iter_8", tmp_path / "bad.safetensors")
+    assert (
+        "iter_8: NaN or infinity is in 4 weights (net.0.bias, net.0.weight, net.3.bias and 1 more), and in "
+        in caplog.text
+    )
