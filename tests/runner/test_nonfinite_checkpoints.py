@@ -209,6 +209,6 @@ def test_an_export_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text == ""
     export_weights(tmp_path / "iter_8", tmp_path / "bad.safetensors")
     assert (
-        "iter_8: NaN or infinity is in 4 weights (net.0.bias, net.0.weight, net.3.bias and 1 more), and in "
+        "iter_8: NaN or infinity is in 4 weights (net.0.weight, net.0.bias, net.3.weight and 1 more), and in "
         in caplog.text
     )
