@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import weakref
 from typing import Any
 
@@ -11,6 +12,11 @@ import torch.distributed as dist
 
 from .distributed import get_rank, get_world_size
 from .meeting import await_key
+
+_logger = logging.getLogger("flextrain")
+
+SILENT_S = 60.0
+"""After which one that waits says so; it may well be that others still have something to do."""
 
 _numbers: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -55,7 +61,7 @@ class _Call:
             self._decide("apart", [first, [self.rank, self.name]])
         elif store.add(f"flextrain call {self.number} here", 1) == get_world_size():
             self._decide("together", [])
-        if not await_key(store, self._verdict, timeout_s):
+        if not self._is_decided(timeout_s):
             self._decide("late", [self.rank, self.name, timeout_s, self._missing()])
         verdict, facts = json.loads(store.get(self._verdict))
         if verdict == "together":
@@ -69,6 +75,15 @@ class _Call:
         seen = ", ".join(dict.fromkeys(last for rank in missing if (last := self._last_call(rank)[1])))
         ranks = ", ".join(map(str, missing))
         return f"rank {ranks} did not come within {seconds:g} s" + (f", last seen in {seen}" if seen else "")
+
+    def _is_decided(self, timeout_s: float) -> bool:
+        """Wait for the verdict; after a while with a word to say for whom."""
+        if await_key(self.store, self._verdict, min(timeout_s, SILENT_S)):
+            return True
+        if timeout_s > SILENT_S:
+            ranks = ", ".join(map(str, self._missing()))
+            _logger.warning("%s: waiting for rank %s, for %g s at most", self.name, ranks, timeout_s)
+        return await_key(self.store, self._verdict, timeout_s - SILENT_S)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(get_world_size()) if self._last_call(rank)[0] < self.number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from flextrain import FlexibleRunner
 from flextrain.core import distributed as dist
+from flextrain.core import roll_call
 from flextrain.core.errors import CheckpointError, StrategyError
 from flextrain.testing import WorkerGroup
 
@@ -112,3 +114,30 @@ def test_a_runner_that_only_one_makes(workers2: WorkerGroup, tmp_path: Path) -> 
     message, _ = workers2.run(second_runner, tmp_path)
     expected = "FlexibleRunner(): rank 1 did not come within 0.5 s, last seen in FlexibleRunner(); every process has to"
     assert message.startswith(expected)
+
+
+def waited_for(folder: Path) -> list[str]:
+    """What is logged while rank 0 waits a second for rank 1, and may wait 20."""
+    runner, lines = small(folder, 20.0), Lines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roll_call, "SILENT_S", 0.2)
+        runner.logger.addHandler(lines)
+        runner.logger.setLevel("WARNING")
+        time.sleep(runner.rank)
+        runner.val()
+        runner.logger.removeHandler(lines)
+    runner.strategy.teardown()
+    return lines.found
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def test_one_that_waits_says_for_whom(workers2: WorkerGroup, tmp_path: Path) -> None:
+    assert workers2.run(waited_for, tmp_path) == [["val(): waiting for rank 1, for 20 s at most"], []]
