@@ -34,7 +34,7 @@ class LoggerHook(Hook):
         ignore_last: no line at the end of an epoch whose length is no multiple of ``interval``, unless it would be the
             epoch's only one.
         interval_exp_name: iterations between two lines with the experiment's name, which is also shown at each epoch's end.
-        out_dir: folder to copy the logs to at the end, into a subfolder named like the work directory.
+        out_dir: folder to copy the logs to at the end, as ``<work directory's name>/<timestamp>``.
         out_suffix: endings of the files to copy.
         keep_local: leave the originals of copied files.
         log_metric_by_epoch: the step of validation records is the epoch, where training has epochs.
@@ -179,7 +179,8 @@ class LoggerHook(Hook):
         """Close what is open, and copy the logs if asked to."""
         self._close(runner)
         if self.out_dir is not None and runner.rank == 0:
-            self._copy(runner, self.out_dir / Path(runner.work_dir).name)
+            # Below the log folder's own name, so that a second run's do not replace the first one's.
+            self._copy(runner, self.out_dir / Path(runner.work_dir).name / Path(runner.log_dir).name)
 
     def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
         """Give the terminal back and write what is pending."""

@@ -121,7 +121,7 @@ def test_logs_are_copied_at_the_end(runner: Any, tmp_path: Path, keep_local: boo
     (log_dir / "vis_data" / "scalars.json").write_text("{}")
     (log_dir / "weights.bin").write_text("large")
     LoggerHook(out_dir=tmp_path / "out", keep_local=keep_local).after_run(runner)
-    copies = tmp_path / "out" / Path(runner.work_dir).name
+    copies = tmp_path / "out" / Path(runner.work_dir).name / runner.timestamp
     names = {str(path.relative_to(copies)) for path in copies.rglob("*") if path.is_file()}
     assert names == {"vis_data/scalars.json", f"{runner.timestamp}.log"}
     assert (log_dir / "vis_data" / "scalars.json").exists() == keep_local
