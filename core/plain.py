@@ -60,7 +60,7 @@ def unpack(value: Any) -> Any:
         return base64.b64decode(content)
     if kind == "array":
         dtype, shape, text = content
-        return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()
+        return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()[()]
     if kind == "tensor":
         dtype, shape, text = content
         data = (

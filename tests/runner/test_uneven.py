@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from .training import Accuracy, Samples, SaveEvery, Watch, make_runner
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
 BATCHES = (5, 7)
-DDP = dict(type="DDPStrategy")
 FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
 Result = dict[str, Any]
 
@@ -140,13 +140,23 @@ def updates(accumulate: int, epochs: int) -> list[list[int]]:
     return [list(range(start, min(start + size, 10))) for start in range(0, 10, size)] * epochs
 
 
-@pytest.mark.parametrize("strategy", [DDP, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["sized", "stream", "sized own", "function", "sized state"])
-def test_epochs_end_together(
-    kind: str, accumulate: int, strategy: dict[str, Any], tmp_path: Path, workers2: WorkerGroup
-) -> None:
-    options: dict[str, Any] = dict(accumulate=accumulate, strategy=strategy)
+USUAL = {
+    *product(("sized", "function", "sized state"), (1, 2), ("DDPStrategy",)),
+    *product(("sized", "sized own"), (2,), ("FSDPStrategy",)),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, accumulate, strategy",
+    [
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.full)
+        for case in product(
+            ("sized", "stream", "sized own", "function", "sized state"), (1, 2), ("DDPStrategy", "FSDPStrategy")
+        )
+    ],
+)
+def test_epochs_end_together(kind: str, accumulate: int, strategy: str, tmp_path: Path, workers2: WorkerGroup) -> None:
+    options: dict[str, Any] = dict(accumulate=accumulate, strategy=dict(type=strategy))
     if not kind.startswith("sized"):
         options["train_cfg"] = dict(by_epoch=False, max_iters=8)
     expected = updates(accumulate, 3)[: 8 if not kind.startswith("sized") else None]
