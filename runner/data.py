@@ -6,20 +6,20 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from itertools import count
 from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from ..core.distributed import all_gather_object, get_rank, get_world_size
+from ..core.distributed import all_gather_object, get_world_size
 from ..core.errors import ConfigError, counted
 from ..core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .data_checks import check_dataloader, check_dataset, collate_function, is_config
-from .loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, resampled, say_how_it_resumes
+from .draws import order_seed, tell_epoch
+from .feed import Feed
+from .loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
 from .reading import Reader
-from .samplers import DefaultSampler, InfiniteSampler, RandomStream, Repeatable, ShardedSampler, follows_span
+from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler
 from .together import InStep
 
 _UNKNOWN = object()
@@ -132,11 +132,14 @@ class TrainData:
     Args:
         loader: from ``build_dataloader``.
         accumulate: micro-batches per window.
-        seed: of the workers, and of samplers that are not ours.
+        seed: of what is drawn for samples, and of samplers that are not ours.
         diff_rank_seed: such samplers draw other numbers on every process.
+        shard: (index, count) of the part of the data that this process reads.
     """
 
-    def __init__(self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False) -> None:
+    def __init__(
+        self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
+    ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
         self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
         # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
@@ -151,19 +154,8 @@ class TrainData:
         self._has_met = self._said_length = False
         # An epoch that was resumed with other windows: its number, one of its windows, and the position of that one.
         self._origin = (-1, 0, 0)
-        self._feed: DataLoader[Any] = loader
-        self._order: Repeatable | None = None
-        if self._reader is not None:
-            return
-        if isinstance(loader.dataset, IterableDataset):
-            self._feed = resampled(loader)
-        elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
-            self._order = Repeatable(cast(BatchSampler, loader.batch_sampler))
-            self._feed = resampled(loader, batch_sampler=self._order)
-        elif not follows_span(self._sampler):
-            which = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            self._order = Repeatable(getattr(loader, which))
-            self._feed = resampled(loader, **{which: self._order})
+        self._shard = shard
+        self._feed = None if self._reader is not None else Feed(loader, shard)
 
     def use_seed(self, seed: int) -> None:
         """Take another seed, also for a sampler that was not given one of its own."""
@@ -244,8 +236,8 @@ class TrainData:
     @property
     def splittable(self) -> Splittable | None:
         """The sampler, if what is left of its epoch can be dealt out anew."""
-        is_fed = self._reader is None and self._order is None and not isinstance(self._dataset, IterableDataset)
-        return self._sampler if is_fed and isinstance(self._sampler, Splittable) else None
+        fed = self._feed is not None and self._feed.by_position
+        return self._sampler if fed and isinstance(self._sampler, Splittable) else None
 
     @property
     def sampler_name(self) -> str:
@@ -329,6 +321,11 @@ class TrainData:
             return own
         return self._in_step.windows(own, start, ahead=not self.keeps_place)
 
+    def close(self) -> None:
+        """End worker processes that would stay for the next epoch."""
+        if self._feed is not None:
+            self._feed.close()
+
     def _own_windows(self, epoch: int, start: int, stop: int | None) -> Iterator[list[Any]]:
         size, number = self.accumulate, start
         window: list[Any] = []
@@ -355,42 +352,13 @@ class TrainData:
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """The batches of an epoch from window ``first`` up to window ``end``."""
-        seed = self.seed + 1_000_003 * (epoch + 1)
-        order_seed = seed + get_rank() if self.diff_rank_seed else seed
         for part in (self.loader, self._dataset, self._sampler, getattr(self.loader, "batch_sampler", None)):
-            set_epoch = getattr(part, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+            tell_epoch(part, epoch)
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
-        if self._reader is not None:
-            return self._reader.batches(order_seed, start, stop)
-        loader = self._feed
-        # Workers draw their seeds from it; the process's own generator is left to the model.
-        cast(torch.Generator, loader.generator).manual_seed(seed + get_rank())
-        if isinstance(loader.dataset, IterableDataset):
-            return _part_of_stream(loader, order_seed, start, stop)
-        if self._order is not None:
-            self._order.position(order_seed, start, stop)
-        else:
-            sampler = cast(ShardedSampler, self._sampler)
-            sampler.set_span(self._place(epoch, first), None if end is None else self._place(epoch, end))
-        return iter(loader)
-
-
-_END = object()
-
-
-def _part_of_stream(loader: DataLoader[Any], seed: int, start: int, stop: int | None) -> Iterator[Any]:
-    """The batches of a stream from number ``start`` up to ``stop``; it cannot be entered in the middle, so it is read.
-
-    What it draws in this process comes from a stream of random numbers that begins with it.
-    """
-    draws = RandomStream(seed) if loader.num_workers == 0 else nullcontext()
-    batches = iter(loader)
-    for number in count() if stop is None else range(stop):
-        with draws:
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        if number >= start:
-            yield batch
+        if self._feed is None:
+            assert self._reader is not None
+            own = self._shard[0] if self.diff_rank_seed else 0
+            return self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
+        if self._feed.by_position:
+            start, stop = self._place(epoch, first), None if end is None else self._place(epoch, end)
+        return self._feed.batches(self.seed, epoch, start, stop, diff_shard_seed=self.diff_rank_seed)

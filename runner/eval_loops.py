@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..core import distributed as dist
 from ..core.registry import LOOPS
 from .evaluation import Evaluator, TorchMetric, build_evaluator
+from .feed import Feed
 from .loaders import goes_its_own_way, length_of
 from .loops import BaseLoop
-from .reading import begun_anew
+from .reading import Reader
 from .together import until_all_end
 
 if TYPE_CHECKING:
     from .runner import FlexibleRunner
+
+EVALUATION = -1
+"""The epoch whose random numbers are drawn for data of evaluation: the same every time."""
 
 
 class EvalLoop(BaseLoop):
@@ -37,6 +41,9 @@ class EvalLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self.fp16 = fp16
+        own_way = goes_its_own_way(dataloader)
+        self._reader = Reader(dataloader) if own_way else None
+        self._feed = None if own_way else Feed(cast("DataLoader[Any]", dataloader), runner.strategy.data_shard)
         self.evaluator.dataset_meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
         self._passed, self._done = 0, 0  # batches of the last pass, and of the one under way
 
@@ -105,7 +112,12 @@ class EvalLoop(BaseLoop):
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Batches, and whether they are this process's own."""
-        one_pass = begun_anew(self.dataloader) if self._passed else self.dataloader
+        seed = self.runner.seed
+        if self._feed is not None:
+            one_pass = self._feed.batches(seed, EVALUATION)
+        else:
+            assert self._reader is not None
+            one_pass = self._reader.batches(seed, 0, None)
         if self.runner.world_size == 1:
             return ((batch, True) for batch in one_pass)
         return until_all_end(one_pass, float(self.runner.strategy.config.timeout_s))

@@ -56,7 +56,11 @@ class TrainLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.val_begin = val_begin
         self.data = TrainData(
-            dataloader, runner.accumulate, runner.seed, diff_rank_seed=runner.options.randomness.diff_rank_seed
+            dataloader,
+            runner.accumulate,
+            runner.seed,
+            diff_rank_seed=runner.options.randomness.diff_rank_seed,
+            shard=runner.strategy.data_shard,
         )
         self.stop_training = False
         self.start_iter = 0

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..core.generators import RandomStream
 from ..core.plain import pack, unpack
 from .loaders import keeps_place, name_of
-from .samplers import RandomStream, ShardedSampler
+from .samplers import ShardedSampler
 
 _END = object()
 
@@ -38,10 +39,12 @@ class Reader:
         first = start if self._is_placed else 0
         self._is_placed = self._has_ended = False
         again, self._has_begun = self._has_begun and start == 0, True
-        with RandomStream(_mixed(seed, -1)):
+        stream = RandomStream(_mixed(seed, -1))
+        with stream:
             own = begun_anew(self.loader) if again else iter(self.loader)
         for number in count(first) if stop is None else range(first, stop):
-            with RandomStream(_mixed(seed, number)):
+            stream.begin(_mixed(seed, number))
+            with stream:
                 batch = next(own, _END)
             if batch is _END:
                 self._has_ended = True

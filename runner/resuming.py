@@ -365,6 +365,6 @@ def load_random(runner: FlexibleRunner, states: Sequence[Any], written_by: int) 
     seed_process(runner.seed, runner.iter, runner.rank)
     runner.logger.warning(
         f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there "
-        f"{'is' if runner.world_size == 1 else 'are'} {runner.world_size}: random states are not restored, dropout and "
-        f"augmentation draw on from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
+        f"{'is' if runner.world_size == 1 else 'are'} {runner.world_size}: random states are not restored, dropout "
+        f"draws on from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
     )

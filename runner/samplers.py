@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Iterator, Sized
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from ..core.distributed import get_rank, get_world_size
+from ..core.generators import RandomStream
 from ..core.overriding import overridden
 from ..core.registry import DATA_SAMPLERS
 
@@ -127,39 +126,6 @@ def follows_span(sampler: object) -> bool:
     return isinstance(sampler, ShardedSampler) and not overridden(sampler, "__iter__", "__len__")
 
 
-class RandomStream:
-    """Random numbers apart from the process's: inside ``with stream:`` Python, NumPy and torch on the CPU draw from it."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._own: tuple[Any, ...] | None = None
-        self._outer: tuple[Any, ...] | None = None
-
-    def __enter__(self) -> None:
-        self._outer = _generators()
-        if self._own is None:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            _set_generators(self._own)
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._outer is not None
-        self._own = _generators()
-        _set_generators(self._outer)
-
-
-def _generators() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
 class Repeatable(Sampler[Any]):
     """What another sampler yields from number ``start`` up to ``stop`` of an epoch, the same whenever it is asked.
 
@@ -179,7 +145,11 @@ class Repeatable(Sampler[Any]):
         self._seed, self._start, self._stop = seed, start, stop
 
     def __iter__(self) -> Iterator[Any]:
-        stream = RandomStream(self._seed)
+        return (item for _, item in self.places())
+
+    def places(self) -> Iterator[tuple[int, Any]]:
+        """What comes next, each with the number of samples that come before it."""
+        stream, place = RandomStream(self._seed), 0
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             generator = getattr(sampler, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -192,7 +162,8 @@ class Repeatable(Sampler[Any]):
             if item is _END:
                 return
             if number >= self._start:
-                yield item
+                yield place, item
+            place += len(item) if isinstance(item, Sized) else 1
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.errors import ConfigError
+from ..core.generators import RandomStream
 from ..runner.data import build_dataloader
 from ..runner.loaders import goes_its_own_way, name_of
-from ..runner.samplers import RandomStream
 
 WHERE = "train_dataloader"
 

@@ -230,7 +230,7 @@ def run(folder: Path, changes: Changes, *more: Any, **options: Any) -> tuple[Wat
     runner.train()
     # Persistent workers end at once when they are let go of, but wait for ten seconds when the garbage collector finds
     # them in the runner's reference cycle (torch 2.15: the pipes to them are closed first).
-    runner.train_loop.data._feed._iterator = None
+    runner.train_loop.data.close()
     return watch, runner
 
 
