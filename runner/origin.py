@@ -57,7 +57,10 @@ def _run_again(runner: FlexibleRunner, window: list[Any]) -> _Run:
     with _watching(runner.strategy.module, bool(runner.strategy.config.compile)) as seen:
         try:
             for micro_batch in window:
+                before = len(seen)
                 runner.stepper.rehearse(micro_batch, _Idle(runner.optim_wrapper))
+                if not runner.stepper.counts(micro_batch):  # its mean over nothing is left out of the update
+                    del seen[before:]
         except Exception as reason:  # as a model that checks its input raises; part of what is said then
             error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"
     bad = next((name for name, is_finite in seen if not bool(is_finite)), None)

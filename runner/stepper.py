@@ -95,15 +95,9 @@ class Stepper:
         """
         optim, size = self.optim, len(window)
         assert optim is not None
-        factors: Sequence[float | None] = _WHOLE
-        if self.weighing is not None:
-            if not self.weighing.weigh(window):
-                return self._leave_out(optim)
-            factors = self.weighing.factors
-            if self._updates_itself:  # it divides by the window's length
-                factors = [factor * size for factor in self.weighing.factors]
-        elif size > 1:
-            factors = ((None if self._updates_itself else 1 / size),) * size
+        factors = self._factors(window)
+        if factors is None:
+            return self._leave_out(optim)
         parts = []
         for i, batch in enumerate(window):
             optim.begin(i, size)
@@ -126,6 +120,20 @@ class Stepper:
                 outputs["grad_norm"] = info.grad_norm
         return outputs
 
+    def _factors(self, window: list[Any]) -> Sequence[float | None] | None:
+        """What to multiply the loss of each micro-batch with, None for 1; None for all: nothing in them counts."""
+        size = len(window)
+        if self.weighing is None:
+            return _WHOLE if size == 1 else (None if self._updates_itself else 1 / size,) * size
+        if not self.weighing.weigh(window):
+            return None
+        # An own update divides by the window's length.
+        return [factor * size for factor in self.weighing.factors] if self._updates_itself else self.weighing.factors
+
+    def counts(self, batch: Any) -> bool:
+        """Whether there is an item in a micro-batch that its loss is a mean of."""
+        return self.weighing is None or self.weighing.counts(batch)
+
     def rehearse(self, batch: Any, optim: Any) -> None:
         """Forward of a micro-batch once more, for whoever watches the model's parts.
 
@@ -144,10 +152,10 @@ class Stepper:
         if self._updates_itself:
             return False
         assert self.optim is not None
-        for i, batch in enumerate(window):
+        for i, (batch, factor) in enumerate(zip(window, self._factors(window) or (), strict=False)):
             self.optim.begin(i, len(window))
             with self._grad_sync(i + 1 == len(window)) if self._grad_sync else NOTHING:
-                self._micro_batch(batch, self.optim, 1 / len(window))
+                self._micro_batch(batch, self.optim, factor)
         return True
 
     def _micro_batch(self, batch: Any, optim: Any, factor: float | None) -> dict[str, Tensor]:

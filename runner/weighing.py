@@ -55,6 +55,10 @@ class Weighing:
         self.factors = [weight * dist.get_world_size() / total for weight in self._weights]
         return True
 
+    def counts(self, batch: Any) -> bool:
+        """Whether a micro-batch has an item."""
+        return self._weight(batch) > 0
+
     def _weight(self, batch: Any) -> float:
         value = self._loss_weight(batch)
         if isinstance(value, Tensor) and value.device.type != "cpu":

@@ -264,6 +264,37 @@ def test_raising_names_the_module_where_it_begins(tmp_path: Path, counts: int) -
     assert text.endswith("; net.2 (Divide) is the first module whose output is not finite, when the batch is run again")
 
 
+class Counting(Exploding):
+    """Its first micro-batch has nothing to count, and a loss of 0/0 that does no harm; only the others are divided."""
+
+    class Divide(nn.Module):
+        by = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x / self.by
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+        mask = (index >= 4).float()
+        self.net[2].by = 1.0 - float(mask.any())  # type: ignore[assignment, union-attr]
+        losses = nn.functional.cross_entropy(self.net(x).float(), y, reduction="none")
+        return {"loss": (losses * mask).sum() / mask.sum()}
+
+    def loss_weight(self, data_batch: Any) -> Tensor:
+        return (data_batch["index"] >= 4).sum()
+
+
+def test_raising_does_not_name_what_does_not_count(tmp_path: Path) -> None:
+    scaled = dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16", accumulative_counts=2)
+    data = dict(
+        batch_size=4,
+        dataset=Samples(8),
+        sampler=dict(type="DefaultSampler", shuffle=False),
+        collate_fn="default_collate",
+    )
+    text = raised(tmp_path, model=Counting, optim_wrapper=scaled, train_dataloader=data)
+    assert text.endswith("; net.2 (Divide) is the first module whose output is not finite, when the batch is run again")
+
+
 def test_raising_with_a_train_step_of_ones_own(tmp_path: Path) -> None:
     class Halved(TwoParts):
         def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
