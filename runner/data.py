@@ -204,21 +204,29 @@ class TrainData:
         if get_world_size() == 1 or self._has_met:
             return
         self._has_met = True
-        given = all_gather_object(length_of(self._dataset))
-        self._first_samples, samples = given[0], [number or 0 for number in given]
-        deals = isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
-        if deals and not isinstance(self._dataset, IterableDataset) and len(set(samples)) > 1:
+        samples, lengths, deals, even, keeps_place = zip(
+            *all_gather_object(
+                (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_place)
+            ),
+            strict=True,
+        )
+        self._first_samples = samples[0]
+        known = {number or 0 for number in samples}
+        if any(deals) and len(known) > 1:
             raise ConfigError(
-                f"train_dataloader.dataset: has {min(samples)} to {max(samples)} samples depending on the process, and "
-                f"{type(self._sampler).__name__} deals out one that is the same on all; for parts of your own give an "
-                "IterableDataset, or a sampler of your own"
+                f"train_dataloader.dataset: has {min(known)} to {max(known)} samples depending on the process, and a "
+                "DefaultSampler or InfiniteSampler deals out one dataset that is the same on all; for parts of your own give "
+                "an IterableDataset, or a sampler of your own"
             )
-        lengths = all_gather_object(self._own_length)
-        if self._is_even:
-            return
-        self._in_step = InStep("train_dataloader", timeout_s)
-        known = [length for length in lengths if length is not None]
-        self._least = min(known, default=None) if len(known) == len(lengths) else None
+        if not all(even):
+            self._in_step = InStep("train_dataloader", ahead=not any(keeps_place), timeout_s=timeout_s)
+            self._least = None if None in lengths else min(lengths)
+
+    @property
+    def _deals(self) -> bool:
+        """Whether a sampler deals out the dataset, so that it has to be one and the same on all processes."""
+        is_stream = isinstance(self._dataset, IterableDataset)
+        return not is_stream and isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
 
     @property
     def _is_even(self) -> bool:
@@ -319,7 +327,7 @@ class TrainData:
         own = self._own_windows(epoch, start, stop)
         if self._in_step is None:
             return own
-        return self._in_step.windows(own, start, ahead=not self.keeps_place)
+        return self._in_step.windows(own, start)
 
     def close(self) -> None:
         """End worker processes that would stay for the next epoch."""

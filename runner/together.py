@@ -18,36 +18,36 @@ Window = list[Any]
 class InStep:
     """The windows of a process as long as all processes have one, each of as many batches on all.
 
-    While a window is trained on, the processes agree on the next one, which has been read for that: nobody waits for the
-    message. What some have left at the end is left out, and that is said once.
+    While a window is trained on, the processes agree on the next one, if that has been read: nobody waits for the message.
+    What some have left at the end is left out, and that is said once.
 
     Args:
         where: the configuration key, for the message.
+        ahead: read the next window before one is given; without, nothing is ever read that has not been given.
         timeout_s: how long a process may take for its next window.
     """
 
-    def __init__(self, where: str, timeout_s: float | None = None) -> None:
-        self._where = where
+    def __init__(self, where: str, *, ahead: bool = True, timeout_s: float | None = None) -> None:
+        self._where, self._ahead = where, ahead
         self._group = dist.side_group(timeout_s, _PURPOSE)
         self._said = False
 
-    def windows(self, own: Iterator[Window], start: int = 0, *, ahead: bool = True) -> Iterator[Window]:
+    def windows(self, own: Iterator[Window], start: int = 0) -> Iterator[Window]:
         """The windows of ``own``, up to the first that some process does not have.
 
         Args:
             own: what this process can read.
             start: the number in the epoch of the first.
-            ahead: read the next window before one is given; without, nothing is ever read that has not been given.
         """
         done, is_longer = start, False
         window, smallest = self._next(own)
         while size := smallest():
             is_longer = len(window) > size
-            if ahead:
+            if self._ahead:
                 following, smallest = self._next(own)
             yield window[:size]
             done += 1
-            if not ahead:
+            if not self._ahead:
                 following, smallest = self._next(own)
             window = following
         self._say(done, is_longer or bool(window))
