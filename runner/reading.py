@@ -79,9 +79,8 @@ class Reader:
         """Go on there, with what is read next; ``begins``: that is a whole epoch."""
         self.loader.load_state_dict(unpack(saved["state"]))
         self._is_placed = self._has_begun = True
-        if (
-            begins and not saved["ended"]
-        ):  # the pass that was left then, because another process had no more, is left again
+        if begins and not saved["ended"]:
+            # The pass that was left then, because another process had no more, is left again.
             next(iter(self.loader), None)
 
 
