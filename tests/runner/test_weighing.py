@@ -167,7 +167,7 @@ STRATEGIES = [
         pytest.param(
             dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)),
             id=f"zero{stage}",
-            marks=pytest.mark.deepspeed,
+            marks=[pytest.mark.deepspeed, *([pytest.mark.full] if stage < 2 else [])],
         )
         for stage in (0, 1, 2, 3)
     ),
