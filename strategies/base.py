@@ -20,6 +20,7 @@ from ..core.module_state import check_savable, check_sizes, tensor_names
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.roll_call import roll_call
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
+from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from .launch import Launch, detect_launch
@@ -251,6 +252,8 @@ class Strategy:
             self._compile(self._model)
         if optim is not None:
             optim.build(self.module)
+            if found := first_difference(recipe_of(optim)):
+                raise StrategyError(f"{found}; every process has to be configured alike")
         self.optim = optim
         self._check_precision()
         if optim is not None:

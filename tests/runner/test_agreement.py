@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from flextrain import OptimWrapper
 from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.runner.hooks import Hook, ProfilerHook
 from flextrain.testing import WorkerGroup
@@ -175,6 +176,27 @@ def test_another_configuration(
 ) -> None:
     expected = f"{message}; every process has to be configured alike"
     assert workers2.run(configured, tmp_path, changes) == [expected] * 2
+
+
+def built_otherwise(folder: Path, strategy: dict[str, Any]) -> str:
+    rank = int(os.environ["RANK"])
+    wrapper = OptimWrapper(dict(type="AdamW", lr=0.1 + rank), accumulative_counts=2)
+    runner = make_runner(folder, strategy=strategy, optim_wrapper=wrapper)
+    with pytest.raises(StrategyError) as caught:
+        runner.train()
+    runner.strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "strategy", [DDP, FSDP, pytest.param(ZERO1, marks=pytest.mark.deepspeed)], ids=["DDP", "FSDP", "ZeRO-1"]
+)
+def test_an_instance_with_other_settings(workers2: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    expected = (
+        "optim_wrapper.optimizer group 0 lr: is 0.1 on rank 0 and 1.1 on rank 1; every process has to be configured"
+    )
+    for message in workers2.run(built_otherwise, tmp_path, strategy):
+        assert message.startswith(expected)
 
 
 class Looks(Hook):

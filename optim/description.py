@@ -1,0 +1,19 @@
+"""How parameters are updated, as text that can be compared between processes."""
+
+from __future__ import annotations
+
+from .wrapper import OptimWrapper
+from .wrapper_dict import OptimWrapperDict
+
+
+def description(optim: OptimWrapper | OptimWrapperDict) -> dict[str, str]:
+    """Of every optimizer that is built, its class, the plain settings of its groups, and how many micro-batches an update has."""
+    found = {}
+    for wrapper in optim.wrappers.values():
+        place = f"{wrapper.where}.optimizer"
+        found[f"{place}.type"] = type(wrapper.optimizer).__name__
+        found[f"{wrapper.where}.accumulative_counts"] = str(wrapper.accumulate)
+        for number, group in enumerate(wrapper.param_groups):
+            settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+            found |= {f"{place} group {number} {key}": repr(value) for key, value in settings.items()}
+    return found
