@@ -262,6 +262,12 @@ class TrainData:
         """Of the dataset, where it differs that of rank 0; None for a stream that does not know."""
         return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
 
+    @property
+    def stream_workers(self) -> int | None:
+        """Workers that read a stream, which may have another order with others; None for other data."""
+        is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_place
+        return getattr(self.loader, "num_workers", None) if is_stream else None
+
     def position(self, epoch: int, window: int) -> int | None:
         """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""
         sampler = self.splittable

@@ -82,11 +82,15 @@ class DataFacts(Config):
     """Updates of a whole epoch."""
     position: int | None = pydantic.Field(ge=0)
     """Samples of the epoch that come before the next update; None where only the sampler knows."""
+    by_index: bool = False
+    """Whether the order is computed by index; checkpoints of before that do not say so."""
+    workers: int | None = None
+    """That read a stream, whose order may depend on them; None for other data, and in older checkpoints."""
 
 
 # What makes an order another one, and what makes other batches of it.
 _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
-_BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length")
+_BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
 
 
 def data_facts(runner: FlexibleRunner, loop: Mapping[str, Any]) -> DataFacts:
@@ -105,6 +109,8 @@ def data_facts(runner: FlexibleRunner, loop: Mapping[str, Any]) -> DataFacts:
         drop_last=data.drop_last,
         epoch_length=data.epoch_length,
         position=data.position(loop["epoch"], loop["inner"]),
+        by_index=sampler.by_index if sampler else False,
+        workers=data.stream_workers,
     )
 
 
@@ -135,6 +141,10 @@ def continue_epoch(runner: FlexibleRunner, saved: Any, loop: Mapping[str, Any]) 
         runner.use_data_seed(then.seed)
     now, data = data_facts(runner, loop), runner.train_loop.data
     changed = [key for key in (*_ORDER, *_BATCHES) if getattr(then, key) != getattr(now, key)]
+    if then.workers is None and "workers" in changed:
+        changed.remove("workers")
+    if data.splittable is not None and then.num_samples == now.num_samples:
+        data.splittable.by_index = then.by_index
     if then.epoch_length != now.epoch_length:
         _say_what_changed(runner, then, now, changed)
     if loop["inner"] == 0:

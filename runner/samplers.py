@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -14,6 +15,12 @@ from ..core.distributed import get_rank, get_world_size
 from ..core.generators import RandomStream
 from ..core.overriding import overridden
 from ..core.registry import DATA_SAMPLERS
+from ..core.shuffle import Shuffled, Straight
+
+LARGE = 2**20
+"""Samples of a dataset above which a random order is computed by index: a whole one would be in every process's memory."""
+BLOCK = 4096
+"""Indices that are computed at once."""
 
 
 class ShardedSampler(Sampler[int]):
@@ -37,6 +44,8 @@ class ShardedSampler(Sampler[int]):
         self.index, self.count = shard or (get_rank(), get_world_size())
         self.epoch = 0
         self.start, self.stop = 0, None
+        self.by_index = shuffle and self.num_samples > LARGE
+        """Whether a random order is computed by index, and not drawn as a whole."""
 
     stop: int | None
 
@@ -48,12 +57,17 @@ class ShardedSampler(Sampler[int]):
         """Yield only the samples at global positions ``start`` up to ``stop`` of the epoch from now on."""
         self.start, self.stop = start, stop
 
-    def order(self, epoch: int) -> list[int]:
-        """All indices of the dataset in the order of ``epoch``."""
+    def order(self, epoch: int) -> Any:
+        """The indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
+
+        A subclass may give any sequence or array of indices.
+        """
         if not self.shuffle:
-            return list(range(self.num_samples))
+            return Straight()
+        if self.by_index:
+            return Shuffled(self.num_samples, self.seed, epoch)
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        return torch.randperm(self.num_samples, generator=generator).numpy()
 
 
 @DATA_SAMPLERS.register_module()
@@ -82,10 +96,9 @@ class DefaultSampler(ShardedSampler):
         self.round_up = round_up
 
     def __iter__(self) -> Iterator[int]:
-        order, end = self.order(self.epoch), self._end(self.start)
-        if order:
-            order = (order * math.ceil(end / len(order)))[:end]
-        return iter(order[self.start : self.stop][self.index :: self.count])
+        end = self._end(self.start)
+        stop = end if self.stop is None else min(self.stop, end)
+        return _dealt(self.order(self.epoch), self.num_samples, range(self.start + self.index, stop, self.count))
 
     def __len__(self) -> int:
         return self.length_from(0)
@@ -105,17 +118,24 @@ class InfiniteSampler(ShardedSampler):
     """An endless stream of epochs, dealt to the processes in turn; for iteration-based training."""
 
     def __iter__(self) -> Iterator[int]:
-        position = self.start + self.index
-        epoch, order = -1, []
+        position, size = self.start + self.index, self.num_samples
         while self.stop is None or position < self.stop:
-            if position // self.num_samples != epoch:
-                epoch = position // self.num_samples
-                order = self.order(epoch)
-            yield order[position % self.num_samples]
-            position += self.count
+            epoch = position // size
+            end = (epoch + 1) * size if self.stop is None else min((epoch + 1) * size, self.stop)
+            positions = range(position, end, self.count)
+            yield from _dealt(self.order(epoch), size, positions)
+            position += len(positions) * self.count
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
+    """The indices at these positions of an order that begins again after ``size``; block by block."""
+    order = np.asarray(order) if isinstance(order, Sequence) else order
+    for begin in range(0, len(positions), BLOCK):
+        block = positions[begin : begin + BLOCK]
+        yield from order[np.arange(block.start, block.stop, block.step) % size].tolist()
 
 
 def follows_span(sampler: object) -> bool:

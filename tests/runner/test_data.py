@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import tracemalloc
 from collections import Counter, namedtuple
 from collections.abc import Iterator
 from itertools import chain, islice, zip_longest
@@ -69,7 +70,7 @@ def test_rounding_up_repeats_from_the_beginning(count: int) -> None:
     samplers = [DefaultSampler(NUMBERS, True, 3, shard=(i, count)) for i in range(count)]
     parts = [list(sampler) for sampler in samplers]
     assert {len(part) for part in parts} == {len(samplers[0])} == {-(-10 // count)}
-    order = samplers[0].order(0)
+    order = samplers[0].order(0).tolist()
     assert in_turn(parts) == (order * 2)[: count * len(parts[0])]
 
 
@@ -91,7 +92,7 @@ def test_an_infinite_sampler_is_one_epoch_after_the_other() -> None:
     parts = [list(islice(InfiniteSampler(NUMBERS, True, 3, shard=(i, 3)), 20)) for i in range(3)]
     seen = in_turn(parts)
     for epoch in range(6):
-        assert seen[10 * epoch : 10 * epoch + 10] == DefaultSampler(NUMBERS, True, 3).order(epoch)
+        assert seen[10 * epoch : 10 * epoch + 10] == DefaultSampler(NUMBERS, True, 3).order(epoch).tolist()
     assert list(islice(InfiniteSampler(NUMBERS, shuffle=False), 12)) == [*NUMBERS, 0, 1]
 
 
@@ -120,6 +121,57 @@ def test_a_span_ends_with_the_next() -> None:
     assert list(sampler) == [7, 8, 9]
     sampler.set_span(0)
     assert list(sampler) == NUMBERS
+
+
+def test_an_order_of_one_s_own() -> None:
+    class Backwards(DefaultSampler):
+        def order(self, epoch: int) -> list[int]:
+            return NUMBERS[::-1]
+
+    parts = [Backwards(NUMBERS, shard=(i, 3)) for i in range(3)]
+    assert in_turn([list(part) for part in parts]) == [*NUMBERS[::-1], 9, 8]
+
+
+# Orders that are computed by index
+
+BILLION = 10**9
+
+
+def test_the_order_of_a_smaller_dataset_is_torch_s() -> None:
+    """Checkpoints and recorded results go by it."""
+    for seed, epoch in ((0, 0), (3, 2)):
+        sampler = DefaultSampler(range(1000), True, seed)
+        sampler.set_epoch(epoch)
+        generator = torch.Generator().manual_seed(seed + epoch)
+        assert list(sampler) == torch.randperm(1000, generator=generator).tolist()
+
+
+@pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_billion_samples_take_no_memory(kind: type[DefaultSampler], shuffle: bool) -> None:
+    tracemalloc.start()
+    sampler = kind(range(BILLION), shuffle, 3, shard=(1, 2))
+    sampler.set_span(BILLION - 40_000)
+    found = list(islice(sampler, 20_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
+    assert len(set(found)) == 20_000
+    assert max(found) < BILLION
+    assert (found == list(range(BILLION - 39_999, BILLION, 2))) is not shuffle
+    sampler.set_span(BILLION - 4, BILLION)
+    assert list(sampler) == found[-2:], "entered at its end"
+
+
+def test_a_large_order_goes_on_with_any_number_of_processes() -> None:
+    data = range(2**20 + 5)
+    whole = list(islice(DefaultSampler(data, True, 3), 9000))
+    parts = []
+    for index in range(3):
+        sampler = DefaultSampler(data, True, 3, shard=(index, 3))
+        sampler.set_span(1000, 9000)
+        parts.append(list(sampler))
+    assert in_turn(parts) == whole[1000:]
 
 
 def test_an_empty_dataset() -> None:
@@ -195,7 +247,7 @@ def build_dataloader_without_collate() -> DataLoader[Any]:
 def test_a_sampler_in_every_spelling(sampler: Any) -> None:
     built = loader(dict(sampler=sampler, batch_size=3))
     assert isinstance(built.sampler, DefaultSampler)
-    assert list(chain(*built)) == DefaultSampler(NUMBERS, True, 5).order(0)
+    assert list(chain(*built)) == DefaultSampler(NUMBERS, True, 5).order(0).tolist()
 
 
 def test_a_dataset_in_every_spelling() -> None:

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from flextrain import CheckpointError, FlexibleRunner
+from flextrain.runner import samplers
 from flextrain.runner.data import TrainData, build_dataloader
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import Net, Samples, SaveEvery, Stop, StopAt, Watch, make_runner
+from .training import Net, Samples, SaveEvery, Stop, StopAt, Watch, change_values, make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -277,6 +278,33 @@ def test_the_log_says_where_the_epoch_goes_on_and_how_long_it_is(tmp_path: Path)
     assert [fact for fact in rest["facts"] if fact[2]] == [(5, 5, True, False), (6, 6, True, False), (6, 6, True, True)]
 
 
+@pytest.mark.parametrize("was_large", [True, False])
+def test_an_order_goes_on_as_it_was_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_large: bool) -> None:
+    """Also where the checkpoint is of a time when no order was computed by index."""
+    monkeypatch.setattr(samplers, "LARGE", 10 if was_large else 100)
+    whole = train(str(tmp_path / "whole"), setting(26, 4))["trained"]
+    train(str(tmp_path / "run"), setting(26, 4), 3)
+    monkeypatch.setattr(samplers, "LARGE", 100 if was_large else 10)
+    if not was_large:
+        change_values(
+            tmp_path / "run" / "iter_3", lambda values: [values["data"].pop(k) for k in ("by_index", "workers")]
+        )
+    assert train(str(tmp_path / "run"), setting(26, 4))["trained"] == whole[3:]
+    monkeypatch.undo()
+    assert (train(str(tmp_path / "small"), setting(26, 4))["trained"] == whole) is not was_large
+
+
+class Numbers(IterableDataset[dict[str, Any]]):
+    """A stream that workers share out."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info, samples = get_worker_info(), Samples(26)
+        return (samples[i] for i in range(info.id if info else 0, 26, info.num_workers if info else 1))
+
+    def __len__(self) -> int:
+        return 26
+
+
 class Backwards(BatchSampler):
     """The batches of another sampler, last sample first."""
 
@@ -288,6 +316,11 @@ class Backwards(BatchSampler):
 def own_sampler(batch_size: int) -> DataLoader[Any]:
     samples = Samples(26)
     return DataLoader(samples, batch_size=batch_size, sampler=RandomSampler(samples, replacement=True))
+
+
+def streamed(workers: int) -> dict[str, Any]:
+    changes = setting(26, 4, num_workers=workers)
+    return {**changes, "train_dataloader": {**changes["train_dataloader"], "dataset": Numbers()}}
 
 
 @pytest.mark.parametrize(
@@ -315,12 +348,17 @@ def own_sampler(batch_size: int) -> DataLoader[Any]:
             "sampler=DefaultSampler, it is RandomSampler now; resume from the end of an epoch to change it",
         ),
         (
+            streamed(2),
+            streamed(1),
+            "workers=2, it is 1 now, and what a Numbers gives cannot be dealt out anew; resume from the end",
+        ),
+        (
             setting(26, 4),
             setting(27, 4),
             "num_samples=26, it is 27 now; resume from the end of an epoch to change it",
         ),
     ],
-    ids=["own sampler", "own batches", "another order", "another sampler", "other data"],
+    ids=["own sampler", "own batches", "another order", "another sampler", "workers of a stream", "other data"],
 )
 def test_what_cannot_be_split_anew_is_refused(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], says: str
