@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.errors import ConfigError
-from .samplers import DefaultSampler
+from .samplers import DefaultSampler, ShardedSampler
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """What gives batches: a DataLoader or another iterable, or a function that gives one."""
@@ -91,9 +91,23 @@ def resampled(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
 
 def goes_its_own_way(loader: Any) -> bool:
     """Whether batches need not be those of the sampler, one after the other, because the class has its own methods."""
-    return not isinstance(loader, DataLoader) or any(
-        getattr(type(loader), name) is not getattr(DataLoader, name)
-        for name in ("__iter__", "__len__", "_get_iterator")
+    if not isinstance(loader, DataLoader):
+        return True
+    own = (getattr(type(loader), name) is not getattr(DataLoader, name) for name in _READING)
+    return any(own) and not _only_counts(loader)
+
+
+_READING = ("__iter__", "__len__", "_get_iterator")
+
+
+def _only_counts(loader: DataLoader[Any]) -> bool:
+    """Whether it is torchdata's, over a dataset and a sampler without a state: it saves a number of batches, no more."""
+    return (
+        type(loader).__module__ == "torchdata.stateful_dataloader.stateful_dataloader"
+        and not isinstance(loader.dataset, IterableDataset)
+        and not keeps_place(loader.dataset)
+        and isinstance(loader.sampler, ShardedSampler)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
     )
 
 

@@ -150,6 +150,23 @@ def stateful(samples: Samples, **options: Any) -> Any:
     return module.StatefulDataLoader(samples, batch_size=4, **options)
 
 
+class Remembering(Samples):
+    """A dataset with a state: how often it was read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + 0.01 * self.reads}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+
 def function(samples: Samples) -> Callable[[], Iterator[Any]]:
     def batches() -> Iterator[Any]:
         yield from Batched(samples)
@@ -171,13 +188,14 @@ MAKERS: dict[str, Any] = {
     "iterator": Restartable,
     "state": WithState,
     "stateful": partial(stateful, shuffle=True),
-    "stateful with workers": partial(stateful, shuffle=True, num_workers=2),
+    "stateful, workers": partial(stateful, shuffle=True, num_workers=2),
+    "stateful dataset": lambda samples: stateful(Remembering(len(samples)), shuffle=True),
 }
 WITHOUT_LENGTH = ("function", "stream", "cycle")
 
 
 def settings(kind: str, accumulate: int = 1) -> dict[str, Any]:
-    noisy = kind not in ("prefetcher", "list", "cycle", "iterator") and "workers" not in kind
+    noisy = kind not in ("prefetcher", "list", "cycle", "iterator", "packer with workers")
     changes = dict(
         train_dataloader=MAKERS[kind](Samples(22, noisy=noisy)),
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.02), accumulative_counts=accumulate),
@@ -454,3 +472,13 @@ def test_torchdata_s_samplers_are_dealt_out_too(shuffle: bool, said: list[str]) 
     seen = [[int(i) for batch in part for i in batch["index"]] for part in parts]
     assert sorted(seen[0] + seen[1]) == list(range(12))
     assert f"got a DefaultSampler(shuffle={shuffle}) that splits it over 2 processes" in said[0]
+
+
+def test_torchdata_s_loader_goes_on_at_any_position_where_its_state_is_no_more() -> None:
+    for shuffle in (True, False):
+        built = build(stateful(Samples(12), shuffle=shuffle))
+        assert TrainData(built, 1, seed=0).splittable is built.sampler
+    for loader in (stateful(Remembering(12)), stateful(Batched(Samples(12)))):
+        data = TrainData(build(loader), 1, seed=0)
+        assert data.splittable is None
+        assert data.keeps_place
