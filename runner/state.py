@@ -88,6 +88,9 @@ def save(
     view = SavedView(state)
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
     state.update(_flatten(view.apply(), "extra"))
+    if runner.rank > 0:  # of buffers rank 0's averages count, as its buffers do
+        own = {name for name, _ in strategy.module.named_buffers()}
+        state = {key: value for key, value in state.items() if key.partition(f"{_SEPARATOR}averaged.")[2] not in own}
     options: dict[str, Any] = dict(
         per_rank={
             "rng": rng_state(),

@@ -31,6 +31,7 @@ from .layout import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
 from .peers import Peers
 from .places import is_local, place
 from .planners import ShardSavePlanner, layout_of
+from .replicas import Replicas, share_of
 from .storage import name_in_file, write_shard
 
 _logger = logging.getLogger("flextrain")
@@ -225,6 +226,7 @@ class _Save:
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
         self._planner = ShardSavePlanner()
+        self._replicas = Replicas({})
         self._plan = _Plan()
         self._staged: list[Tensor] | None = None
         self._text = b""
@@ -288,7 +290,14 @@ class _Save:
         return get_rank(), get_world_size(), layouts
 
     def _copy(self) -> None:
+        """What this process writes; of what others write of its replicas, the fingerprints, before training changes them."""
         self._staged = self._staging.copy([self._resolve(item) for item in self._plan.items])
+        # All of it would hold training up for as long again as the copy does, where that is in the host's memory.
+        self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
+
+    def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
+        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share)  # one has nothing to compare
+        self._replicas.look(later)
 
     def _resolve(self, item: WriteItem) -> Tensor:
         tensor = self._planner.resolve_data(item)
@@ -311,32 +320,37 @@ class _Save:
                     layout.abandon(self._folder)
             raise
 
-    def _write(self) -> _Written | None:
+    def _write(self) -> _Written:
         folder = self._folder
         if is_local(folder) and not folder.is_dir():
             raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
+        if self._staged is None:
+            self._look_at_replicas(None)
         if not self._plan.items:
-            return None
+            return _Written(None, self._nonfinite, self._replicas.packed())
         file = _file(get_rank())
         tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
         if self._verify:
             layout.check_file(folder / file, entry)
-        return _Written(file, entry, self._nonfinite)
+        return _Written((file, entry), self._nonfinite, self._replicas.packed())
 
     def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tensors to write, noting on the way what should be finite and is not; in the background, where that is."""
+        """The tensors to write, looked at on the way, in the background where that is: what should be finite and is not."""
         for item, tensor in zip(self._plan.items, tensors, strict=True):
             key = item.index.fqn
+            self._replicas.look_at(key, tensor)
             if key in self._finite and nonfinite({key: tensor}):
                 self._nonfinite.append(key)
             yield tensor
 
-    def _complete(self, written: list[_Written | None]) -> list[tuple[str, ...]]:
-        folder, parts = self._folder, [part for part in written if part is not None]
+    def _complete(self, written: list[_Written]) -> list[tuple[str, ...]]:
+        if found := self._replicas.difference([part.replicas for part in written]):
+            raise CheckpointError(f"{found}; what every process keeps has to be equal, or rank 0's alone")
+        folder = self._folder
         files = {layout.VALUES: layout.write_file(folder / layout.VALUES, self._text)}
-        files |= {part.file: part.entry for part in parts}
-        marked = tuple(sorted({key for part in parts for key in part.nonfinite}))
+        files |= dict(part.file for part in written if part.file is not None)
+        marked = tuple(sorted({key for part in written for key in part.nonfinite}))
         manifest = Manifest(
             written_by=self._written_by, files=files, nonfinite=marked, tensors=self._plan.index.entries()
         )
@@ -352,10 +366,12 @@ class _Save:
 class _Written:
     """What one process has written."""
 
-    file: str
-    entry: FileEntry
+    file: tuple[str, FileEntry] | None
+    """Its name, and what is in it; None without a share."""
     nonfinite: Sequence[str]
     """Keys of what should be finite and is not."""
+    replicas: bytes
+    """Fingerprints of what other processes hold too."""
 
 
 def _file(rank: int) -> str:
