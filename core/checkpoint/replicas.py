@@ -6,6 +6,7 @@ Replicas that have drifted apart would otherwise be mixed in a checkpoint, since
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -97,7 +98,9 @@ def _replica(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
             return None
         coordinates = tensor.device_mesh.get_coordinate()
         placements = zip(coordinates or (), tensor.placements, strict=True) if coordinates else ()
-        return tensor.detach().to_local(), tuple(c for c, placement in placements if not placement.is_replicate())
+        return cast(DTensor, tensor.detach()).to_local(), tuple(
+            c for c, placement in placements if not placement.is_replicate()
+        )
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor.detach(), ()
     return None
