@@ -88,9 +88,9 @@ def test_the_first_time_too(workers2: WorkerGroup) -> None:
 def of_two_jobs() -> str:
     rank = os.environ["RANK"]
     if rank == "1":  # what belongs here is late
-        time.sleep(1)
+        time.sleep(0.3)
     try:
-        join(job=f"Slurm job 7 step {rank}", timeout_s=5)
+        join(job=f"Slurm job 7 step {rank}", timeout_s=2)
     except LaunchError as error:
         return str(error)
     return "joined"
