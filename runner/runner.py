@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,6 +166,7 @@ class FlexibleRunner:
         self._pending_save: PendingSave | None = None
         self._staging = Staging()
         self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
+        self._last_is_good = True
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
@@ -398,13 +400,17 @@ class FlexibleRunner:
 
     def _note_saved(self, path: Path) -> None:
         """Remember whether the checkpoint that is complete now is marked; known on every process."""
-        self._marked.discard(str(path))
-        if keys := self._staging.nonfinite:
-            self._marked.add(str(path))
-            self.logger.warning(
-                f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
-                "passes it over, and no older one is deleted for it"
-            )
+        keys, was_good = self._staging.nonfinite, self._last_is_good
+        self._last_is_good = not keys
+        if not keys:
+            self._marked.discard(str(path))
+            return
+        self._marked.add(str(path))
+        self.logger.log(
+            logging.WARNING if was_good else logging.INFO,  # once in a row is enough
+            f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
+            "passes it over, and no older one is deleted for it",
+        )
 
     def is_marked(self, path: str | Path) -> bool:
         """Whether the checkpoint that this run has saved to ``path`` holds NaN or infinity where it should not."""

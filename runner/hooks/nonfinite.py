@@ -96,7 +96,7 @@ class NonFiniteHook(Hook):
             self._look(runner, runner.iter)
         if self._bad_look is not None:
             names = nonfinite_weights(runner) if self._bad_look.is_agreed else own_nonfinite(runner)
-            if names:
+            if names and runner.rank == 0:
                 where = what_is_not_finite(names, "parameter")
                 runner.logger.error(f"Training ended with NaN or infinity in {where}; {_last_good(runner)}")
         self._batch = None

@@ -17,7 +17,7 @@ from flextrain.cli import main
 from flextrain.core.checkpoint import export_weights
 
 from .conftest import Scores
-from .nonfinite import Poison, saved
+from .nonfinite import Poison, saved, warnings_in
 from .training import Net, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -39,6 +39,12 @@ def test_good_checkpoints_survive(tmp_path: Path, async_save: bool) -> None:
     by_iter(tmp_path, Poison(7), hook=dict(async_save=async_save)).train()
     assert saved(tmp_path) == {"iter_4": False, "iter_6": False, "iter_20": True}
     assert (tmp_path / "latest").read_text() == "iter_6"
+
+
+def test_a_row_of_marked_ones_is_one_warning(tmp_path: Path) -> None:
+    by_iter(tmp_path, Poison(7, until=11), Poison(15), log_level="INFO").train()
+    said = [line.split()[1] for line in warnings_in(tmp_path) if line.startswith("Checkpoint ")]
+    assert said == ["iter_8", "iter_16"]
 
 
 def test_by_epoch_too(tmp_path: Path) -> None:
