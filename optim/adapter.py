@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+_INNER = "/"  # between an attribute that holds an optimizer and what that one keeps
 # Of torch's own; others, and subclasses of these, are tried (see trial.py).
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -73,7 +74,18 @@ class OptimizerAdapter:
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """What it keeps of a parameter, in the form in which a checkpoint has it."""
         state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-        return state
+        inner = {
+            f"{name}{_INNER}{key}": value
+            for name, optimizer in self._inner().items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        return {**state, **inner} if inner else state
+
+    def _inner(self) -> dict[str, Optimizer]:
+        """Optimizers that this one steps, as SAM and Lookahead do, by attribute; they keep state of their own."""
+        own = self.optimizer
+        found = {name: value for name, value in vars(own).items() if isinstance(value, Optimizer) and value is not own}
+        return {name: value for name, value in found.items() if value.state is not own.state}
 
     def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hyper-parameters of a group, in the form in which a checkpoint has them."""
@@ -93,4 +105,27 @@ class OptimizerAdapter:
 
     def load(self, packed: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of the optimizer, also in the middle of training."""
-        self.optimizer.load_state_dict(packed)
+        optimizer, inner = self.optimizer, self._inner()
+        groups = [group["params"] for group in optimizer.param_groups]
+        sharing = [one for one in inner.values() if one.param_groups is optimizer.param_groups]
+        states = packed["state"]
+        optimizer.load_state_dict({**packed, "state": {number: without_inner(kept) for number, kept in states.items()}})
+        for one in sharing:  # or what a schedule sets would not reach it any more
+            one.param_groups = optimizer.param_groups
+        numbers = (number for group in packed["param_groups"] for number in group["params"])
+        for parameter, number in zip((p for group in groups for p in group), numbers, strict=True):
+            self.load_inner(parameter, states.get(number, {}))
+
+    def load_inner(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Give the optimizers that this one steps their part of a parameter's state."""
+        for name, optimizer in self._inner().items():
+            prefix = f"{name}{_INNER}"
+            kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            optimizer.state.pop(parameter, None)
+            if kept:
+                optimizer.state[parameter] = kept
+
+
+def without_inner(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer itself keeps, out of that which a checkpoint has."""
+    return {key: value for key, value in state.items() if _INNER not in key}

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
-from ...optim.adapter import OptimizerAdapter
+from ...optim.adapter import OptimizerAdapter, without_inner
 from ..base import _IMPLEMENTATION_KEYS, _in_form_of
 from . import state
 from .state import Fragment
@@ -158,7 +158,8 @@ class EngineState:
             adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
             optimizer.state.pop(flat, None)
             if adopted:
-                optimizer.state[flat] = self.adapter.own_state(adopted)
+                optimizer.state[flat] = without_inner(self.adapter.own_state(adopted))
+            self.adapter.load_inner(flat, adopted)
         self._incoming = {}
         state.relink(self.engine)
 

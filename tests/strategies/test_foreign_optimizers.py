@@ -264,6 +264,51 @@ def test_every_optimizer_stands_in_one_of_the_columns() -> None:
     assert set(OPTIMIZERS) == {*ELEMENTWISE, *REFUSED_PIECES}
 
 
+class Sharpness(torch.optim.Optimizer):
+    """As SAM is written everywhere: it steps another optimizer, which keeps the momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, dict(lr=lr, rho=rho))
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = parameter.detach().clone()
+        self.base_optimizer.step()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["single", "fsdp", pytest.param("zero2", marks=pytest.mark.deepspeed)])
+def test_what_an_inner_optimizer_keeps_comes_back(
+    workers1: WorkerGroup, workers2: WorkerGroup, tmp_path: Path, strategy: str
+) -> None:
+    if strategy == "zero2":
+        pytest.importorskip("deepspeed")
+    workers = workers1 if strategy == "single" else workers2
+    for weights, rates in workers.run(goes_on, STRATEGIES[strategy], tmp_path / "c"):
+        assert weights == 0.0
+        assert rates == [0.05, 0.05]
+
+
+def goes_on(spec: dict[str, Any], path: Path) -> tuple[float, list[float]]:
+    """How far a resumed run is from one that went on, and the rates of both optimizers after a schedule has set one."""
+    batches = windows([Mlp.sample(8, seed) for seed in range(6)], 1)
+    with started(spec, OptimWrapper(dict(type=Sharpness)), Mlp) as session:
+        run(session, batches[:3])
+        save(session, path)
+        expected = run(session, batches[3:]).weights[-1]
+    with started(spec, OptimWrapper(dict(type=Sharpness)), Mlp, seed=99) as session:
+        load(session, path)
+        found = run(session, batches[3:]).weights[-1]
+        optimizer: Any = session.optim.optimizer
+        session.optim.param_groups[0]["lr"] = 0.05
+        rates = [optimizer.param_groups[0]["lr"], optimizer.base_optimizer.param_groups[0]["lr"]]
+    return max(relative_difference(found[key], value) for key, value in expected.items()), rates
+
+
 class ClimbsFirst(OptimWrapper):
     """Gives the optimizer the closure that it asks for."""
 
