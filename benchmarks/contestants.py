@@ -1,7 +1,7 @@
 """The same tiny training run, written once by hand and once for each library that is compared.
 
-Every function trains `Tiny` on the batches of `loader` once and leaves the libraries' defaults alone, except that the loss
-is logged every LOG_INTERVAL iterations. Each imports its library itself and raises ImportError where it is missing.
+Every function trains `Tiny` on the batches of `loader` once, `accumulate` of them for an update, and leaves the libraries'
+defaults alone, except that the loss is logged every LOG_INTERVAL updates. Each imports its library itself and raises ImportError where it is missing.
 """
 
 from __future__ import annotations
@@ -39,27 +39,36 @@ class Net(nn.Module):
         return F.cross_entropy(self.layers(inputs), labels)
 
 
-def by_hand(loader: DataLoader[Any], work_dir: Path) -> None:
+def by_hand(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
     """What the others are measured against: no log, no hook, no check."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for inputs, labels in loader:
+    for number, (inputs, labels) in enumerate(loader, 1):
         loss = model(inputs, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        (loss if accumulate == 1 else loss / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def flextrain(loader: DataLoader[Any], work_dir: Path) -> None:
-    _flexible_runner(import_module("flextrain"), import_module("flextrain"), loader, work_dir)
+def flextrain(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
+    library = import_module("flextrain")
+    _flexible_runner(library, library, loader, work_dir, accumulate, LOG_INTERVAL)
 
 
-def mmengine(loader: DataLoader[Any], work_dir: Path) -> None:
+def mmengine(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
     runner, model = import_module("mmengine.runner._flexible_runner"), import_module("mmengine.model")
-    _flexible_runner(runner, model, loader, work_dir)
+    _flexible_runner(runner, model, loader, work_dir, accumulate, LOG_INTERVAL * accumulate)  # it counts batches
 
 
-def _flexible_runner(runner_module: Any, model_module: Any, loader: DataLoader[Any], work_dir: Path) -> None:
+def _flexible_runner(
+    runner_module: Any,
+    model_module: Any,
+    loader: DataLoader[Any],
+    work_dir: Path,
+    accumulate: int,
+    interval: int,
+) -> None:
     class Tiny(model_module.BaseModel):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -73,15 +82,15 @@ def _flexible_runner(runner_module: Any, model_module: Any, loader: DataLoader[A
         work_dir=str(work_dir),
         experiment_name=f"overhead_{next(_serial)}",
         train_dataloader=loader,
-        optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=LR)),
+        optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=LR), accumulative_counts=accumulate),
         param_scheduler=dict(type="LinearLR"),
         train_cfg=dict(by_epoch=True, max_epochs=1),
-        default_hooks=dict(logger=dict(type="LoggerHook", interval=LOG_INTERVAL)),
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=interval)),
     )
     runner.train()
 
 
-def lightning(loader: DataLoader[Any], work_dir: Path) -> None:
+def lightning(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
     pl = import_module("lightning.pytorch")
     loggers = import_module("lightning.pytorch.loggers")
 
@@ -104,6 +113,7 @@ def lightning(loader: DataLoader[Any], work_dir: Path) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
+        accumulate_grad_batches=accumulate,
         log_every_n_steps=LOG_INTERVAL,
         logger=loggers.CSVLogger(str(work_dir)),
         default_root_dir=str(work_dir),
@@ -112,22 +122,24 @@ def lightning(loader: DataLoader[Any], work_dir: Path) -> None:
     trainer.fit(Tiny(), loader)
 
 
-def fabric(loader: DataLoader[Any], work_dir: Path) -> None:
+def fabric(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
     fabric = import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=LR))
-    for step, (inputs, labels) in enumerate(fabric.setup_dataloaders(loader)):
+    for number, (inputs, labels) in enumerate(fabric.setup_dataloaders(loader), 1):
         loss = model(inputs, labels)
-        fabric.backward(loss)
+        fabric.backward(loss if accumulate == 1 else loss / accumulate)
+        if number % accumulate:
+            continue
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % LOG_INTERVAL == 0:
-            fabric.print(f"{step + 1}: {loss.item():.4f}")
+        if number % (LOG_INTERVAL * accumulate) == 0:
+            fabric.print(f"{number}: {loss.item():.4f}")
 
 
-def accelerate(loader: DataLoader[Any], work_dir: Path) -> None:
-    accelerator = import_module("accelerate").Accelerator(cpu=True)
+def accelerate(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
+    accelerator = import_module("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     net = Net()
     model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=LR), loader)
     for step, (inputs, labels) in enumerate(batches):
@@ -136,12 +148,12 @@ def accelerate(loader: DataLoader[Any], work_dir: Path) -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % LOG_INTERVAL == 0:
+        if (step + 1) % (LOG_INTERVAL * accumulate) == 0:
             accelerator.print(f"{step + 1}: {loss.item():.4f}")
 
 
 BASELINE = "hand-written loop"
-CONTESTANTS: dict[str, Callable[[DataLoader[Any], Path], None]] = {
+CONTESTANTS: dict[str, Callable[[DataLoader[Any], Path, int], None]] = {
     BASELINE: by_hand,
     "flextrain": flextrain,
     "MMEngine FlexibleRunner": mmengine,

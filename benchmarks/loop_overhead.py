@@ -7,6 +7,7 @@ other within a round so that a busy moment of the machine meets all of them. The
 the first sample of each batch is fetched, so that set-up and the checkpoint at the end do not count, and no library is
 patched. Iterations repeat with the log interval: of all iterations at the same place of it the median is taken, and the
 mean of these medians is a contestant's time per iteration, log lines included and interruptions by other programs left out.
+All of it is done three times: with a dataset that is asked by index, with a stream, and with four batches for an update.
 Writes loop_overhead.{md,png,json} to benchmarks/results/.
 """
 
@@ -36,9 +37,11 @@ from contestants import BASELINE, CONTESTANTS, LOG_INTERVAL, PACKAGES
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 BATCH_SIZE = 4
+# By name: whether the data are a stream, and the batches of an update.
+KINDS = {"map": (False, 1), "stream": (True, 1), "accumulate": (False, 4)}
 WARM_UP = 100  # iterations left out of the mean: lazy imports, first log lines
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
@@ -71,6 +74,19 @@ class StampedDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.labels[index]
 
 
+class StampedStream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same samples, one after the other."""
+
+    def __init__(self, dataset: StampedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(self.dataset.__getitem__, range(len(self.dataset)))
+
+
 class ScalarReads(TorchDispatchMode):
     """Counts how often numbers go from the device to Python: `.item()`, `float()`, `bool()`."""
 
@@ -97,22 +113,23 @@ class ListReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(name: str, iterations: int, clock: Callable[[], float]) -> np.ndarray[Any, Any]:
-    """What `clock` advanced in each iteration after the warm-up, in one run of a contestant."""
+def train(name: str, iterations: int, clock: Callable[[], float], kind: str = "map") -> np.ndarray[Any, Any]:
+    """What `clock` advanced from batch to batch after the warm-up, in one run of a contestant."""
+    is_stream, accumulate = KINDS[kind]
     dataset = StampedDataset(WARM_UP + iterations + 1, clock)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE)
+    loader: DataLoader[Any] = DataLoader(StampedStream(dataset) if is_stream else dataset, batch_size=BATCH_SIZE)
     gc.collect()
     with tempfile.TemporaryDirectory() as work_dir, quiet():
-        CONTESTANTS[name](loader, Path(work_dir))
+        CONTESTANTS[name](loader, Path(work_dir), accumulate)
     # An untouched loader is read in order; a library that adds its own sampler still fetches every batch once.
     assert len(dataset.stamps) == WARM_UP + iterations + 1, f"{name} fetched {len(dataset.stamps)} batches"
     return np.diff(dataset.stamps[WARM_UP:])
 
 
-def microseconds(rounds: list[np.ndarray[Any, Any]], quantile: float) -> float:
-    """Time per iteration: the quantile at each place of the log interval, averaged over the places."""
-    by_place = np.concatenate(rounds).reshape(-1, LOG_INTERVAL)
-    return float(np.quantile(by_place, quantile, axis=0).mean() * 1e6)
+def microseconds(rounds: list[np.ndarray[Any, Any]], quantile: float, accumulate: int = 1) -> float:
+    """Time per update: the quantile at each place of the log interval, averaged over the places."""
+    by_place = np.concatenate(rounds).reshape(-1, LOG_INTERVAL * accumulate)
+    return float(np.quantile(by_place, quantile, axis=0).mean() * 1e6) * accumulate
 
 
 @contextlib.contextmanager
@@ -164,21 +181,29 @@ def installed(names: list[str]) -> list[str]:
 
 
 def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
-    seconds: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
+    seconds: dict[str, dict[str, list[np.ndarray[Any, Any]]]] = {kind: {name: [] for name in names} for kind in KINDS}
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds[name].append(train(name, iterations, time.perf_counter))
+            for kind in KINDS:
+                seconds[kind][name].append(train(name, iterations, time.perf_counter, kind))
         print(f"round {number + 1}/{rounds}", file=sys.stderr)
+
+    def added(name: str, quantile: float, kind: str = "map") -> float:
+        accumulate = KINDS[kind][1]
+        own, base = (microseconds(seconds[kind][who], quantile, accumulate) for who in (name, BASELINE))
+        return own - base
+
     rows = []
     for name in names:
-        added = [microseconds(seconds[name], q) - microseconds(seconds[BASELINE], q) for q in (0.5, 0.25, 0.75)]
         rows.append(
             {
                 "name": name,
                 "version": metadata.version(PACKAGES[name]) if name in PACKAGES else "",
-                "iteration_us": microseconds(seconds[name], 0.5),
-                "added_us": added[0],
-                "added_us_quartiles": sorted(added[1:]),
+                "iteration_us": microseconds(seconds["map"][name], 0.5),
+                "added_us": added(name, 0.5),
+                "added_us_quartiles": sorted([added(name, 0.25), added(name, 0.75)]),
+                "added_us_stream": added(name, 0.5, "stream"),
+                "added_us_accumulate": added(name, 0.5, "accumulate"),
                 "reads_per_iteration": count_reads(name, 20 * LOG_INTERVAL),
             }
         )
@@ -196,16 +221,18 @@ def markdown(report: dict[str, Any]) -> str:
     by_name = {row["name"]: row for row in report["loops"]}
     reference = by_name.get("MMEngine FlexibleRunner")
     lines = [
-        "| loop | version | us per iteration | added to the hand-written loop (quartiles) | of MMEngine's | reads off the device per iteration |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| loop | version | us per iteration | added to the hand-written loop (quartiles) | of MMEngine's | added with a stream | "
+        f"added per update of {KINDS['accumulate'][1]} batches | reads off the device per iteration |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["loops"]:
         low, high = row["added_us_quartiles"]
         added = f"{row['added_us']:.0f} us ({low:.0f} to {high:.0f})"
         share = f"{row['added_us'] / reference['added_us']:.1%}" if reference else ""
+        stream, accumulated = (f"{row[f'added_us_{kind}']:.0f} us" for kind in ("stream", "accumulate"))
         if row["name"] == BASELINE:
-            added = share = ""
-        cells = [row["name"], row["version"], f"{row['iteration_us']:.0f}", added, share]
+            added = share = stream = accumulated = ""
+        cells = [row["name"], row["version"], f"{row['iteration_us']:.0f}", added, share, stream, accumulated]
         lines.append("| " + " | ".join([*cells, f"{row['reads_per_iteration']:.2f}"]) + " |")
     lines += [
         "",
@@ -258,7 +285,9 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--iterations", type=int, default=600, help="per contestant and round, a multiple of ten")
+    parser.add_argument(
+        "--iterations", type=int, default=600, help="batches per contestant and round, a multiple of forty"
+    )
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
     parser.add_argument("--skip-imports", action="store_true", help="do not measure import times")
     parser.add_argument("--out", type=Path, default=RESULTS)
