@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.slow
 def test_loop_overhead(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    flags = ["--rounds", "1", "--iterations", "50", "--skip-imports", "--only", "flextrain", "--out", str(tmp_path)]
+    flags = ["--rounds", "1", "--iterations", "80", "--skip-imports", "--only", "flextrain", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "loop_overhead.py"), *flags], capture_output=True, text=True
     )
@@ -24,6 +24,7 @@ def test_loop_overhead(tmp_path: Path) -> None:
     assert by_hand["reads_per_iteration"] == 0
     # One read per log line, and a log line every ten iterations.
     assert 0.05 < flextrain["reads_per_iteration"] <= 0.1
+    assert {"added_us", "added_us_stream", "added_us_accumulate"} <= flextrain.keys()
     assert "| flextrain |" in (tmp_path / "loop_overhead.md").read_text()
     assert (tmp_path / "loop_overhead.png").stat().st_size > 0
 

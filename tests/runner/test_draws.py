@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from torch.utils.data import (
 from flextrain.core.generators import RandomStream, Watch
 from flextrain.runner import build_dataloader
 from flextrain.runner.data import TrainData
+from flextrain.runner.hooks import Hook
+
+from .training import Samples, make_runner, validation
 
 Row = tuple[Any, ...]
 
@@ -388,6 +392,41 @@ def test_a_stream_leaves_the_process_alone() -> None:
     for _ in data(Tosses()).windows(0):
         found += [draw() for draw in DRAWS if draw is not numpy_normal]
     assert found == expected
+
+
+# Evaluation
+
+
+class Seen(Hook):
+    """What validation read, and the losses of training."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[float]] = []
+        self.losses: list[float] = []
+
+    def before_val_epoch(self, runner: Any) -> None:
+        self.passes.append([])
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.passes[-1] += data_batch["x"].flatten().tolist()
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_draws_the_same_every_time_and_moves_nothing(tmp_path: Path, workers: int) -> None:
+    """Training drops out as if there was no validation, whose data are augmented and in a random order of their own."""
+    seen = [Seen(), Seen()]
+    for hook, parts in zip(seen, ({}, validation(num_workers=workers)), strict=True):
+        if parts:
+            samples = Samples(10, noisy=True)
+            parts["val_dataloader"] |= dict(dataset=samples, sampler=RandomSampler(samples))
+        make_runner(tmp_path, custom_hooks=[hook], **parts).train()
+    assert len(seen[1].passes) == 3
+    assert seen[1].passes[0] == seen[1].passes[1] == seen[1].passes[2]
+    assert seen[1].losses == seen[0].losses
 
 
 # The generators themselves
