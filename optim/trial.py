@@ -156,15 +156,30 @@ def _with_scales(draws: list[Tensor], scale: Tensor) -> list[tuple[Tensor, Tenso
     return [(draw, scale if i == 0 else 1 / scale) for i, draw in enumerate(draws)]
 
 
-def why_not_steppable(make: Make, samples: Samples) -> str | None:
-    """Why ``step()`` does not make an update by itself; None if it does, or fails for reasons of the trial."""
+def why_not_usable(make: Make, samples: Samples) -> str | None:
+    """Why an optimizer fits no training loop or no checkpoint, and what to do; None if it does, or its trial fails otherwise."""
     try:
-        samples.run(make, lambda tensor: tensor, updates=1)
+        trial = samples.run(make, lambda tensor: tensor, updates=1)
     except TrialError as error:
         cause = error.__cause__
         if isinstance(cause, NotImplementedError) or "closure" in str(error).lower():
-            return str(error)
+            return (
+                f"cannot be stepped once per update as it is ({error}); override OptimWrapper.update_params, or choose "
+                "another optimizer"
+            )
+        return None
+    for state in trial.states:
+        for key, kept in state.items():
+            if _is_nested(kept):
+                return f'keeps "{key}", a {type(kept).__name__} of tensors, which no checkpoint has; choose another optimizer'
     return None
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether it is a container with tensors, in which JSON cannot be written."""
+    if isinstance(value, Mapping):
+        return any(isinstance(part, Tensor) or _is_nested(part) for part in value.values())
+    return isinstance(value, (list, tuple, set)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
 
 
 def why_not_in_pieces(make: Make, samples: Samples) -> str | None:
@@ -209,8 +224,8 @@ def _state_by_element(value: Tensor, whole: Mapping[str, Any], pieces: Sequence[
                 return f'keeps "{key}" in another shape for each piece of a parameter'
             if not _close(torch.cat(parts).view(kept.shape), kept, kept, _TOLERANCE):
                 return f'keeps "{key}", which it computes from a parameter as a whole'
-        elif isinstance(kept, (Mapping, list, tuple, set)):
-            return f'keeps "{key}", a {type(kept).__name__} and no tensor'
+        elif _is_nested(kept):
+            return f'keeps "{key}", a {type(kept).__name__} of tensors'
         elif any(not _same(part, kept) for part in found) and value.ndim:
             return f'keeps "{key}", one number that it computes from a parameter as a whole'
     return None
@@ -252,8 +267,8 @@ def why_not_spread(
         if not _close(values[i], value, value - whole.before[i], _TOLERANCE_SPREAD):
             return "updates parameters that are spread over processes otherwise than whole ones", layouts
         for key, kept in whole.states[i].items():
-            if isinstance(kept, (Mapping, list, tuple, set)):
-                return f'keeps "{key}", a {type(kept).__name__} and no tensor', layouts
+            if _is_nested(kept):
+                return f'keeps "{key}", a {type(kept).__name__} of tensors', layouts
             other = states[i].get(key)
             if isinstance(kept, Tensor) and isinstance(other, Tensor) and kept.numel() > 1:
                 if kept.shape != other.shape:

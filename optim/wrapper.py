@@ -21,7 +21,7 @@ from .adapter import OptimizerAdapter
 from .families import adapter_for
 from .guard import UpdateGuard
 from .param_groups import check_optimizer, make_for, make_optimizer
-from .trial import Samples, why_not_steppable
+from .trial import Samples, why_not_usable
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,15 @@ class OptimWrapper:
         return make_for(self._recipe, groups)
 
     def _check_step(self) -> None:
-        """Raise StrategyError if the optimizer's ``step()`` wants the loss again, and nobody is there to give it."""
+        """Raise StrategyError if ``step()`` wants the loss again, which nobody gives it, or leaves what cannot be saved."""
         own = type(self)
         if own.update_params is not OptimWrapper.update_params or own.step is not OptimWrapper.step:
             return  # which may step in a way of its own
         if self.adapter.is_elementwise:
             return
-        reason = why_not_steppable(self.make_another, Samples.like(self.optimizer))
+        reason = why_not_usable(self.make_another, Samples.like(self.optimizer))
         if reason is not None:
-            raise StrategyError(
-                f"{self.where}.optimizer: {type(self.optimizer).__name__} cannot be stepped once per update as it is "
-                f"({reason}); override OptimWrapper.update_params, or choose another optimizer"
-            )
+            raise StrategyError(f"{self.where}.optimizer: {type(self.optimizer).__name__} {reason}")
 
     # Facts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
-from ...optim.trial import Samples, why_not_in_pieces, why_not_steppable
+from ...optim.trial import Samples, why_not_in_pieces, why_not_usable
 from ...optim.wrapper import OptimWrapper
 
 _HOMES = {
@@ -80,11 +80,8 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
         return
     samples = Samples.like(optimizer, lambda parameter: getattr(parameter, "ds_shape", parameter.shape))
     if stage == 0:
-        if reason := why_not_steppable(wrapper.make_another, samples):
-            raise StrategyError(
-                f"{wrapper.where}.optimizer: {kind.__name__} cannot be stepped once per update as it is ({reason}); choose "
-                "another optimizer"
-            )
+        if reason := why_not_usable(wrapper.make_another, samples):
+            raise StrategyError(f"{wrapper.where}.optimizer: {kind.__name__} {reason}")
     elif reason := why_not_in_pieces(wrapper.make_another, samples):
         raise StrategyError(
             f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it pieces of flattened parameters, choose "

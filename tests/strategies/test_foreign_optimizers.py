@@ -331,6 +331,18 @@ def test_an_optimizer_that_is_built_is_tried_as_well() -> None:
         SingleDeviceStrategy(device="cpu").setup(model, OptimWrapper(Sam(model.parameters(), lr=0.5)))
 
 
+class ListKeeper(Plain):
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        state["factors"] = [grad.sum(0), grad.sum(-1)]
+        state["sizes"] = [grad.numel(), 1.5]
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
+    message = 'optim_wrapper.optimizer: ListKeeper keeps "factors", a list of tensors, which no checkpoint has'
+    with pytest.raises(StrategyError, match=message):
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=ListKeeper)))
+
+
 def test_a_trial_leaves_random_numbers_and_the_model_alone() -> None:
     model, state = nn.Linear(2, 2), torch.get_rng_state()
     before = [parameter.detach().clone() for parameter in model.parameters()]
