@@ -253,6 +253,11 @@ def test_without_batches() -> None:
     assert [window[0] for window in make(2).windows(0, 9)] == whole[9:]
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_with_pinned_memory() -> None:
+    assert rows(data(Noisy(), pin_memory=True), 0, 3) == over_processes(1, 0)[6:]
+
+
 # Orders that are not flextrain's
 
 
