@@ -132,7 +132,7 @@ class Feed:
             return
         draws = RandomStream(seed)
         with draws:
-            batches = iter(self._read)
+            batches = self._batches_of_stream()
         for number in count() if stop is None else range(stop):
             with draws:
                 batch = next(batches, _END)
@@ -140,6 +140,18 @@ class Feed:
                 return
             if number >= start:
                 yield batch
+
+    def _batches_of_stream(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        if loader.pin_memory or isinstance(loader.dataset, IterDataPipe):
+            return iter(self._read)
+        samples = iter(loader.dataset)
+        if loader.batch_size is None:
+            return map(loader.collate_fn, samples)
+        groups = iter(lambda: list(islice(samples, loader.batch_size)), [])
+        if loader.drop_last:
+            groups = (group for group in groups if len(group) == loader.batch_size)
+        return map(loader.collate_fn, groups)
 
 
 class _Turns(Sampler[Turn]):
