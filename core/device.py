@@ -225,7 +225,12 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
     """
     kind = type(data)
     if kind is list or kind is tuple:  # first, and without the abstract types below: this runs for every batch
-        return kind([to_device(value, device, non_blocking) for value in data])
+        return kind(
+            [
+                value if type(value) is Tensor and value.device == device else to_device(value, device, non_blocking)
+                for value in data
+            ]
+        )
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking and device.type != "cpu")
     if callable(getattr(data, "to", None)) and not isinstance(data, type):
