@@ -265,7 +265,7 @@ class OptimWrapper:
         if self.guard is not None:
             self.guard.spoil(self._given_gradients())
         self._unscale()
-        norm = self._clip()
+        norm = None if self.clip_grad is None else self._clip(self.clip_grad)
         applied = self._apply()
         self.zero_grad()
         self.last_step = _APPLIED if applied and norm is None else StepInfo(norm, not applied)
@@ -282,10 +282,7 @@ class OptimWrapper:
     def _unscale(self) -> None:
         pass
 
-    def _clip(self) -> Tensor | None:
-        clip = self.clip_grad
-        if clip is None:
-            return None
+    def _clip(self, clip: ClipGrad) -> Tensor | None:
         if clip.max_norm is not None and not clip.error_if_nonfinite:
             norm = self.adapter.clip(clip.max_norm, clip.norm_type)
             if norm is not None:

@@ -49,9 +49,13 @@ class Stepper:
         self.custom_train = overrides(module, "train_step")
         self._train_step: Any = getattr(module, "train_step", None)
         self.takes_mode = takes_mode(module)
-        self._for_loss = {"mode": "loss"} if self.takes_mode else {}
         self._for_prediction = {"mode": "predict"} if self.takes_mode else {}
         self._own_forward = own_run_forward(module)
+        self._losses: Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]] = self._losses_of_result
+        if self._own_forward is not None:
+            self._losses = self._losses_of_own_forward
+        elif self.takes_mode:
+            self._losses = self._losses_by_mode
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
@@ -182,12 +186,15 @@ class Stepper:
             wrapper.last_step = StepInfo(skipped=True)
         return {"loss": torch.zeros((), device=self.strategy.device)}
 
-    def _losses(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        if self._own_forward is not None:
-            return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
-        result = run_forward(self.model, data, **self._for_loss)
-        if self.takes_mode:
-            return self.parse(result)  # type: ignore[no-any-return]
+    def _losses_by_mode(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.parse(run_forward(self.model, data, mode="loss"))  # type: ignore[no-any-return]
+
+    def _losses_of_own_forward(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        assert self._own_forward is not None
+        return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
+
+    def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = run_forward(self.model, data)
         total, logs = self.parse({"loss": self._own_loss(result)})
         if isinstance(result, Mapping) and len(result) > 1:
             scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
