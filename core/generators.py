@@ -72,27 +72,70 @@ class Apart:
 
 
 class Watch(Apart):
-    """Tells, inside ``with watch:``, whether one of the generators has moved."""
+    """Tells, inside ``with watch:``, whether one of the generators has moved; what has not is not put back either.
+
+    torch's state is copied when it is looked at, which is most of what a look costs. Where nobody moves that generator
+    between the first two times, as on an accelerator, whose dropout has another one, it is looked at only once from then on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._numpy_place = _numpy_place(self._numpy)
+        self._found: Any = None  # where Python's generator stood when its state was last copied
+        self._left: tuple[Tensor, bytes] | None = None  # torch's state and place at the last end
+        self._is_alone = False
+        self._outside: Tensor | None = None
 
     def __enter__(self) -> Watch:
-        super().__enter__()
-        self._mark: tuple[Any, Any, Tensor] = (_python_place(), self._numpy_place(), self._torch)
+        self._is_still, self._outside = False, None
+        python = _python_place()
+        if python != self._found:  # between batches it seldom moves
+            self._python, self._found = _python_state(), python
+        if self._is_alone and self._left is not None:
+            self._torch, place = self._left
+        else:
+            self._torch = _TORCH.get_state()
+            place = _torch_place(self._torch)
+            self._is_alone = self._left is not None and self._left[1] == place
+        self._outer_numpy = _NUMPY.get_bit_generator()
+        _NUMPY.set_bit_generator(self._numpy)
+        self._mark = python, self._numpy_place(), place
         return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_still:
+            _NUMPY.set_bit_generator(self._outer_numpy)
+        else:
+            super().__exit__(*exc_info)
+            self._left = None
 
     def mark(self) -> None:
         """Note where the generators stand; without it, it is where they stood at the beginning."""
-        self._mark = (_python_place(), self._numpy_place(), _TORCH.get_state())
+        self._mark = _python_place(), self._numpy_place(), _torch_place(_TORCH.get_state())
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
-        python, numpy, torch_state = self._mark
-        if python != _python_place() or numpy != self._numpy_place():
-            return True
-        return _bytes_of(torch_state) != _bytes_of(_TORCH.get_state())
+        return self._mark != (_python_place(), self._numpy_place(), _torch_place(_TORCH.get_state()))
+
+    def stays_still(self) -> bool:
+        """Whether none has moved since the beginning; nothing may move any more then before the end.
+
+        If torch's generator was moved since the last end, while nobody had done so between batches before, it cannot be
+        told whether that was inside; ``others_moved`` says that it was not.
+        """
+        python, numpy, torch_place = self._mark
+        state = _TORCH.get_state()
+        place = _torch_place(state)
+        if self._is_alone and place != torch_place:
+            self._is_alone, self._outside = False, state
+        self._left = state, place
+        self._is_still = place == torch_place and python == _python_place() and numpy == self._numpy_place()
+        return self._is_still
+
+    def others_moved(self) -> None:
+        """Say that nothing draws inside: a generator that moved before ``stays_still`` was asked is left where it was then."""
+        if self._outside is not None:
+            self._torch = self._outside
 
 
 class RandomStream(Apart):
@@ -141,14 +184,14 @@ def _python_address() -> int | None:
     return id(_PYTHON) + head if (*words, place) == probe.getstate()[1] else None
 
 
-def _peek(place: int, words: int) -> Callable[[], tuple[int, int]]:
-    """Reads the place in a Mersenne twister's state, and the first words, which are others when it comes round again."""
-    at, first = ctypes.c_uint32.from_address(place), ctypes.c_uint64.from_address(words)
-    return lambda: (at.value, first.value)
+def _peek(address: int) -> Callable[[], bytes]:
+    """Reads the place in a Mersenne twister's state and the words beside it, which are others when it comes round again."""
+    return memoryview((ctypes.c_char * _SEEN).from_address(address)).tobytes
 
 
+_SEEN = 12
 _ADDRESS = _python_address()
-_python_peek = random.getstate if _ADDRESS is None else _peek(_ADDRESS, _ADDRESS + 4)
+_python_peek: Callable[[], Any] = random.getstate if _ADDRESS is None else _peek(_ADDRESS)
 
 
 def _python_place() -> Any:
@@ -175,9 +218,29 @@ def _numpy_place(generator: np.random.MT19937) -> Callable[[], Any]:
     *words, place = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]
     if words == state["key"].tolist() and place == state["pos"]:
-        return _peek(address + _BYTES - 4, address)
+        return _peek(address + _BYTES - _SEEN)  # here the place comes last
     return lambda: (generator.state["state"]["pos"], generator.state["state"]["key"].tobytes())
 
 
-def _bytes_of(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())  # compared in a third of the time that torch.equal takes
+_HEAD = 32  # bytes of a state of torch's: seed, place, and the first word, which is another when it comes round again
+
+
+def _head_moves() -> bool:
+    """Whether the first bytes of a state of torch's are others after any number has been drawn."""
+    probe = torch.Generator().manual_seed(1)
+    heads = set()
+    for drawn in (0, 1, 622, 1, 1, 623, 1):  # up to where the generator begins with new words, and beyond
+        torch.rand(drawn, generator=probe)
+        heads.add(_head(probe.get_state()))
+    return len(heads) == 7
+
+
+def _head(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), _HEAD)
+
+
+def _whole(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+_torch_place = _head if _head_moves() else _whole

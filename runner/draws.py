@@ -60,10 +60,13 @@ class SeededDataset(Dataset[Any]):
         with self._watch as watch:
             if self._draws is False:
                 batch = self._read(turn.indices)
-                if not watch.moved():
+                if watch.stays_still():
                     return batch
-                self._draws = True  # from here on; of this batch nothing is kept
-            return self._draw(turn, watch)
+                self._draws = None  # of this batch nothing is kept: it is read again to see which it was
+            batch = self._draw(turn, watch)
+            if not self._draws:
+                watch.others_moved()
+            return batch
 
     def _read(self, indices: Any) -> Any:
         if self._at_once:

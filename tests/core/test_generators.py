@@ -1,0 +1,111 @@
+"""A look at the generators that data draw from: whoever moved which, and what is put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flextrain.core import generators
+from flextrain.core.generators import Watch
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "second of a pair in python": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "second of a pair in numpy": np.random.randn,
+    "torch": lambda: torch.rand(1),
+    # As many words as a Mersenne twister has: the place in them is the same afterwards.
+    "all of python's words": lambda: [random.getrandbits(32) for _ in range(624)],
+    "all of numpy's words": lambda: np.random.bytes(4 * 624),
+    "all of torch's words": lambda: torch.randint(2, (624,)),
+}
+
+
+def states() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tolist(), numpy[2], torch.get_rng_state().tolist()
+
+
+@pytest.fixture(params=["fast", "public"])
+def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """With the looks into memory, and without."""
+    if request.param == "public":
+        monkeypatch.setattr(generators, "_ADDRESS", None)
+        monkeypatch.setattr(generators, "_python_peek", random.getstate)
+        monkeypatch.setattr(generators, "_torch_place", generators._whole)
+    return Watch()
+
+
+def test_the_looks_into_memory_are_in_use() -> None:
+    assert generators._ADDRESS is not None
+    assert generators._torch_place is generators._head
+
+
+@pytest.mark.parametrize("others_draw", [False, True], ids=["alone", "beside others"])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_draw_is_noticed_and_taken_back(watch: Watch, draw: str, others_draw: bool) -> None:
+    if draw.startswith("second"):
+        DRAWS[draw]()  # of the pair, in the process
+    for _ in range(5):
+        torch.rand(int(others_draw))
+        with watch:
+            assert watch.stays_still()
+    torch.rand(int(others_draw))
+    before = states()
+    with watch:
+        if draw == "second of a pair in numpy":
+            DRAWS[draw]()  # numpy begins a pair anew
+        DRAWS[draw]()
+        assert not watch.stays_still()
+    assert states() == before
+    with watch:
+        assert watch.stays_still()
+
+
+def test_what_others_draw_is_theirs(watch: Watch) -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = [(torch.rand(1).item(), random.random()) for _ in range(6)]
+    torch.manual_seed(3)
+    random.seed(3)
+    found = []
+    for _ in range(6):
+        found.append((torch.rand(1).item(), random.random()))
+        with watch:
+            assert watch.stays_still()
+    assert found == expected
+
+
+def test_others_that_begin_to_draw_keep_their_numbers(watch: Watch) -> None:
+    for _ in range(3):
+        with watch:
+            assert watch.stays_still()
+    torch.rand(1)
+    before = states()
+    with watch:
+        assert not watch.stays_still()  # it cannot be told from a draw inside
+        torch.rand(1)
+        watch.others_moved()
+    assert states() == before
+    torch.rand(1)
+    with watch:
+        assert watch.stays_still()
+
+
+def test_an_error_puts_back_what_was_drawn_until_then(watch: Watch) -> None:
+    before = states()
+
+    def fail() -> None:
+        DRAWS["torch"]()
+        DRAWS["python"]()
+        DRAWS["numpy"]()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), watch:
+        fail()
+    assert states() == before
