@@ -63,6 +63,7 @@ class TrainLoop(BaseLoop):
             shard=runner.strategy.data_shard,
         )
         self.stop_training = False
+        self.is_torn = False  # whether an exception has left an update unfinished
         self.start_iter = 0
         self._epoch = 0
         self._iter = 0
@@ -127,7 +128,11 @@ class TrainLoop(BaseLoop):
         batch = window[0] if self.data.accumulate == 1 else window
         for hook in hooks.before_train_iter:
             hook(runner, batch_idx, batch)
-        outputs = runner.stepper.train(window)
+        try:
+            outputs = runner.stepper.train(window)
+        except BaseException:
+            self.is_torn = True
+            raise
         self._inner = batch_idx + 1
         self._done += 1
         for hook in hooks.after_train_iter:
@@ -212,6 +217,7 @@ class EpochBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train; validation comes after the epochs that it is due after."""
         runner = self.runner
+        self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
         self.validate(self._epoch)
         while self._epoch < self._max_epochs and not self.stop_training:
@@ -289,6 +295,7 @@ class IterBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train; validation comes after the iterations that it is due after."""
         runner = self.runner
+        self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
         self.validate(self._iter)
         runner.model.train()

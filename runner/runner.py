@@ -316,6 +316,9 @@ class FlexibleRunner:
         with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
             self._load_or_resume()
             self._say_if_done()
+            if loop.is_torn:  # train() was called again, and its update begins anew
+                self.strategy.drop_gradients()
+                loop.is_torn = False
             loop.run()
         return self.strategy.module
 

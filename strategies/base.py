@@ -304,6 +304,15 @@ class Strategy:
         """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
         return NOTHING
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an update that an exception has ended, because all of its micro-batches come again.
+
+        Raises:
+            StrategyError: they cannot be forgotten.
+        """
+        if self.optim is not None:
+            self.optim.zero_grad()
+
     def share_buffers(self) -> None:
         """Give every process rank 0's floating-point buffers; all processes come here before evaluation.
 

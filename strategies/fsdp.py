@@ -467,6 +467,13 @@ class FSDPStrategy(Strategy):
             for root in self._roots:
                 root.set_requires_gradient_sync(True)
 
+    def drop_gradients(self) -> None:
+        """See Strategy."""
+        raise StrategyError(
+            "train(): the last one ended in the middle of an update, of which FSDP keeps gradients; make a new runner with "
+            "resume=True, or with load_from"
+        )
+
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             dist.broadcast_tensors(

@@ -303,6 +303,13 @@ class DeepSpeedStrategy(Strategy):
         """See Strategy; nothing, since the engine's model is cast as a whole."""
         return NOTHING
 
+    def drop_gradients(self) -> None:
+        """See Strategy."""
+        raise StrategyError(
+            "train(): the last one ended in the middle of an update, of which DeepSpeed keeps gradients; make a new runner "
+            "with resume=True, or with load_from"
+        )
+
     # State
 
     @property
