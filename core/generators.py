@@ -82,7 +82,7 @@ class Watch(Apart):
         super().__init__()
         self._numpy_place = _numpy_place(self._numpy)
         self._found: Any = None  # where Python's generator stood when its state was last copied
-        self._left: tuple[Tensor, bytes] | None = None  # torch's state and place at the last end
+        self._left: tuple[Tensor, Any] | None = None  # torch's state and place at the last end
         self._is_alone = False
         self._outside: Tensor | None = None
 
@@ -223,24 +223,29 @@ def _numpy_place(generator: np.random.MT19937) -> Callable[[], Any]:
 
 
 _HEAD = 32  # bytes of a state of torch's: seed, place, and the first word, which is another when it comes round again
+_TAIL = 40  # the spare normal numbers
 
 
-def _head_moves() -> bool:
-    """Whether the first bytes of a state of torch's are others after any number has been drawn."""
-    probe = torch.Generator().manual_seed(1)
-    heads = set()
-    for drawn in (0, 1, 622, 1, 1, 623, 1):  # up to where the generator begins with new words, and beyond
+def _ends_tell() -> bool:
+    """Whether the first and last bytes of a state of torch's are others after any number has been drawn."""
+    probe, ends = torch.Generator().manual_seed(1), set()
+    # Up to where the generator begins with new words, and beyond; the second number of a pair moves nothing else.
+    for drawn in (0, 1, 622, 1, 1, 623, 1):
         torch.rand(drawn, generator=probe)
-        heads.add(_head(probe.get_state()))
-    return len(heads) == 7
+        ends.add(_ends(probe.get_state()))
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+        torch.randn(1, dtype=dtype, generator=probe)
+        ends.add(_ends(probe.get_state()))
+    return len(ends) == 11
 
 
-def _head(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), _HEAD)
+def _ends(state: Tensor) -> tuple[bytes, bytes]:
+    address = state.data_ptr()
+    return ctypes.string_at(address, _HEAD), ctypes.string_at(address + len(state) - _TAIL, _TAIL)
 
 
 def _whole(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    return ctypes.string_at(state.data_ptr(), len(state))
 
 
-_torch_place = _head if _head_moves() else _whole
+_torch_place: Callable[[Tensor], Any] = _ends if _ends_tell() else _whole

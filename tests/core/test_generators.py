@@ -19,6 +19,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "numpy": np.random.rand,
     "second of a pair in numpy": np.random.randn,
     "torch": lambda: torch.rand(1),
+    "second of a pair in torch": lambda: torch.randn(1),
+    "second of a pair of doubles in torch": lambda: torch.randn(1, dtype=torch.float64),
     # As many words as a Mersenne twister has: the place in them is the same afterwards.
     "all of python's words": lambda: [random.getrandbits(32) for _ in range(624)],
     "all of numpy's words": lambda: np.random.bytes(4 * 624),
@@ -43,7 +45,7 @@ def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wa
 
 def test_the_looks_into_memory_are_in_use() -> None:
     assert generators._ADDRESS is not None
-    assert generators._torch_place is generators._head
+    assert generators._torch_place is generators._ends
 
 
 @pytest.mark.parametrize("others_draw", [False, True], ids=["alone", "beside others"])
