@@ -54,8 +54,8 @@ class CheckpointHook(Hook):
         max_keep_ckpts: how many of the newest to keep; -1: all.
         keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
         async_save: write in the background.
-        overwrite: replace checkpoints of another run that are in the way. Without it training from the beginning is refused
-            where there are some, before the first update.
+        overwrite: replace checkpoints of another run that are in the way. Without it training from the beginning, or from a
+            checkpoint in another folder, is refused where there are some, before the first update.
         verify: read what was written, and compare it with its checksum, before a checkpoint counts as complete.
         save_last: save when training ends, whatever the interval.
         save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
@@ -121,6 +121,7 @@ class CheckpointHook(Hook):
         self._marked: list[int] = []  # those with NaN or infinity, which count as none of the kept ones
         self._last: int | None = None
         self._is_training = False
+        self._has_looked = False  # whether what is in the folder by now may be this run's own
         self._deletions: list[Callable[[], object]] = []  # due when what is being written is complete
 
     @property
@@ -149,8 +150,9 @@ class CheckpointHook(Hook):
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
-        if runner.iter == 0:
+        if runner.iter == 0 or not self._has_looked:
             self._keep_others(runner)
+        self._has_looked = True
         if self._kept:
             # One that is resumed from did not know, when it was saved, what is written in the end.
             is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self._path(runner, self._kept[-1])))
@@ -313,11 +315,12 @@ class CheckpointHook(Hook):
         A run that was to be resumed, and found nothing to begin with, goes on with what is its own.
         """
         folder = self.out_dir(runner)
-        names = broadcast_object(self._in_the_way(runner, folder) if runner.rank == 0 else [])
+        looks = runner.rank == 0 and (runner.iter == 0 or _comes_from_elsewhere(runner, folder))
+        names = broadcast_object(self._in_the_way(runner, folder) if looks else [])
         if not names:
             return
         found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        if not self.overwrite and runner.options.resume_options is None:
+        if not self.overwrite and (runner.options.resume_options is None or runner.iter > 0):
             raise ConfigError(
                 f"work_dir: {folder} holds checkpoints of another run ({found}), which this one would replace; resume=True "
                 "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
@@ -347,6 +350,13 @@ class CheckpointHook(Hook):
         """Continue from ``state_dict``."""
         self._kept, self._marked = list(state["kept"]), list(state.get("marked", ()))
         self._best.load_state_dict(state["best"])
+
+
+def _comes_from_elsewhere(runner: FlexibleRunner, folder: Path) -> bool:
+    """Whether the run goes on from a checkpoint in another folder, so that those in ``folder`` are not its own."""
+    resumed = runner.options.resume_options
+    source = None if resumed is None else resumed.path or runner.options.load_from
+    return source is not None and place(source).parent.resolve() != folder.resolve()
 
 
 def _is_latest(path: Path) -> bool:

@@ -77,6 +77,23 @@ def test_only_what_would_be_replaced_is_in_the_way(tmp_path: Path) -> None:
     again.train()  # nothing is left to do, and nothing in the way
 
 
+def test_a_run_that_goes_on_from_elsewhere_replaces_nothing_either(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    run(folder, 3).train()
+    run(other, 1).train()
+    before = written(folder)
+    with pytest.raises(
+        ConfigError, match=r"of another run \(epoch_1, epoch_2, epoch_3\), which this one would replace"
+    ):
+        run(folder, 3, resume=other / "epoch_1").train()
+    assert written(folder) == before
+    run(folder, 3, resume=folder / "epoch_1").train()  # back to an earlier place of the same run
+    onward = run(tmp_path / "new", 3, resume=other / "epoch_1", hook=dict(max_keep_ckpts=1))
+    onward.train()
+    onward.train()  # what is there now is its own
+    assert written(tmp_path / "new").keys() == {"epoch_3"}
+
+
 def test_the_best_ones_too(tmp_path: Path) -> None:
     hook: dict[str, Any] = dict(interval=-1, save_last=False, save_best="accuracy")
     run(tmp_path, hook=hook, **validation()).train()
