@@ -72,34 +72,23 @@ class Apart:
 
 
 class Watch(Apart):
-    """Tells, inside ``with watch:``, whether one of the generators has moved; what has not is not put back either.
-
-    torch's state is copied when it is looked at, which is most of what a look costs. Where nobody moves that generator
-    between the first two times, as on an accelerator, whose dropout has another one, it is looked at only once from then on.
-    """
+    """Tells, inside ``with watch:``, whether one of the generators has moved; what has not is not put back either."""
 
     def __init__(self) -> None:
         super().__init__()
         self._numpy_place = _numpy_place(self._numpy)
         self._found: Any = None  # where Python's generator stood when its state was last copied
-        self._left: tuple[Tensor, Any] | None = None  # torch's state and place at the last end
-        self._is_alone = False
-        self._outside: Tensor | None = None
 
     def __enter__(self) -> Watch:
-        self._is_still, self._outside = False, None
+        self._is_still = False
         python = _python_place()
         if python != self._found:  # between batches it seldom moves
             self._python, self._found = _python_state(), python
-        if self._is_alone and self._left is not None:
-            self._torch, place = self._left
-        else:
-            self._torch = _TORCH.get_state()
-            place = _torch_place(self._torch)
-            self._is_alone = self._left is not None and self._left[1] == place
+        # Looked at anew every time: dropout on the CPU draws from it between batches.
+        self._torch = _TORCH.get_state()
         self._outer_numpy = _NUMPY.get_bit_generator()
         _NUMPY.set_bit_generator(self._numpy)
-        self._mark = python, self._numpy_place(), place
+        self._mark = python, self._numpy_place(), _torch_place(self._torch)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -107,7 +96,6 @@ class Watch(Apart):
             _NUMPY.set_bit_generator(self._outer_numpy)
         else:
             super().__exit__(*exc_info)
-            self._left = None
 
     def mark(self) -> None:
         """Note where the generators stand; without it, it is where they stood at the beginning."""
@@ -118,24 +106,9 @@ class Watch(Apart):
         return self._mark != (_python_place(), self._numpy_place(), _torch_place(_TORCH.get_state()))
 
     def stays_still(self) -> bool:
-        """Whether none has moved since the beginning; nothing may move any more then before the end.
-
-        If torch's generator was moved since the last end, while nobody had done so between batches before, it cannot be
-        told whether that was inside; ``others_moved`` says that it was not.
-        """
-        python, numpy, torch_place = self._mark
-        state = _TORCH.get_state()
-        place = _torch_place(state)
-        if self._is_alone and place != torch_place:
-            self._is_alone, self._outside = False, state
-        self._left = state, place
-        self._is_still = place == torch_place and python == _python_place() and numpy == self._numpy_place()
+        """Whether none has moved since the beginning; nothing may move any more then before the end."""
+        self._is_still = not self.moved()
         return self._is_still
-
-    def others_moved(self) -> None:
-        """Say that nothing draws inside: a generator that moved before ``stays_still`` was asked is left where it was then."""
-        if self._outside is not None:
-            self._torch = self._outside
 
 
 class RandomStream(Apart):

@@ -62,11 +62,8 @@ class SeededDataset(Dataset[Any]):
                 batch = self._read(turn.indices)
                 if watch.stays_still():
                     return batch
-                self._draws = None  # of this batch nothing is kept: it is read again to see which it was
-            batch = self._draw(turn, watch)
-            if not self._draws:
-                watch.others_moved()
-            return batch
+                self._draws = True  # from here on; of this batch nothing is kept
+            return self._draw(turn, watch)
 
     def _read(self, indices: Any) -> Any:
         if self._at_once:
