@@ -114,7 +114,8 @@ def test_the_commands_take_urls(root: str, tmp_path: Path, capsys: pytest.Captur
     assert [(row["name"], row["iter"], row["latest"]) for row in rows] == [("epoch_1", 1, True), ("epoch_2", 1, False)]
     _, shown = run("show", f"{root}/epoch_1", "model.scalar")
     assert "model.scalar" in json.dumps(shown)
-    assert run("verify", f"{root}/epoch_1") == (0, {"path": f"{root}/epoch_1", "ok": True, "damages": []})
+    sound = {"path": f"{root}/epoch_1", "ok": True, "damages": [], "nonfinite": []}
+    assert run("verify", f"{root}/epoch_1") == (0, sound)
     status, found = run("diff", f"{root}/epoch_1", f"{root}/epoch_2")
     assert (status, list(found["tensors"])) == (1, ["model.w"])
     run("export", f"{root}/epoch_1", str(tmp_path / "w.safetensors"))

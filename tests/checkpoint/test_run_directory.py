@@ -87,6 +87,7 @@ def check_contents(path: Path, processes: int) -> None:
     plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
     assert plain == {
         "scheduler", "loop", "data", "processes", "aliases", "message_hub", "own_losses", "meta", "hooks", "rng",
+        "loader", "late_buffers",
         "optim.wrapper",
     }  # fmt: skip
     assert len(values["rng"]) == len(values["own_losses"]) == values["processes"] == processes

@@ -184,7 +184,7 @@ def test_the_first_failing_rank_is_reported_with_its_traceback_and_cause(workers
     assert not caught.value.timed_out
     assert isinstance(caught.value.__cause__, ConfigError)
     assert "in raise_on" in str(caught.value)
-    assert "rank 1 printed\na clue from the failing rank" in str(caught.value)
+    assert "a clue from the failing rank" in str(caught.value).partition("rank 1 printed\n")[2]
 
 
 def test_an_exception_that_cannot_be_pickled_is_still_told(workers2: WorkerGroup) -> None:
