@@ -86,9 +86,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            if (
-                param is not None and not param.is_meta and not is_lazy(param)
-            ):  # setup says what is wrong with such a one
+            # A lazy one is left as it is: setup says what is wrong with it.
+            if param is not None and not param.is_meta and not is_lazy(param):
                 empty = torch.empty_like(param, device="meta")
                 deferred = type(param)(empty, requires_grad=param.requires_grad)
                 deferred.__dict__.update(param.__dict__)

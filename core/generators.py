@@ -51,9 +51,9 @@ def seed_generators(seed: int) -> None:
 class Apart:
     """Inside ``with apart:`` the generators may be moved, and after it they stand where they stood before.
 
-    NumPy draws from a generator of its own meanwhile. With that it forgets the second of a pair of normal numbers, which
-    it keeps for the next call of ``np.random.randn``: this happens whatever is drawn inside, so that it does not matter
-    what that is.
+    NumPy draws from another generator meanwhile. Exchanging the two drops a number that NumPy keeps: it draws normal
+    numbers in pairs, and ``np.random.randn`` gives the second one at its next call. That number is always dropped, whether
+    or not anything is drawn inside.
     """
 
     def __init__(self) -> None:

@@ -40,8 +40,9 @@ class Trial:
     """The outcome of a few updates.
 
     Attributes:
-        values: of the parameters, before and behind.
-        states: what the optimizer keeps of each.
+        before: the parameters' values before the updates.
+        values: those after them.
+        states: what the optimizer keeps of each parameter.
     """
 
     before: list[Tensor]

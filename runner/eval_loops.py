@@ -57,6 +57,7 @@ class EvalLoop(BaseLoop):
     def run(self) -> dict[str, Any]:
         """The metrics by name, on every process."""
         runner = self.runner
+        self.evaluator.reset()
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
         runner.strategy.share_buffers()  # after the hooks, which may have averaged them

@@ -63,8 +63,12 @@ class BaseMetric(ABC):
             in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
             results = [result for result in in_turn if result is not _NOTHING][:size]
             metrics = self._named(self.compute_metrics(results))
-        self.results.clear()
+        self.reset()
         return dist.broadcast_object(metrics)
+
+    def reset(self) -> None:
+        """Forget the results, also those of an evaluation that an exception has ended; called before every one."""
+        self.results.clear()
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{self.prefix}/{name}" if self.prefix else name: _number(value) for name, value in metrics.items()}
@@ -106,9 +110,13 @@ class TorchMetric(BaseMetric):
             metrics = self._evaluate_on(ranks)
         else:
             metrics = self._named(self.compute_metrics([]))
+        self.reset()
+        return metrics
+
+    def reset(self) -> None:
+        """See BaseMetric."""
         self.metric.reset()
         self._updates = 0
-        return metrics
 
     def _evaluate_on(self, ranks: list[int]) -> dict[str, Any]:
         """The metrics from processes that have seen a batch.
@@ -153,6 +161,11 @@ class Evaluator:
         """Keep the metrics' state on ``device``."""
         for metric in self.metrics:
             metric.to(device)
+
+    def reset(self) -> None:
+        """Let every metric forget what it has seen; called before every evaluation."""
+        for metric in self.metrics:
+            metric.reset()
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Give every metric one batch."""

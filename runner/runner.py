@@ -527,9 +527,8 @@ class FlexibleRunner:
             self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
 
     def _setup_schedulers(self) -> None:
-        self.train_loop.data.meet(
-            float(self.strategy.config.timeout_s)
-        )  # an epoch may be shorter than this process's data
+        # An epoch may be shorter than this process's data.
+        self.train_loop.data.meet(float(self.strategy.config.timeout_s))
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 

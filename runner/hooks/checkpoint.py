@@ -154,7 +154,7 @@ class CheckpointHook(Hook):
             self._keep_others(runner)
         self._has_looked = True
         if self._kept:
-            # One that is resumed from did not know, when it was saved, what is written in the end.
+            # Whether a checkpoint is marked is known once it is written, too late for this hook's state in it.
             is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self._path(runner, self._kept[-1])))
             self._marked += [self._kept.pop()] if is_bad else []
         self._prune(runner)

@@ -112,8 +112,8 @@ class HistoryBuffer:
         """Replace the values since the last call by their means over the ranks, unread; all ranks must call it.
 
         Returns:
-            Of the numbers and tensors ``beside``, as many as a rank likes, what is finite if all of them on all ranks are;
-            None where nothing was averaged.
+            A number that is finite if all numbers and tensors ``beside`` are, on all ranks, which may give different counts
+            of them; None where nothing was averaged.
         """
         if get_world_size() == 1:
             return None

@@ -37,7 +37,7 @@ class MessageHub:
         self.beside: Callable[[], Sequence[Any]] | None = None
         """Gives what is to be looked at together when losses are averaged; see ``Witness``."""
         self.verdict = HistoryBuffer(1, "verdict")
-        """Of what was ``beside``, a number that is finite if all of it was, on all ranks."""
+        """A number that is finite if everything was that ``beside`` gave, on all ranks."""
 
     @property
     def log_scalars(self) -> Mapping[str, HistoryBuffer]:

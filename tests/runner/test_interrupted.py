@@ -1,4 +1,4 @@
-"""train() once more after an exception in the middle of an update, as Ctrl-C in a notebook is: nothing of it counts twice."""
+"""train() or val() once more after an exception in the middle, as Ctrl-C in a notebook is: nothing of it counts twice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flextrain import FlexibleRunner, SingleDeviceStrategy, StrategyError
+from flextrain import BaseMetric, FlexibleRunner, SingleDeviceStrategy, StrategyError
 
-from .training import SGD, Net, Stop, StopAt, differences, make_runner, whole_state
+from .training import SGD, Net, Stop, StopAt, differences, make_runner, validation, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -85,6 +85,40 @@ def test_a_strategy_that_keeps_gradients_elsewhere_does_not_go_on(tmp_path: Path
             runner.train()
     finally:
         runner.strategy.teardown()
+
+
+class Sizes(nn.Module):
+    """Predicts how many samples there are, and raises KeyboardInterrupt in its second pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(1, 1)
+        self.passes = 0
+
+    def forward(self, index: Tensor, x: Tensor, y: Tensor, mode: str = "tensor") -> list[Tensor]:
+        self.passes += 1
+        if self.passes == 2:
+            raise KeyboardInterrupt
+        return [torch.ones(len(index))]
+
+
+class Count(BaseMetric):
+    """How many samples it was given."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(float(data_samples[0].sum()))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"count": sum(results)}
+
+
+@pytest.mark.parametrize(("metric", "name"), [(Count, "count"), ("SumMetric", "SumMetric")])
+def test_an_evaluation_that_was_interrupted_counts_nothing_twice(tmp_path: Path, metric: Any, name: str) -> None:
+    pytest.importorskip("torchmetrics")
+    runner = make_runner(tmp_path, model=Sizes, **{**validation(10), "val_evaluator": dict(type=metric)})
+    with pytest.raises(KeyboardInterrupt):
+        runner.val()
+    assert runner.val() == {name: 10.0}
 
 
 class Dropping(SingleDeviceStrategy):
