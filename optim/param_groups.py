@@ -256,7 +256,11 @@ def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer
         known = inspect.signature(type(built)).parameters
         return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})
     if isinstance(recipe.optimizer, (Mapping, str)):
-        optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, f"{recipe.where}.optimizer", params=groups)
+        where = f"{recipe.where}.optimizer"
+        try:
+            optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups)
+        except ValueError as error:  # of these parameters: torch's Muon takes none but matrices
+            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         return optimizer
     made = recipe.optimizer(groups)
     if not isinstance(made, Optimizer):

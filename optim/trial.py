@@ -3,10 +3,12 @@
 A strategy that spreads a parameter gives the optimizer a part of it. Whether the optimizer then computes what it would with
 the whole is not in its name: a norm or a matrix product anywhere in its update makes a difference. So it is made once more,
 with the same settings, for small parameters with as many dimensions as the model's, and updates them whole and in parts.
+Some optimizers treat large matrices otherwise than small ones, so that larger ones come next.
 """
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ _UPDATES = 3
 _ROWS = 16
 # The sizes behind the first. Some optimizers keep a square matrix of a dimension, flattened ones included.
 _TAILS: dict[int, tuple[int, ...]] = {1: (), 2: (24,), 3: (6, 4), 4: (3, 3, 3)}
+# The first two sizes, at least, of the large ones: Adafactor factors what it keeps from 128 on, others earlier.
+_LARGE_ROWS, _LARGE_COLUMNS = 130, 140
 _SMALLEST_LR = 0.01  # below it, rounding hides what an update does
 # Differences allowed, as parts of the largest change of any element. Updating parts rounds as updating the whole does;
 # DTensor adds up in another order, which costs those that compute in bfloat16 some of its 8 bits.
@@ -85,6 +89,15 @@ class Samples:
         return cls(settings, shapes, optimizer.param_groups[0]["params"][0].device)
 
     @property
+    def larger(self) -> Samples | None:
+        """Those with two dimensions and more, larger; None if there are none.
+
+        For optimizers that passed with the small ones, since others may make square matrices of what is large.
+        """
+        shapes = [[_enlarged(*shape) for shape in group if len(shape) > 1] for group in self.shapes]
+        return Samples(self.settings, shapes, self.device) if any(shapes) else None
+
+    @property
     def flat_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of all parameters."""
         return [shape for group in self.shapes for shape in group]
@@ -102,8 +115,17 @@ class Samples:
                 self._drawn.append((value, gradients))
         return self._drawn
 
-    def run(self, make: Make, part: Callable[[Tensor], Tensor | None], updates: int = _UPDATES) -> Trial:
+    def run(
+        self,
+        make: Make,
+        part: Callable[[Tensor], Tensor | None],
+        updates: int = _UPDATES,
+        resume_at: int | None = None,
+    ) -> Trial:
         """Update with an optimizer that has ``part`` of each parameter, and of each gradient.
+
+        Args:
+            resume_at: before that update another optimizer takes over, with what a checkpoint has of the first.
 
         Raises:
             TrialError: it cannot.
@@ -125,10 +147,14 @@ class Samples:
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"), torch.enable_grad():
             torch.manual_seed(0)
             try:
-                optimizer = make(groups)
+                optimizer = make([dict(group) for group in groups])
                 for update in range(updates):
+                    if update == resume_at:
+                        saved = copy.deepcopy(Optimizer.state_dict(optimizer))
+                        optimizer = make(groups)
+                        optimizer.load_state_dict(saved)
                     for parameter, grads in present:
-                        parameter.grad = grads[update]
+                        parameter.grad = grads[update % _UPDATES]
                     optimizer.step()
             except Exception as error:  # whatever somebody else's code raises
                 reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
@@ -150,6 +176,10 @@ def _shape(ndim: int, rows: int) -> tuple[int, ...]:
     if ndim == 0:
         return ()
     return (rows, *_TAILS.get(ndim, (2,) * (ndim - 1)))
+
+
+def _enlarged(rows: int, _: int, *tail: int) -> tuple[int, ...]:
+    return (rows * -(-_LARGE_ROWS // rows), _LARGE_COLUMNS, *tail)
 
 
 def _with_scales(draws: list[Tensor], scale: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -183,11 +213,29 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, (list, tuple, set)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
 
 
+def resumes(make: Make, samples: Samples) -> bool:
+    """Whether another optimizer with the state and the groups of one goes on as that one does; True if it cannot be tried."""
+    try:
+        straight = samples.run(make, lambda tensor: tensor, 2 * _UPDATES)
+        resumed = samples.run(make, lambda tensor: tensor, 2 * _UPDATES, resume_at=_UPDATES)
+    except TrialError:
+        return True
+    changes = zip(resumed.values, straight.values, straight.before, strict=True)
+    return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
+
+
 def why_not_in_pieces(make: Make, samples: Samples) -> str | None:
     """Why an optimizer cannot have pieces of flattened parameters; None if it updates element by element.
 
     What it keeps of a parameter counts too: one value for each element, or what does not depend on them.
     """
+    reason = _why_not_in_pieces(make, samples)
+    if reason is None and (larger := samples.larger) is not None:
+        return _why_not_in_pieces(make, larger)
+    return reason
+
+
+def _why_not_in_pieces(make: Make, samples: Samples) -> str | None:
     try:
         whole = samples.run(make, lambda tensor: tensor)
     except TrialError as error:
@@ -245,6 +293,16 @@ def why_not_spread(
     Returns:
         The reason, and how state that is a DTensor lies, by the parameter's number of dimensions and the state's name.
     """
+    reason, layouts = _why_not_spread(make, samples, spread)
+    if reason is None and (larger := samples.larger) is not None:
+        reason, of_larger = _why_not_spread(make, larger, spread)
+        layouts |= of_larger
+    return reason, layouts
+
+
+def _why_not_spread(
+    make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
+) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
     try:
         whole = samples.run(make, lambda tensor: tensor)
     except TrialError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from .adapter import OptimizerAdapter
 from .families import adapter_for
 from .guard import UpdateGuard
 from .param_groups import check_optimizer, make_for, make_optimizer
-from .trial import Samples, why_not_usable
+from .trial import Samples, resumes, why_not_usable
+
+_logger = logging.getLogger("flextrain")
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class OptimWrapper:
                     "built optimizer so that it is made after the model is placed"
                 )
         self.adapter.check(model)
-        self._check_step()
+        self._try_optimizer()
 
     def _make(self, model: nn.Module) -> Optimizer:
         return make_optimizer(self._recipe, model)
@@ -142,16 +145,28 @@ class OptimWrapper:
         """An optimizer as configured, for other parameters than the model's."""
         return make_for(self._recipe, groups)
 
-    def _check_step(self) -> None:
-        """Raise StrategyError if ``step()`` wants the loss again, which nobody gives it, or leaves what cannot be saved."""
-        own = type(self)
-        if own.update_params is not OptimWrapper.update_params or own.step is not OptimWrapper.step:
-            return  # which may step in a way of its own
+    def _try_optimizer(self) -> None:
+        """Warn if a checkpoint does not have all that the optimizer keeps.
+
+        Raises:
+            StrategyError: its ``step()`` wants the loss again, which nobody gives it, or leaves what cannot be saved.
+        """
         if self.adapter.is_elementwise:
             return
-        reason = why_not_usable(self.make_another, Samples.like(self.optimizer))
-        if reason is not None:
-            raise StrategyError(f"{self.where}.optimizer: {type(self.optimizer).__name__} {reason}")
+        kind, own = type(self.optimizer).__name__, type(self)
+        samples = Samples.like(self.optimizer)
+        # An override may step in a way of its own.
+        if own.update_params is OptimWrapper.update_params and own.step is OptimWrapper.step:
+            reason = why_not_usable(self.make_another, samples)
+            if reason is not None:
+                raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
+        if not resumes(self.make_another, samples):
+            _logger.warning(
+                '%s.optimizer: %s keeps something outside of its "state" and "param_groups", which checkpoints do not '
+                "have; a run that is resumed goes on otherwise than one that was not interrupted",
+                self.where,
+                kind,
+            )
 
     # Facts
 

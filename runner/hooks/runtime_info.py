@@ -46,7 +46,9 @@ class RuntimeInfoHook(Hook):
             self._get_lr = optim.get_lr  # type: ignore[union-attr]
             wrappers = {}
         self._rates = [
-            (hub.history(f"train/{name}.lr" if name else "train/lr"), wrapper) for name, wrapper in wrappers.items()
+            (hub.history(f"train/{name}.lr" if name else "train/lr"), wrapper)
+            for name, wrapper in wrappers.items()
+            if wrapper.param_groups[0].get("lr") is not None  # Adafactor, for one, may find its own
         ]
         self._outputs = {}
         for key in ("epoch", "iter"):

@@ -61,6 +61,17 @@ def test_runtime_info_goes_into_the_hub_by_mode(runner: Any) -> None:
     assert hub.get_info("loop_stage") is None
 
 
+@pytest.mark.parametrize("group", [{"lr": None}, {"step_size": 0.1}])
+def test_an_optimizer_without_a_rate_shows_none(runner: Any, group: dict[str, Any]) -> None:
+    """Adafactor of Transformers computes its own unless it is given one."""
+    runner.optim_wrapper.wrappers[""] = SimpleNamespace(param_groups=[group])
+    hook = RuntimeInfoHook()
+    hook.before_train(runner)
+    hook.before_train_iter(runner, 0)
+    runner.message_hub.fetch("train/")
+    assert "train/lr" not in {key for key, buffer in runner.message_hub.log_scalars.items() if len(buffer.data)}
+
+
 def test_several_optimizers_show_a_rate_each(runner: Any) -> None:
     for name, rate in (("generator", 0.1), ("critic", 0.2)):
         runner.optim_wrapper.wrappers[name] = SimpleNamespace(param_groups=[{"lr": rate}, {"lr": 9.0}])

@@ -104,6 +104,18 @@ class RowScaled(Plain):
         p.add_(grad / (state["rows"].sqrt().unsqueeze(1) + 1e-6), alpha=-group["lr"])
 
 
+class LargeRows(Plain):
+    """One number for each row of matrices from 64 x 64 on, as Adafactor's ``min_dim_size_to_factor``; and for each of others."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        square = grad.pow(2)
+        if p.ndim == 2 and min(p.shape) >= 64:
+            square = square.mean(dim=1, keepdim=True)
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(square))
+        second.lerp_(square, 0.1)
+        p.sub_(group["lr"] * grad / (second.sqrt() + 1e-3))
+
+
 class Sam(Plain):
     """Takes a closure, says that it need not have one, and asserts that it has."""
 
@@ -151,6 +163,7 @@ OPTIMIZERS: dict[str, Callable[[], dict[str, Any]]] = {
     "NovoGrad": lambda: dict(type=NovoGrad),
     "Shampoo": lambda: dict(type=Shampoo),
     "RowScaled": lambda: dict(type=RowScaled),
+    "LargeRows": lambda: dict(type=LargeRows),
     "Sam": lambda: dict(type=Sam),
     "Centralized": lambda: dict(type=Centralized, lr=0.01),
 }
@@ -174,13 +187,14 @@ REFUSED_SPREAD = {
 }
 REFUSED_PIECES = {
     "Adafactor": 'Adafactor keeps "row_var" of shape (16, 1) of a parameter of shape (16, 24)',
-    "Muon": "Muon cannot update a piece of a flattened parameter, ValueError: Muon only supports 2D parameters",
+    "Muon": "Muon cannot update a piece of a flattened parameter, ConfigError: optim_wrapper.optimizer: Muon only supports 2D",
     "HuggingFace": 'Adafactor keeps "RMS", one number that it computes from a parameter as a whole',
     "Lars": 'Lars keeps "momentum_buffer", which it computes from a parameter as a whole',
     "Lamb": "Lamb computes with a parameter as a whole",
     "NovoGrad": 'NovoGrad keeps "norm", one number that it computes from a parameter as a whole',
     "Shampoo": 'Shampoo keeps "precond_0" of shape (16, 16) of a parameter of shape (16,)',
     "RowScaled": 'RowScaled keeps "rows" of shape (16,) of a parameter of shape (16, 24)',
+    "LargeRows": 'LargeRows keeps "exp_avg_sq" of shape (144, 1) of a parameter of shape (144, 140)',
     "Sam": "Sam could not be tried on small parameters, AssertionError: sharpness-aware",
     "Centralized": 'Centralized keeps "exp_avg", which it computes from a parameter as a whole',
 }
@@ -224,7 +238,7 @@ def names(strategy: str) -> list[str]:
     """What `make test` looks at: one of each kind."""
     if strategy in ("single", "ddp"):
         return ["Sam"]
-    return ["Lion", "Lars", "RowScaled", "NovoGrad"] if strategy in ("fsdp", "zero2") else []
+    return ["Lion", "Lars", "RowScaled", "NovoGrad", "LargeRows"] if strategy in ("fsdp", "zero2") else []
 
 
 @pytest.mark.distributed
@@ -260,7 +274,7 @@ def test_equal_to_one_device_or_refused(
 
 
 def test_every_optimizer_stands_in_one_of_the_columns() -> None:
-    assert len(OPTIMIZERS) == 12
+    assert len(OPTIMIZERS) == 13
     assert set(OPTIMIZERS) == {*ELEMENTWISE, *REFUSED_PIECES}
 
 
@@ -341,6 +355,56 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
     message = 'optim_wrapper.optimizer: ListKeeper keeps "factors", a list of tensors, which no checkpoint has'
     with pytest.raises(StrategyError, match=message):
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=ListKeeper)))
+
+
+class Counting(Lion):
+    """Counts its updates where no checkpoint looks."""
+
+    updates = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.updates += 1
+        super().step(closure)
+        if self.updates % 5 == 0:
+            super().step(closure)
+
+
+class Both(Plain):
+    """Two optimizers in one, each with its own state."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.inner = [torch.optim.AdamW(group["params"], lr=lr) for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+class Noisy(Lion):
+    """Draws random numbers, which a checkpoint does have."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        super().update(group, state, p, grad + torch.randn_like(grad))
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"), [(Counting, True), (Both, True), (Noisy, False), (Lamb, False), (Sam, False)]
+)
+def test_state_that_checkpoints_do_not_have(
+    kind: type[Optimizer], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="flextrain"):
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(3, 3), ClimbsFirst(dict(type=kind)))
+    expected = f'optim_wrapper.optimizer: {kind.__name__} keeps something outside of its "state" and "param_groups"'
+    assert [message.startswith(expected) for message in caplog.messages] == [True] * warned
+
+
+def test_parameters_that_an_optimizer_does_not_take() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch 2.9")
+    with pytest.raises(ConfigError, match=r"optim_wrapper\.optimizer: Muon only supports 2D parameters"):
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(3, 3), OptimWrapper(dict(type="Muon", lr=0.01)))
 
 
 def test_a_trial_leaves_random_numbers_and_the_model_alone() -> None:
