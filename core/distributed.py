@@ -180,7 +180,7 @@ def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> C
     """
     if group is None:
         return lambda: number
-    box = torch.tensor(number)
+    box = torch.tensor(number, device="cpu")  # whatever device the user has made the default
     work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
 
     def wait() -> int:

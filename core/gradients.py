@@ -53,7 +53,9 @@ def average(parameters: list[Tensor]) -> None:
     A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
     """
     # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
-    used = all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
+    used = all_reduce(
+        torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu"), "max"
+    ).tolist()
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)

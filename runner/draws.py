@@ -108,11 +108,11 @@ class SeededStream(IterableDataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         # Shared with the workers.
-        self._begins: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._begins: Tensor = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, seed: int, epoch: int) -> None:
         """Choose the epoch that comes next, and the seed that workers draw their own from."""
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(seed))
         self._begins[0], self._begins[1] = drawn, epoch
         self.epoch = epoch
 

@@ -101,7 +101,7 @@ class EvalLoop(BaseLoop):
         if goes_its_own_way(self.dataloader) or isinstance(dataset, IterableDataset):
             return None
         size = length_of(dataset) or 0
-        seen = int(dist.all_reduce(torch.tensor(length_of(sampler) or 0)))
+        seen = int(dist.all_reduce(torch.tensor(length_of(sampler) or 0, device="cpu")))
         if seen <= size:
             return None
         if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):

@@ -48,7 +48,7 @@ class Weighing:
         gradients are averaged over them.
         """
         self._weights = [self._weight(batch) for batch in window]
-        total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64)))
+        total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
         if total == 0:
             self._say("an update had no item to count on any process and was left out; further ones are not mentioned")
             return False

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from flextrain.core.generators import RandomStream, Watch
 from flextrain.runner import build_dataloader
 from flextrain.runner.data import TrainData
+from flextrain.runner.draws import SeededStream
 from flextrain.runner.hooks import Hook
 
 from .training import Samples, make_runner, validation
@@ -476,3 +477,12 @@ def test_states_go_the_long_way_where_memory_is_laid_out_otherwise(monkeypatch: 
         assert not watch.moved()
         random.random()
         assert watch.moved()
+
+
+def test_a_stream_begins_alike_whatever_device_is_the_default() -> None:
+    plain = SeededStream(None)
+    plain.begin(3, 1)
+    with torch.device("meta"):
+        elsewhere = SeededStream(None)
+        elsewhere.begin(3, 1)
+    assert torch.equal(elsewhere._begins, plain._begins)

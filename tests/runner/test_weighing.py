@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flextrain import ConfigError
 from flextrain.core.checkpoint import FlatShard
+from flextrain.runner.weighing import Weighing
 from flextrain.testing import WorkerGroup
 
 from .training import Samples, Watch, make_runner, whole_state
@@ -186,3 +187,10 @@ def test_empty_micro_batches_on_one_of_two_processes(
     means = [sum(losses) / 2 for losses in zip(*(found["losses"] for found in results), strict=True)]
     assert means == pytest.approx(whole["losses"], rel=1e-5), "the log's loss is the mean over processes"
     assert "accuracy" not in results[0]["outputs"][1], "the first process had no item, and so no figure"
+
+
+def test_weights_are_numbers_of_the_host_whatever_device_is_the_default() -> None:
+    weighing = Weighing(len, torch.device("cpu"))
+    with torch.device("meta"):
+        assert weighing.weigh([[1, 2], [3]])
+    assert weighing.factors == [2 / 3, 1 / 3]
