@@ -39,11 +39,12 @@ class Reader:
         first = start if self._is_placed else 0
         self._is_placed = self._has_ended = False
         again, self._has_begun = self._has_begun and start == 0, True
-        stream = RandomStream(_mixed(seed, -1))
+        stream = RandomStream(_mixed(seed, 0))
         with stream:
             own = begun_anew(self.loader) if again else iter(self.loader)
         for number in count(first) if stop is None else range(first, stop):
-            stream.begin(_mixed(seed, number))
+            if number:  # the first goes on where the beginning left off: a sampler may draw the order in either
+                stream.begin(_mixed(seed, number))
             with stream:
                 batch = next(own, _END)
             if batch is _END:

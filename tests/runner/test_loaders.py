@@ -150,6 +150,15 @@ def stateful(samples: Samples, **options: Any) -> Any:
     return module.StatefulDataLoader(samples, batch_size=4, **options)
 
 
+class Drawn(RandomSampler):
+    """An order that is drawn from the process's generator when it is read; it has no state."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(len(self)))
+        random.shuffle(order)
+        yield from order
+
+
 class Remembering(Samples):
     """A dataset with a state: how often it was read."""
 
@@ -189,13 +198,22 @@ MAKERS: dict[str, Any] = {
     "state": WithState,
     "stateful": partial(stateful, shuffle=True),
     "stateful, workers": partial(stateful, shuffle=True, num_workers=2),
+    "stateful, drawn order": lambda samples: stateful(samples, sampler=Drawn(samples)),
+    "stateful, drawn order, workers": lambda samples: stateful(samples, sampler=Drawn(samples), num_workers=2),
     "stateful dataset": lambda samples: stateful(Remembering(len(samples)), shuffle=True),
 }
 WITHOUT_LENGTH = ("function", "stream", "cycle")
 
 
 def settings(kind: str, accumulate: int = 1) -> dict[str, Any]:
-    noisy = kind not in ("prefetcher", "list", "cycle", "iterator", "packer with workers")
+    noisy = kind not in (
+        "prefetcher",
+        "list",
+        "cycle",
+        "iterator",
+        "packer with workers",
+        "stateful, drawn order, workers",
+    )
     changes = dict(
         train_dataloader=MAKERS[kind](Samples(22, noisy=noisy)),
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.02), accumulative_counts=accumulate),
