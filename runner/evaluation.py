@@ -50,8 +50,9 @@ class BaseMetric(ABC):
         """The metrics of everything processed so far, on every process; starts afresh after that.
 
         Args:
-            size: number of results to keep, where a sampler repeats samples at the end to give every process as many;
-                None keeps all. Results come in the sampler's order if there is one for each sample.
+            size: number of samples, where a sampler repeats some at the end to give every process as many: results above it,
+                fewer than there are processes, are left out. None keeps all. Results come in the sampler's order if there
+                is one for each sample.
         """
         if not self.results:
             warnings.warn(
@@ -61,7 +62,9 @@ class BaseMetric(ABC):
         metrics: dict[str, Any] = {}
         if parts is not None:
             in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
-            results = [result for result in in_turn if result is not _NOTHING][:size]
+            results = [result for result in in_turn if result is not _NOTHING]
+            if size is not None and len(results) - size < len(parts):
+                results = results[:size]
             metrics = self._named(self.compute_metrics(results))
         self.reset()
         return dist.broadcast_object(metrics)

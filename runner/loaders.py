@@ -30,9 +30,10 @@ def adopt(
     if not _is_plain(loader) or _holds_on_to_itself(loader):
         if shard[1] > 1:
             name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
-            logger.warning(
-                f"{where}: {name}keeps its {type(loader.sampler).__name__}, which must split the data over processes itself"
-            )
+            own_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
+            kept = type(loader.batch_sampler if own_batches else loader.sampler).__name__
+            rest = "" if training else ", or samples are counted several times"
+            logger.warning(f"{where}: {name}keeps its {kept}, which must split the data over processes itself{rest}")
         return loader
     shuffle = not isinstance(loader.sampler, SequentialSampler)
     sampler = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)
