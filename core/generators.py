@@ -197,6 +197,7 @@ def _numpy_place(generator: np.random.MT19937) -> Callable[[], Any]:
 
 _HEAD = 32  # bytes of a state of torch's: seed, place, and the first word, which is another when it comes round again
 _TAIL = 40  # the spare normal numbers
+_TAIL_AT = _TORCH.get_state().numel() - _TAIL
 
 
 def _ends_tell() -> bool:
@@ -214,11 +215,11 @@ def _ends_tell() -> bool:
 
 def _ends(state: Tensor) -> tuple[bytes, bytes]:
     address = state.data_ptr()
-    return ctypes.string_at(address, _HEAD), ctypes.string_at(address + len(state) - _TAIL, _TAIL)
+    return ctypes.string_at(address, _HEAD), ctypes.string_at(address + _TAIL_AT, _TAIL)
 
 
 def _whole(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), len(state))
+    return ctypes.string_at(state.data_ptr(), _TAIL_AT + _TAIL)
 
 
 _torch_place: Callable[[Tensor], Any] = _ends if _ends_tell() else _whole
