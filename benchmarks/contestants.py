@@ -1,7 +1,8 @@
 """The same tiny training run, written once by hand and once for each library that is compared.
 
 Every function trains `Tiny` on the batches of `loader` once, `accumulate` of them for an update, and leaves the libraries'
-defaults alone, except that the loss is logged every LOG_INTERVAL updates. Each imports its library itself and raises ImportError where it is missing.
+defaults alone, except that the loss is logged every LOG_INTERVAL updates. Each imports its library itself and raises
+ImportError where it is missing.
 """
 
 from __future__ import annotations

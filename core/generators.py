@@ -145,7 +145,7 @@ def forget_spare_normal() -> None:
 
 
 # A state is copied and looked at in memory where that is laid out as known, which takes a twentieth of the time that the
-# functions for it take. It is checked here, and with CPython 3.10 to 3.13 and NumPy 1.24 to 2.4.
+# functions for it take. That is checked at import, and the functions are called where it is not so.
 
 
 def _python_address() -> int | None:

@@ -28,6 +28,14 @@ from .launch import Launch, detect_launch
 Optim = OptimWrapper | OptimWrapperDict
 
 
+def kept_gradients(engine: str) -> StrategyError:
+    """What ``drop_gradients`` raises where ``engine`` keeps gradients that nobody else can reach."""
+    return StrategyError(
+        f"train(): the last one ended in the middle of an update, of which {engine} keeps gradients; make a new runner with "
+        "resume=True, or with load_from"
+    )
+
+
 class ActivationCheckpointing(Config):
     """Which submodules are recomputed in backward."""
 

@@ -28,7 +28,7 @@ from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
 from ..core.transforms import compile_in_place, module_filter
 from ..optim.wrapper import OptimWrapper
-from .base import NOTHING, Optim, Strategy, StrategyConfig
+from .base import NOTHING, Optim, Strategy, StrategyConfig, kept_gradients
 from .sharded_optimizers import ShardedOptimizers
 
 _logger = logging.getLogger("flextrain")
@@ -469,10 +469,7 @@ class FSDPStrategy(Strategy):
 
     def drop_gradients(self) -> None:
         """See Strategy."""
-        raise StrategyError(
-            "train(): the last one ended in the middle of an update, of which FSDP keeps gradients; make a new runner with "
-            "resume=True, or with load_from"
-        )
+        raise kept_gradients("FSDP")
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():

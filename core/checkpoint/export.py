@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, one_of, suggest
 from .checkpoint import Checkpoint
-from .export_extra import extra_states
+from .export_extra import StoredTensor, extra_states
 from .export_files import Pending, write_safetensors, write_torch
 from .layout import DTYPES, sync_directory
 from .marked import what_is_not_finite
@@ -33,18 +32,6 @@ _AVERAGED = re.compile(r"hook\.([^/]+)/averaged\.(.+)")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEM, _SUFFIX = "model", ".safetensors"
 _INDEX = f"{_STEM}{_SUFFIX}.index.json"
-
-
-@dataclass(frozen=True)
-class _Weight:
-    name: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def export_weights(
@@ -105,13 +92,13 @@ def export_weights(
     return _write_folder(source, path, _with_aliases([*names, *_bare(source, path, tied)], aliases), limit)
 
 
-def _bare(source: Checkpoint, path: Path, tied: bool) -> list[_Weight]:
+def _bare(source: Checkpoint, path: Path, tied: bool) -> list[StoredTensor]:
     """Extra state that is a tensor and no more, which is all of it that safetensors can hold; the log names the rest."""
     found, left_out = [], []
     for state in extra_states(source, tied):
         if state.value == {"tensor": 0}:
             (tensor,) = state.tensors
-            found.append(_Weight(state.name, tensor.key, tensor.shape, tensor.dtype))
+            found.append(StoredTensor(state.name, tensor.key, tensor.shape, tensor.dtype))
         else:
             left_out.append(state.name)
     if left_out:
@@ -136,7 +123,7 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[_Weight]:
+def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[StoredTensor]:
     keys = {key.removeprefix(MODEL): key for key in source.entries if key.startswith(MODEL)}
     if averaged:
         keys |= _averages(source, averaged, keys)
@@ -146,7 +133,7 @@ def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None
     for name, key in keys.items():
         own = DTYPES[source.entries[key].dtype]
         target = dtype if dtype is not None and own.is_floating_point else own
-        weights.append(_Weight(name, key, source.entries[key].shape, target))
+        weights.append(StoredTensor(name, key, source.entries[key].shape, target))
     return weights
 
 
@@ -177,17 +164,17 @@ def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
     return {alias: name for alias, name in aliases.items() if name in names and alias not in names}
 
 
-def _with_aliases(weights: Sequence[_Weight], aliases: Mapping[str, str]) -> list[_Weight]:
+def _with_aliases(weights: Sequence[StoredTensor], aliases: Mapping[str, str]) -> list[StoredTensor]:
     by_name = {weight.name: weight for weight in weights}
-    twice = [_Weight(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
+    twice = [StoredTensor(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
     return [*weights, *twice]
 
 
-def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[_Weight], Tensor]:
+def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[StoredTensor], Tensor]:
     return lambda weight: read(weight.key, weight.dtype)
 
 
-def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[_Weight], limit: int | None) -> list[Path]:
+def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTensor], limit: int | None) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
     if folder.is_dir() and (present := sorted(folder.glob(f"*{_SUFFIX}*"))):
@@ -210,9 +197,9 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[_Weight], 
     return files
 
 
-def _shards(weights: Sequence[_Weight], limit: int | None) -> list[list[_Weight]]:
+def _shards(weights: Sequence[StoredTensor], limit: int | None) -> list[list[StoredTensor]]:
     """In their order, as many in each as fit."""
-    shards: list[list[_Weight]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     filled = 0
     for weight in weights:
         if limit is not None and shards[-1] and filled + weight.nbytes > limit:

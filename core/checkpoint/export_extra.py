@@ -14,8 +14,8 @@ from .checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class ExtraTensor:
-    """A tensor within extra state; ``name`` and ``key`` are those in the checkpoint."""
+class StoredTensor:
+    """A tensor of a checkpoint that is to be exported: ``key`` is its name there, ``name`` that in the export."""
 
     name: str
     key: str
@@ -40,7 +40,7 @@ class ExtraState:
 
     name: str
     value: Any
-    tensors: tuple[ExtraTensor, ...]
+    tensors: tuple[StoredTensor, ...]
 
 
 def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
@@ -54,7 +54,7 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
     for key, value in source.values.items():
         if not key.startswith(EXTRA):
             continue
-        tensors: dict[int, ExtraTensor] = {}
+        tensors: dict[int, StoredTensor] = {}
         try:
             unpack(value, lambda i, key=key, tensors=tensors: tensors.setdefault(i, _tensor(source, f"{key}/{i}")))  # type: ignore[misc]
             ordered = tuple(tensors[i] for i in range(len(tensors)))
@@ -68,6 +68,6 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
     return found
 
 
-def _tensor(source: Checkpoint, key: str) -> ExtraTensor:
+def _tensor(source: Checkpoint, key: str) -> StoredTensor:
     info = source.tensors[key]
-    return ExtraTensor(key, key, info.shape, info.dtype)
+    return StoredTensor(key, key, info.shape, info.dtype)

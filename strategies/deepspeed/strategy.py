@@ -20,7 +20,7 @@ from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
 from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
-from ..base import NOTHING, Optim, Strategy
+from ..base import NOTHING, Optim, Strategy, kept_gradients
 from . import state
 from .canonical import EngineState
 from .compiling import announced, without_shared_memory
@@ -305,10 +305,7 @@ class DeepSpeedStrategy(Strategy):
 
     def drop_gradients(self) -> None:
         """See Strategy."""
-        raise StrategyError(
-            "train(): the last one ended in the middle of an update, of which DeepSpeed keeps gradients; make a new runner "
-            "with resume=True, or with load_from"
-        )
+        raise kept_gradients("DeepSpeed")
 
     # State
 
