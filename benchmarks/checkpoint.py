@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from flextrain import OptimWrapper
 from flextrain.core.checkpoint import Staging, save_in_background
-from flextrain.core.distributed import barrier
+from flextrain.core.comm.collectives import barrier
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.sessions import Session, load, save, started

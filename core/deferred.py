@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from . import distributed as dist
+from .comm import collectives as dist
 from .errors import StrategyError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import carries_cpu_tensors
+from .comm.collectives import carries_cpu_tensors
 from .errors import ConfigError, StrategyError, one_of, suggest
 
 

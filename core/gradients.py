@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .distributed import all_reduce, average_tensors
+from .comm.collectives import all_reduce, average_tensors
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:

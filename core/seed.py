@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .comm.collectives import broadcast_object, get_rank
 from .device import DEVICES, accelerator_type
-from .distributed import broadcast_object, get_rank
 
 
 def draw_seed() -> int:

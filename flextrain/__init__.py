@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
-    from .runner.evaluation import BaseMetric as BaseMetric
     from .runner.hooks.hook import Hook as Hook
+    from .runner.metrics.base import BaseMetric as BaseMetric
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
@@ -56,7 +56,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],
-    "runner.evaluation": ["BaseMetric"],
+    "runner.metrics.base": ["BaseMetric"],
     "runner.hooks.hook": ["Hook"],
     "strategies.base": ["Strategy"],
     "strategies.single_device": ["SingleDeviceStrategy"],

@@ -18,11 +18,11 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.overriding import overridden
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
-from .adapter import OptimizerAdapter
-from .families import adapter_for
-from .guard import UpdateGuard
+from .adapters.base import OptimizerAdapter
+from .adapters.choose import adapter_for
+from .adapters.trial import Samples, resumes, why_not_usable
 from .param_groups import check_optimizer, make_for, make_optimizer
-from .trial import Samples, resumes, why_not_usable
+from .update_guard import UpdateGuard
 
 _logger = logging.getLogger("flextrain")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .data import build_dataloader, pseudo_collate
-from .eval_loops import TestLoop, ValLoop
-from .evaluation import BaseMetric, Evaluator
-from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from .data.dataloaders import build_dataloader, pseudo_collate
+from .data.samplers import DefaultSampler, InfiniteSampler
+from .loops.evaluate import TestLoop, ValLoop
+from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
+from .metrics.base import BaseMetric, Evaluator
 from .runner import FlexibleRunner
-from .samplers import DefaultSampler, InfiniteSampler
 
 __all__ = [
     "BaseMetric",

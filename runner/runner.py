@@ -19,28 +19,29 @@ from ..core.checkpoint import (
     place,
     what_is_not_finite,
 )
+from ..core.comm.collectives import broadcast_object
 from ..core.config import check_call, check_keywords, known_keywords, validate
-from ..core.distributed import broadcast_object
 from ..core.errors import CheckpointError, ConfigError
 from ..core.registry import LOOPS
 from ..core.seed import set_seed
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
-from . import checks, state
-from .agreement import check_agreement
-from .building import apply_environment, build_model, build_schedulers, scale_lr
-from .checked import check_everything
-from .data import build_dataloader
+from . import configuration
+from .arguments import check_everything
+from .build import apply_environment, build_model, build_schedulers, scale_lr
+from .data.dataloaders import build_dataloader
+from .data.user_loaders import Batches, batch_size
 from .ending import say_how_it_ended, terminable
-from .eval_loops import EvalLoop
-from .folders import new_log_folder, occupied
-from .hook_setup import build_hook, priority_of
 from .hooks import Hook, HookDispatcher
-from .loaders import Batches, batch_size
-from .loops import VALIDATION_KEYS, TrainLoop
+from .hooks.build import build_hook, priority_of
+from .loops.evaluate import EvalLoop
+from .loops.step import Stepper
+from .loops.train import VALIDATION_KEYS, TrainLoop
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
-from .stepper import Stepper
+from .resume import checkpoint
+from .run_folders import new_log_folder, occupied
+from .same_configuration import check_agreement
 
 
 class FlexibleRunner:
@@ -85,7 +86,7 @@ class FlexibleRunner:
         ConfigError: anything that can be known to be wrong before a process group or a model exists.
     """
 
-    @known_keywords(checks.ELSEWHERE)
+    @known_keywords(configuration.ELSEWHERE)
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
@@ -177,7 +178,7 @@ class FlexibleRunner:
         """
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give a dict with the arguments as keys")
-        check_keywords(cfg.keys() & checks.ELSEWHERE, (), checks.ELSEWHERE)
+        check_keywords(cfg.keys() & configuration.ELSEWHERE, (), configuration.ELSEWHERE)
         check_call(cls, cfg, "")
         return cls(**{"cfg": dict(cfg), **cfg})
 
@@ -268,7 +269,7 @@ class FlexibleRunner:
             if not self._trains:
                 raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
             loader = self._build_dataloader("train")
-            kind, kwargs = checks.train_loop_class(self._given["train_cfg"])
+            kind, kwargs = configuration.train_loop_class(self._given["train_cfg"])
             # MMEngine's configurations have such keys whether there is validation or not.
             if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
                 names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
@@ -364,7 +365,7 @@ class FlexibleRunner:
         """
         self.finish_saving()
         path = place(out_dir) / filename
-        self._pending_save = state.save(
+        self._pending_save = checkpoint.save(
             self,
             path,
             save_optimizer=save_optimizer,
@@ -436,11 +437,11 @@ class FlexibleRunner:
             ConfigError: ``strict`` is no bool, or ``revise_keys`` no such pairs; nothing has been read then.
             CheckpointError: nothing fits, or, with ``strict``, not everything; or the file cannot be read.
         """
-        checks.check_loading(strict, revise_keys)
+        configuration.check_loading(strict, revise_keys)
         self.strategy.meet("load_checkpoint()")
         self._setup_model()
         self._begin()
-        state.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
+        checkpoint.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
@@ -472,15 +473,15 @@ class FlexibleRunner:
         """
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
-        checked = validate(checks.Resume, options, "resume")
+        checked = validate(configuration.Resume, options, "resume")
         self.strategy.meet("resume()")
         self._resume(place(filename), checked)
 
-    def _resume(self, path: Path, options: checks.Resume) -> None:
+    def _resume(self, path: Path, options: configuration.Resume) -> None:
         self._setup_model()
         self._setup_schedulers()
         self._begin()
-        state.resume(self, path, options)
+        checkpoint.resume(self, path, options)
         self._started = True
         left_out = [name for name, value in options if value is False]
         but = f", without {', '.join(left_out)}" if left_out else ""
@@ -532,7 +533,7 @@ class FlexibleRunner:
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
 
-    def _source(self) -> tuple[str | Path | None, checks.Resume | None]:
+    def _source(self) -> tuple[str | Path | None, configuration.Resume | None]:
         """The checkpoint or file to begin with, and what is to be resumed of it; None: it gives weights."""
         resumed, load_from = self.options.resume_options, self.options.load_from
         if resumed is None:

@@ -10,15 +10,15 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from ..core import distributed as dist
-from ..core.agreement import description, first_difference
+from ..core.comm import collectives as dist
+from ..core.comm.agreement import description, first_difference
+from ..core.comm.matched_calls import roll_call
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import CheckpointError, ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, tensor_names
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
-from ..core.roll_call import roll_call
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
 from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper

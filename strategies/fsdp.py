@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ..core import distributed as dist
+from ..core.comm import collectives as dist
 from ..core.config import Config, PositiveInt
 from ..core.deferred import DeferredInit, Place, same_random_state, storage_key
 from ..core.errors import ConfigError, StrategyError, one_of, suggest

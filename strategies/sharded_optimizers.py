@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..core import distributed as dist
+from ..core.comm import collectives as dist
 from ..core.errors import StrategyError
-from ..optim.trial import Samples, why_not_spread
+from ..optim.adapters.trial import Samples, why_not_spread
 from ..optim.wrapper import OptimWrapper
 
 _ROWS_EACH = 16

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flextrain.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Machine, Report, examine, look
+from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Machine, Report, examine, look
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint
-from .export import export_weights
+from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .export.weights import export_weights
 from .flat_shard import FlatShard
-from .layout import find_latest, is_checkpoint, mark_latest, remove_checkpoint
-from .marked import is_marked, passed_over, what_is_not_finite
-from .places import is_local, make_writable, place
-from .saving import PendingSave, Staging, save_checkpoint, save_in_background
-from .weights import MatchReport, match_weights, open_weights
+from .load.checkpoint import Checkpoint
+from .load.weights import MatchReport, match_weights, open_weights
+from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
+from .paths import is_local, make_writable, place
+from .save.saving import PendingSave, Staging, save_checkpoint, save_in_background
 
 __all__ = [
     "Checkpoint",

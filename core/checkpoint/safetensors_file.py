@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .fetch import Fetch, Part
-from .layout import DTYPES
+from .directory import DTYPES
+from .load.partial_read import Fetch, Part
 from .untrusted import MAX_JSON_BYTES, one_line
 
 # Of a tensor that has to be converted or moved to a device, so much is in memory beside it.

@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from . import layout
-from .fetch import Fetch
-from .layout import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
-from .places import is_local
+from . import directory
+from .directory import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
+from .load.partial_read import Fetch
+from .paths import is_local
 from .safetensors_file import SafetensorsFile
 
 
@@ -67,9 +67,9 @@ def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    layout.check_length(path, text)
+    directory.check_length(path, text)
     text += b" " * (-len(text) % 8)
-    return layout.write_file(path, itertools.chain((struct.pack("<Q", len(text)), text), map(_bytes_of, tensors)))
+    return directory.write_file(path, itertools.chain((struct.pack("<Q", len(text)), text), map(_bytes_of, tensors)))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview | bytes:

@@ -88,7 +88,7 @@ def _check_directory(path: Path) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import is_checkpoint
-    from ..core.checkpoint.places import reaching
+    from ..core.checkpoint.paths import reaching
 
     folder = _place(arguments.folder)
     with reaching(folder):
@@ -126,8 +126,8 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
     from ..core.checkpoint import Checkpoint
-    from ..core.checkpoint.layout import read_manifest
-    from ..core.checkpoint.structure import size_of
+    from ..core.checkpoint.directory import read_manifest
+    from ..core.checkpoint.integrity import size_of
 
     row: dict[str, Any] = dict.fromkeys(("epoch", "iter", "time", "strategy", "processes", "torch", "damage"))
     row = {"name": path.name, "bytes": size_of(path), **row, "latest": is_latest, "best": path.name.startswith("best_")}
@@ -146,7 +146,7 @@ def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
 
 
 def _time(path: Path) -> str:
-    from ..core.checkpoint.layout import MANIFEST
+    from ..core.checkpoint.directory import MANIFEST
 
     return datetime.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).isoformat(timespec="seconds")
 
@@ -239,8 +239,8 @@ def _unlike(action: str, pattern: str, *checkpoints: Checkpoint) -> ConfigError:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import what_is_not_finite
-    from ..core.checkpoint.layout import check_present, read_manifest
-    from ..core.checkpoint.structure import damages
+    from ..core.checkpoint.directory import check_present, read_manifest
+    from ..core.checkpoint.integrity import damages
 
     path = _place(arguments.checkpoint)
     check_present(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..doctor import diagnose
+from ..tools.doctor import diagnose
 from .output import console, print_json
 
 

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare strategies with a single device; see `verify`."""
-    from ..verify import verify  # imports torch, which `flextrain list` can do without
+    from ..tools.verify import verify  # imports torch, which `flextrain list` can do without
 
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     if not names:

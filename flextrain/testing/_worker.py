@@ -157,7 +157,7 @@ def _reset_torch() -> None:
 
 
 def _leave_process_group() -> None:
-    from ..core.distributed import destroy_process_group
+    from ..core.comm.collectives import destroy_process_group
 
     destroy_process_group()
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import distributed as dist
+from ..core.comm import collectives as dist
 from ..core.errors import ConfigError, StrategyError
 from ..core.registry import STRATEGIES
 from ..optim.amp import AmpOptimWrapper
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
+from .check_table import Kit, check
 from .checks_training import SAMPLES, Decay, batches, one_each, sgd
 from .compare import CheckFailedError, require, same_tensors
-from .kit import Kit, check
 from .loop import learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Session, run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .check_table import Kit, check
 from .checks_training import adamw, batches, one_each
 from .compare import require, same_keys, same_numbers, same_tensors
-from .kit import Kit, check
 from .loop import learning_rates
 from .sessions import Session, load, run, save, whole_state
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..optim.wrapper import OptimWrapper
+from .check_table import Kit, check
 from .compare import CheckFailedError, multiple, relative_difference, require, same_numbers, same_tensors
-from .kit import Kit, check
 from .loop import evaluate, learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Run, run

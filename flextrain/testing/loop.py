@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.comm.collectives import all_reduce, get_world_size
 from ..core.device import to_device
-from ..core.distributed import all_reduce, get_world_size
 from ..core.model import parse_losses, run_forward
 from .models import Batch
 

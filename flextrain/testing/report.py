@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import FlexTrainError
-from ..plain import add_row
+from ..tools.markup import add_row
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 _STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim"}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core import distributed as dist
 from ..core.checkpoint import Checkpoint, FlatShard, save_checkpoint
+from ..core.comm import collectives as dist
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy

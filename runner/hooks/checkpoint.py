@@ -16,11 +16,11 @@ from ...core.checkpoint import (
     remove_checkpoint,
     what_is_not_finite,
 )
-from ...core.distributed import broadcast_object
+from ...core.comm.collectives import broadcast_object
 from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.registry import HOOKS
-from ..finite import nonfinite_weights
-from .best import BestScores
+from ..finite_weights import nonfinite_weights
+from .best_scores import BestScores
 from .hook import Hook
 from .unsupported import refuse
 

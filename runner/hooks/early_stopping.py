@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError, suggest
 from ...core.registry import HOOKS
 from .hook import Hook
-from .rules import check_rule, infer_rule, is_better, worst
+from .metric_rules import check_rule, infer_rule, is_better, worst
 
 if TYPE_CHECKING:
     from ..runner import FlexibleRunner

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import find_latest, what_is_not_finite
-from ...core.distributed import all_gather_object, get_rank
+from ...core.comm.collectives import all_gather_object, get_rank
 from ...core.errors import CheckpointError, ConfigError, NonFiniteError
 from ...core.registry import HOOKS
-from ..finite import nonfinite_weights, own_nonfinite
-from ..origin import find_origin
+from ..finite_weights import nonfinite_weights, own_nonfinite
+from ..reporting.finite_watch import Finding, Look, Witness
 from ..reporting.message_hub import AVERAGED
-from ..reporting.witness import Finding, Look, Witness
 from .hook import Hook
 from .logger import LoggerHook
+from .nonfinite_origin import find_origin
 
 if TYPE_CHECKING:
     from ..runner import FlexibleRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.distributed import average_tensors
+from ...core.comm.collectives import average_tensors
 from ...core.registry import HOOKS
 from .hook import Hook
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...core.distributed import all_reduce, get_rank, get_world_size
+from ...core.comm.collectives import all_reduce, get_rank, get_world_size
 from ...core.errors import ConfigError, one_of, suggest
 
 

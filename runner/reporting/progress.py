@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from ..loaders import batch_size
+from ..data.user_loaders import batch_size
 from .console import console_handler
 
 if TYPE_CHECKING:

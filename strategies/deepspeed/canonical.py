@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
-from ...optim.adapter import OptimizerAdapter, without_inner
+from ...optim.adapters.base import OptimizerAdapter, without_inner
 from ..base import _IMPLEMENTATION_KEYS, _in_form_of
 from . import state
 from .state import Fragment

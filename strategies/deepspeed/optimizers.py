@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
-from ...optim.trial import Samples, why_not_in_pieces, why_not_usable
+from ...optim.adapters.trial import Samples, why_not_in_pieces, why_not_usable
 from ...optim.wrapper import OptimWrapper
 
 _HOMES = {

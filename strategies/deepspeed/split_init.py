@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...core.agreement import first_difference
+from ...core.comm.agreement import first_difference
 from ...core.errors import StrategyError
 
 

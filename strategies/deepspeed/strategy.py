@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core import distributed as dist
 from ...core.checkpoint.flat_shard import FlatShard
+from ...core.comm import collectives as dist
 from ...core.errors import StrategyError
 from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require

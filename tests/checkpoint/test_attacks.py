@@ -22,15 +22,15 @@ from safetensors.torch import save_file
 from flextrain import CheckpointError
 from flextrain.core.checkpoint import (
     Checkpoint,
+    directory,
     export_weights,
     find_latest,
     is_checkpoint,
-    layout,
     match_weights,
     open_weights,
     save_checkpoint,
 )
-from flextrain.core.checkpoint.sources import deepspeed
+from flextrain.core.checkpoint.foreign import deepspeed
 from flextrain.core.checkpoint.untrusted import MAX_JSON_BYTES
 
 SHARD = "rank-00000.safetensors"
@@ -311,7 +311,7 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["xxh3"]
     change(manifest)
-    layout.seal(path, json.dumps(manifest).encode())  # whoever attacks can do that too
+    directory.seal(path, json.dumps(manifest).encode())  # whoever attacks can do that too
 
 
 @pytest.fixture
@@ -601,7 +601,7 @@ def test_json_that_is_nonsense(checkpoint: Path, name: str, text: str) -> None:
     if name != "manifest.json":
         edit(
             checkpoint,
-            lambda manifest: manifest["files"].update({name: layout.file_entry(checkpoint / name).model_dump()}),
+            lambda manifest: manifest["files"].update({name: directory.file_entry(checkpoint / name).model_dump()}),
         )
     refused(checkpoint, f"{name}: is damaged")
 
@@ -613,7 +613,7 @@ def test_json_that_is_huge(checkpoint: Path, name: str) -> None:
     if name != "manifest.json":
         edit(
             checkpoint,
-            lambda manifest: manifest["files"].update({name: layout.file_entry(checkpoint / name).model_dump()}),
+            lambda manifest: manifest["files"].update({name: directory.file_entry(checkpoint / name).model_dump()}),
         )
     refused(checkpoint, f"{MAX_JSON_BYTES} bytes, which are not read", f"more than {MAX_JSON_BYTES} are not read")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from flextrain.cli import main
 from flextrain.commands.checkpoint import human_size
-from flextrain.core.checkpoint import Checkpoint, layout, mark_latest, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, directory, mark_latest, save_checkpoint
 from flextrain.core.checkpoint.compare import compare, difference_of
 
 from .test_export import trained
@@ -195,7 +195,7 @@ def other_shape(path: Path) -> None:
     entry = manifest["tensors"]["model.weight"]
     entry["shape"] = entry["chunks"][0]["shape"] = [3, 2]
     del manifest["xxh3"]
-    layout.seal(path, json.dumps(manifest).encode())
+    directory.seal(path, json.dumps(manifest).encode())
 
 
 @pytest.mark.parametrize(

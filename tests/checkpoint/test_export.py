@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flextrain import CheckpointError, FlexibleRunner
-from flextrain.core.checkpoint import export_files, export_weights, open_weights, save_checkpoint
+from flextrain.core.checkpoint import export_weights, open_weights, save_checkpoint
+from flextrain.core.checkpoint.export import files
 
 from .test_sources import same, tensors
 
@@ -270,14 +271,14 @@ def test_nothing_is_left_of_an_export_that_failed(
 ) -> None:
     (tmp_path / name).write_bytes(b"what was there")
     calls = iter(range(100))
-    write = export_files._write
+    write = files._write
 
     def fails(file: Any, tensor: Tensor) -> None:
         if next(calls) == 3:
             raise error
         write(file, tensor)
 
-    monkeypatch.setattr(export_files, "_write", fails)
+    monkeypatch.setattr(files, "_write", fails)
     kind = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind):
         export_weights(checkpoint, tmp_path / name, replace=True)
@@ -292,7 +293,7 @@ import json, sys
 from pathlib import Path
 import torch
 from flextrain.core.checkpoint import export_weights
-import flextrain.core.checkpoint.export_files
+import flextrain.core.checkpoint.export.files
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

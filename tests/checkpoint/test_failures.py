@@ -21,8 +21,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, find_latest, layout, save_checkpoint, save_in_background
+from flextrain.core.checkpoint import Checkpoint, directory, find_latest, save_checkpoint, save_in_background
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -131,7 +131,7 @@ def save_limited(path: Path, limited: Sequence[int], background: bool) -> list[s
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         dist.barrier()
-        assert not layout.temporary(path).exists()
+        assert not directory.temporary(path).exists()
         return [heard, str(number_in(path.parent)), attempt(path, 3.0, background)]
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from flextrain.cli import main
 from flextrain.core.checkpoint import (
     Checkpoint,
+    directory,
     find_latest,
     is_checkpoint,
-    layout,
     mark_latest,
     place,
     remove_checkpoint,
     save_checkpoint,
 )
-from flextrain.core.checkpoint.places import remove_tree
+from flextrain.core.checkpoint.paths import remove_tree
 from flextrain.core.errors import CheckpointError, ConfigError
 from flextrain.testing import WorkerGroup
 
@@ -138,7 +138,7 @@ def test_one_replaces_another(root: str) -> None:
 @pytest.mark.parametrize("moved", [0, 1, 2])
 def test_a_replacement_that_was_killed_is_carried_on(root: str, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(f"{root}/c", example())
-    copy, copied = layout._copy, []
+    copy, copied = directory._copy, []
 
     def killed(*paths: Any) -> None:
         if len(copied) == moved:
@@ -147,7 +147,7 @@ def test_a_replacement_that_was_killed_is_carried_on(root: str, moved: int, monk
         copy(*paths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "_copy", killed)
+        patch.setattr(directory, "_copy", killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(f"{root}/c", example(1.0))
     assert same(load_all(f"{root}/c"), example(1.0))
@@ -159,7 +159,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(root: str, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "seal", killed)
+        patch.setattr(directory, "seal", killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(f"{root}/d", example())
     assert not is_checkpoint(f"{root}/d")

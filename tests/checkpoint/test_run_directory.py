@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flextrain import CheckpointError, FlexibleRunner
-from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint, layout, saving
+from flextrain.core.checkpoint import Checkpoint, directory, find_latest, is_checkpoint
+from flextrain.core.checkpoint.save import saving
 from flextrain.core.errors import ConfigError
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
@@ -97,7 +98,7 @@ def check_contents(path: Path, processes: int) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["written_by"]["world_size"] == processes
     assert {file.name for file in path.iterdir()} == {"manifest.json", *manifest["files"]}
-    assert manifest["files"] == {name: layout.file_entry(path / name).model_dump() for name in manifest["files"]}
+    assert manifest["files"] == {name: directory.file_entry(path / name).model_dump() for name in manifest["files"]}
 
 
 def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_latest_follows(tmp_path: Path) -> None:
 
 def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens before it moves, the one before is what it names, and that is complete."""
-    mark = layout.mark_latest
+    mark = directory.mark_latest
 
     def fails(path: Path) -> None:
         assert is_checkpoint(path), "named before it was complete"
@@ -207,7 +208,7 @@ def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             raise Stop
         mark(path)
 
-    monkeypatch.setattr(layout, "mark_latest", fails)
+    monkeypatch.setattr(directory, "mark_latest", fails)
     with pytest.raises(CheckpointError, match="epoch_2: could not be saved on rank 0: Stop"):
         train(tmp_path)
     assert is_checkpoint(tmp_path / "epoch_2")
@@ -216,11 +217,11 @@ def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert latest.name == "epoch_1"
 
 
-@pytest.mark.parametrize("where", ["write_shard", "layout.commit"])
+@pytest.mark.parametrize("where", ["write_shard", "directory.commit"])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     runner = make_runner(tmp_path, custom_hooks=[SaveEvery({2, 4})])
     calls = []
-    holder = layout if where.startswith("layout") else saving
+    holder = directory if where.startswith("directory") else saving
     name = where.rpartition(".")[2]
     real = getattr(holder, name)
 

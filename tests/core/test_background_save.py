@@ -22,18 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from flextrain.core import distributed
 from flextrain.core.checkpoint import (
     Checkpoint,
     FlatShard,
     Staging,
+    directory,
     is_checkpoint,
-    layout,
     planners,
     save_checkpoint,
     save_in_background,
-    saving,
 )
+from flextrain.core.checkpoint.save import saving
+from flextrain.core.comm import collectives
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -167,7 +167,7 @@ def test_what_is_kept_for_the_next_save_does_not_hold_for_another_state(
 def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = """
         import sys, time, torch
-        from flextrain.core.checkpoint import saving
+        from flextrain.core.checkpoint.save import saving
         write = saving.write_shard
         def slow(*args):
             time.sleep(0.5)
@@ -189,13 +189,13 @@ def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
 def group(timeout_s: float = 30, init_method: str = "env://", swapped: bool = False) -> Iterator[int]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = world_size - 1 - rank if swapped else rank
-    distributed.init_process_group(
+    collectives.init_process_group(
         "gloo", rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s
     )
     try:
         yield rank
     finally:
-        distributed.destroy_process_group()
+        collectives.destroy_process_group()
 
 
 def in_all_layouts(offset: float) -> dict[str, Tensor]:
@@ -247,7 +247,7 @@ def test_all_raise_what_one_could_not_write(workers2: WorkerGroup, tmp_path: Pat
 
 def only_some(path: Path, savers: tuple[int, ...]) -> str:
     with group() as rank:
-        distributed.side_group()  # a strategy makes it when it begins
+        collectives.side_group()  # a strategy makes it when it begins
         if rank not in savers:
             time.sleep(2)
             return ""
@@ -424,7 +424,7 @@ def one_cannot_copy(path: Path, has_plan: bool) -> tuple[str, bool]:
             with pytest.raises(CheckpointError) as caught:
                 save_in_background(path, in_all_layouts(50.0), staging=staging)
         dist.barrier()
-        left = layout.temporary(path).exists()
+        left = directory.temporary(path).exists()
         dist.barrier()
         save_in_background(path, in_all_layouts(100.0), staging=staging).wait()
         return str(caught.value), left
@@ -444,7 +444,7 @@ def overlapping(path: Path) -> tuple[str, bool]:
         with pytest.raises(CheckpointError) as caught:
             save_checkpoint(path, {"w": FlatShard(torch.ones(end - begin), (15,), begin)})
         dist.barrier()
-        return str(caught.value), layout.temporary(path).exists()
+        return str(caught.value), directory.temporary(path).exists()
 
 
 @pytest.mark.distributed
@@ -467,5 +467,5 @@ def test_processes_share_the_work_of_what_they_hold_alike(workers2: WorkerGroup,
     assert min(sizes) > 0.9 * max(sizes)
     assert sum(sizes) < 1.1 * 10 * 4000
     assert {file.name for file in (tmp_path / "a").iterdir()} == {
-        "rank-00000.safetensors", "rank-00001.safetensors", layout.VALUES, layout.MANIFEST
+        "rank-00000.safetensors", "rank-00001.safetensors", directory.VALUES, directory.MANIFEST
     }  # fmt: skip

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flextrain.core.checkpoint import (
     Checkpoint,
+    directory,
     find_latest,
     is_checkpoint,
-    layout,
     mark_latest,
     remove_checkpoint,
     save_checkpoint,
@@ -181,15 +181,15 @@ def test_what_would_be_too_long_to_read_is_not_written(
 ) -> None:
     save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)})
     state = {f"model.{i}": torch.ones(1) if bulky == "tensors" else i for i in range(100)}
-    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(directory, "MAX_JSON_BYTES", 1000)
     with pytest.raises(CheckpointError, match=f"{file}: would have .* bytes, more than 1000 are not read"):
         save_checkpoint(tmp_path / "a", state)
     assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
     # The index is longer than any other file, as it has every piece's place.
-    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10_000)
+    monkeypatch.setattr(directory, "MAX_JSON_BYTES", 10_000)
     if bulky == "tensors":
         with pytest.raises(
-            CheckpointError, match=f"{layout.MANIFEST}: would have .* bytes, more than 10000 are not read"
+            CheckpointError, match=f"{directory.MANIFEST}: would have .* bytes, more than 10000 are not read"
         ):
             save_checkpoint(tmp_path / "a", state)
         assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
@@ -233,14 +233,14 @@ def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path, monkeypatch:
     def full(path: Path, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(layout, "write_file", full)
+    monkeypatch.setattr(directory, "write_file", full)
     with pytest.raises(CheckpointError, match="a: could not be saved on rank 0: .*No space left on device"):
         save_checkpoint(tmp_path / "a", example())
     assert not (tmp_path / "a").exists()
 
 
 def test_leftovers_of_a_killed_save_do_no_harm(tmp_path: Path) -> None:
-    leftover = layout.temporary(tmp_path / "a")
+    leftover = directory.temporary(tmp_path / "a")
     leftover.mkdir()
     (leftover / SHARD).write_bytes(b"half of i")
     (leftover / "manifest.json").write_text("{")
@@ -271,7 +271,7 @@ def kill_between_renames(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def stop(self: Path, target: Path) -> Path:
-        if self == layout.temporary(path):
+        if self == directory.temporary(path):
             raise KilledError
         return rename(self, target)
 
@@ -304,7 +304,7 @@ def test_a_replacement_killed_between_its_renames_is_undone(
 
 def test_another_process_may_be_faster_to_undo_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path / "a", {"loop": 1})
-    path.rename(layout.replaced(path))
+    path.rename(directory.replaced(path))
     rename = Path.rename
 
     def too_late(self: Path, target: Path) -> Path:
@@ -356,7 +356,7 @@ def change(part: str, **values: Any) -> Callable[[Path], None]:
 
 def seal(path: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest whose checksum is right."""
-    layout.seal(path, json.dumps({key: value for key, value in manifest.items() if key != "xxh3"}).encode())
+    directory.seal(path, json.dumps({key: value for key, value in manifest.items() if key != "xxh3"}).encode())
 
 
 def sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -365,7 +365,7 @@ def sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
     def do(path: Path) -> None:
         damage(path)
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"] = {name: layout.file_entry(path / name).model_dump() for name in manifest["files"]}
+        manifest["files"] = {name: directory.file_entry(path / name).model_dump() for name in manifest["files"]}
         seal(path, manifest)
 
     return do
@@ -380,14 +380,14 @@ def overwrite(name: str, byte: bytes) -> Callable[[Path], None]:
 
 
 def without_values(path: Path) -> None:
-    change("top", files={SHARD: layout.file_entry(path / SHARD).model_dump()})(path)
+    change("top", files={SHARD: directory.file_entry(path / SHARD).model_dump()})(path)
     (path / "values.json").unlink()
 
 
 def outside_file(path: Path) -> None:
     (path.parent.parent / "secret").write_text("abc")
     names = ("../../secret", SHARD, "values.json")
-    change("top", files={name: layout.file_entry(path / name).model_dump() for name in names})(path)
+    change("top", files={name: directory.file_entry(path / name).model_dump() for name in names})(path)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def outside_file(path: Path) -> None:
         (cut(SHARD), f"a/{SHARD}: has [0-9]+ bytes instead of [0-9]+"),
         (cut("values.json"), "a/values.json: has [0-9]+ bytes instead of"),
         (cut("manifest.json"), "a/manifest.json: is damaged, its checksum is not that of its content"),
-        (lambda path: layout.seal(path, b"{[}"), "a/manifest.json: is damaged at its beginning, Invalid JSON"),
+        (lambda path: directory.seal(path, b"{[}"), "a/manifest.json: is damaged at its beginning, Invalid JSON"),
         (lambda path: (path / SHARD).unlink(), f"a/{SHARD}: is missing"),
         (without_values, "a/manifest.json: is damaged at files, it lacks values.json"),
         (overwrite(SHARD, b"\0"), f"a/{SHARD}: is damaged, its checksum is"),

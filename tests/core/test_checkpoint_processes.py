@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flextrain.core import distributed as dist
-from flextrain.core.checkpoint import Checkpoint, layout, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
@@ -167,10 +167,10 @@ def test_when_one_process_cannot_read_all_raise(workers2: WorkerGroup, tmp_path:
     shard.write_bytes(bytes(shard.stat().st_size))
     for heard in workers2.run(read_own_part, path):
         assert f"{shard}: is damaged, its checksum is" in heard
-    manifest = json.loads((path / layout.MANIFEST).read_text())
+    manifest = json.loads((path / directory.MANIFEST).read_text())
     del manifest["xxh3"]
-    manifest["files"][shard.name] = layout.file_entry(shard).model_dump()
-    layout.seal(path, json.dumps(manifest).encode())
+    manifest["files"][shard.name] = directory.file_entry(shard).model_dump()
+    directory.seal(path, json.dumps(manifest).encode())
     for heard in workers2.run(read_own_part, path):
         assert f"could not be read on rank 1: {shard}: is damaged" in heard
 

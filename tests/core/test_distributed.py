@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
 
 
@@ -123,7 +123,7 @@ def test_a_group_can_be_left_and_joined_again(workers2: WorkerGroup) -> None:
 
 LEAVES = """
 import torch, torch.distributed as dist
-from flextrain.core.distributed import init_process_group, leave_at_exit
+from flextrain.core.comm.collectives import init_process_group, leave_at_exit
 import sys
 init_process_group("gloo", rank=int(sys.argv[2]), world_size=4, init_method=sys.argv[1], timeout_s=60)
 leave_at_exit()

@@ -15,9 +15,9 @@ from flextrain.core.checkpoint import (
     Checkpoint,
     FlatShard,
     Staging,
+    directory,
     find_latest,
     is_marked,
-    layout,
     mark_latest,
     passed_over,
     save_checkpoint,
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_marked(tmp_path: Path, in_background: bool) -> None:
 
     save("a", state())
     assert staging.nonfinite == ()
-    assert "nonfinite" not in json.loads((tmp_path / "a" / layout.MANIFEST).read_text()), "older versions read it"
+    assert "nonfinite" not in json.loads((tmp_path / "a" / directory.MANIFEST).read_text()), "older versions read it"
     save("b", state(**BAD))
     assert staging.nonfinite == ("model.a",)
     assert find_latest(tmp_path) == tmp_path / "a"
@@ -100,10 +100,10 @@ def test_what_may_be_infinite_marks_nothing(tmp_path: Path) -> None:
 def test_a_mark_of_what_is_not_there(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "a", state(**BAD), finite={"model.a"})
     mark_latest(path)
-    manifest = json.loads((path / layout.MANIFEST).read_text())
+    manifest = json.loads((path / directory.MANIFEST).read_text())
     del manifest["xxh3"]
     manifest["nonfinite"] = ["model.z"]
-    layout.seal(path, json.dumps(manifest).encode())
+    directory.seal(path, json.dumps(manifest).encode())
     with pytest.raises(CheckpointError, match=r"manifest.json: is damaged at .*model\.z is marked and not there"):
         Checkpoint.open(path)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flextrain.core import distributed as dist
 from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
 from flextrain.core.checkpoint.flat_shard import boxes
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.core.gradients import clip_by_norm, clip_by_value, gradients, total_norm
 from flextrain.testing import WorkerGroup
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import LaunchError
 from flextrain.testing import WorkerGroup
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from flextrain.core import distributed as dist
 from flextrain.core.checkpoint import Checkpoint, Staging, is_checkpoint, save_checkpoint, save_in_background
-from flextrain.core.checkpoint.replicas import Replicas, fingerprints, of_bits, share_of
+from flextrain.core.checkpoint.save.replicas import Replicas, fingerprints, of_bits, share_of
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 

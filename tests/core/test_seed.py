@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.core.seed import decode, draw_seed, encode, load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
-from flextrain.optim.npu_fused import TWINS
+from flextrain.optim.adapters.npu_fused import TWINS
 from flextrain.testing.checks_training import Decay, batches, one_each
 from flextrain.testing.compare import relative_difference
 from flextrain.testing.sessions import load, run, save, started, whole_model, whole_state
@@ -191,7 +191,7 @@ def refused(
     """
     import torch_npu
 
-    from flextrain.core import distributed as dist
+    from flextrain.core.comm import collectives as dist
     from flextrain.core.errors import FlexTrainError
     from flextrain.optim import build_optim_wrapper
     from flextrain.testing.sessions import make_strategy

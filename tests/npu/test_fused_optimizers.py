@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.optim.npu_fused import NEAREST, TWINS
+from flextrain.optim.adapters.npu_fused import NEAREST, TWINS
 
 from . import fused
 from .conftest import NpuWorkers

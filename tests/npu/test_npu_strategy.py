@@ -98,7 +98,7 @@ def test_what_is_called_is_in_torch_npus_own_sources() -> None:
 def sums(**options: Any) -> list[tuple[str, float]]:
     """The sum of ones over all processes, on the device and on the CPU."""
     from flextrain import NPUStrategy
-    from flextrain.core.distributed import all_reduce
+    from flextrain.core.comm.collectives import all_reduce
 
     strategy = NPUStrategy(**options)
     strategy.setup_environment()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain.testing import check_strategy
+from flextrain.testing.check_table import CHECKS
 from flextrain.testing.compare import relative_difference
-from flextrain.testing.kit import CHECKS
 
 from .training import ADAMW, CPU, Classifier, History, make_runner, train, train_on_cpu
 

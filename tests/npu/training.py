@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from flextrain import FlexibleRunner, Hook
-from flextrain.core.distributed import all_reduce
+from flextrain.core.comm.collectives import all_reduce
 from flextrain.testing.loop import alone
 
 BATCH = 64

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flextrain import OPTIMIZERS, ConfigError, OptimWrapper, StrategyError
-from flextrain.optim.families import adapter_for
-from flextrain.optim.npu_fused import NEAREST, TWINS, FusedAdapter
+from flextrain.optim.adapters.choose import adapter_for
+from flextrain.optim.adapters.npu_fused import NEAREST, TWINS, FusedAdapter
 from flextrain.strategies import SingleDeviceStrategy
 
 NAMES = sorted({**TWINS, **NEAREST})

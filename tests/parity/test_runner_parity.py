@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, OptimWrapper, OptimWrapperDict
-from flextrain.core.distributed import all_reduce
+from flextrain.core.comm.collectives import all_reduce
 from flextrain.testing import WorkerGroup
 from flextrain.testing.compare import same_numbers, same_tensors
 from flextrain.testing.loop import alone

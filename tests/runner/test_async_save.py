@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint, saving
+from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
+from flextrain.core.checkpoint.save import saving
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from flextrain import BaseMetric, ConfigError, DDPStrategy, FlexibleRunner, OptimWrapper, SingleDeviceStrategy
-from flextrain.core import distributed
+from flextrain.core.comm import collectives
 from flextrain.runner import InfiniteSampler
 from flextrain.runner.hooks import CheckpointHook, EarlyStoppingHook, Hook
 
@@ -650,7 +650,7 @@ def _as_under_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
         joined.append("joined")
         raise InterruptedError
 
-    monkeypatch.setattr(distributed, "init_process_group", join)
+    monkeypatch.setattr(collectives, "init_process_group", join)
     monkeypatch.chdir(tmp_path)
     return joined
 

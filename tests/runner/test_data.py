@@ -29,8 +29,8 @@ from torch.utils.data import (
 from flextrain import ConfigError
 from flextrain.core.generators import RandomStream
 from flextrain.runner import DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate
-from flextrain.runner.data import TrainData
-from flextrain.runner.samplers import Repeatable
+from flextrain.runner.data.dataloaders import TrainData
+from flextrain.runner.data.samplers import Repeatable
 
 from .training import Samples
 

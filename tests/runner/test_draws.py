@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from flextrain.core.generators import RandomStream, Watch
 from flextrain.runner import build_dataloader
-from flextrain.runner.data import TrainData
-from flextrain.runner.draws import SeededStream
+from flextrain.runner.data.dataloaders import TrainData
+from flextrain.runner.data.sample_seeds import SeededStream
 from flextrain.runner.hooks import Hook
 
 from .training import Samples, make_runner, validation

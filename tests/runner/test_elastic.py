@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from flextrain import CheckpointError, FlexibleRunner
-from flextrain.runner import samplers
-from flextrain.runner.data import TrainData, build_dataloader
+from flextrain.runner.data import samplers
+from flextrain.runner.data.dataloaders import TrainData, build_dataloader
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 

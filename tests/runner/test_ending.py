@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from flextrain import CheckpointError, FlexibleRunner, Hook
-from flextrain.core.checkpoint import is_checkpoint, saving
+from flextrain.core.checkpoint import is_checkpoint
+from flextrain.core.checkpoint.save import saving
 from flextrain.testing import WorkerGroup
 
 from .training import make_runner

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, FlexibleRunner
-from flextrain.core import distributed
+from flextrain.core.comm import collectives
 from flextrain.runner.hooks import Hook, LoggerHook
 from flextrain.runner.reporting import LogProcessor, Reporter, line_queue
 from flextrain.testing import WorkerGroup
@@ -208,7 +208,7 @@ def test_the_bar_is_taken_away_when_training_fails(
 
 def _losses_in_log_lines(folder: str) -> tuple[list[float], list[float]]:
     """What one rank sees of the loss at each log line, and its own losses."""
-    rank = distributed.get_rank()
+    rank = collectives.get_rank()
     own: list[float] = []
     seen: list[float] = []
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.runner import build_dataloader
-from flextrain.runner.data import TrainData
+from flextrain.runner.data.dataloaders import TrainData
 
 from .training import (
     Accuracy,

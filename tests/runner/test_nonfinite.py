@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
 from flextrain.runner.reporting import LogProcessor, MessageHub

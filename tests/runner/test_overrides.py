@@ -26,13 +26,13 @@ from flextrain import (
 )
 from flextrain.optim.param_groups import DefaultOptimWrapperConstructor
 from flextrain.optim.schedulers import LinearLR
-from flextrain.runner.eval_loops import TestLoop as LoopOfTests
-from flextrain.runner.eval_loops import ValLoop
-from flextrain.runner.evaluation import Evaluator
+from flextrain.runner.data.samplers import DefaultSampler, InfiniteSampler
 from flextrain.runner.hooks import CheckpointHook
-from flextrain.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from flextrain.runner.loops.evaluate import TestLoop as LoopOfTests
+from flextrain.runner.loops.evaluate import ValLoop
+from flextrain.runner.loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
+from flextrain.runner.metrics.base import Evaluator
 from flextrain.runner.reporting import JsonLinesReporter, LogProcessor
-from flextrain.runner.samplers import DefaultSampler, InfiniteSampler
 
 from .overriding import Gan, Net, life, loader, overridable, spying
 from .training import SGD, Accuracy

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from flextrain import FlexibleRunner
+from flextrain.runner.data.samplers import DefaultSampler
 from flextrain.runner.hooks import Hook
-from flextrain.runner.samplers import DefaultSampler
 
 from .training import (
     SGD,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner
-from flextrain.core import distributed as dist
-from flextrain.core import roll_call
+from flextrain.core.comm import collectives as dist
+from flextrain.core.comm import matched_calls
 from flextrain.core.errors import CheckpointError, StrategyError
 from flextrain.testing import WorkerGroup
 
@@ -120,7 +120,7 @@ def waited_for(folder: Path) -> list[str]:
     """What is logged while rank 0 waits a second for rank 1, and may wait 20."""
     runner, lines = small(folder, 20.0), Lines()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roll_call, "SILENT_S", 0.2)
+        patch.setattr(matched_calls, "SILENT_S", 0.2)
         runner.logger.addHandler(lines)
         runner.logger.setLevel("WARNING")
         time.sleep(runner.rank)

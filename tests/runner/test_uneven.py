@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler, default_collate
 
-from flextrain.core.distributed import get_rank
+from flextrain.core.comm.collectives import get_rank
 from flextrain.testing import WorkerError, WorkerGroup
 
 from .training import Accuracy, Samples, SaveEvery, Watch, make_runner

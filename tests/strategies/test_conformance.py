@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import STRATEGIES, ConfigError, DDPStrategy, OptimWrapper, SingleDeviceStrategy, Strategy, StrategyError
-from flextrain.core import distributed as dist
+from flextrain.core.comm import collectives as dist
 from flextrain.core.gradients import clip_by_norm, gradients
 from flextrain.optim.wrapper import StepInfo
 from flextrain.strategies.ddp import average_gradients
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
+from flextrain.testing.check_table import CHECKS
 from flextrain.testing.conformance import ORDER
-from flextrain.testing.kit import CHECKS
 
 pytestmark = pytest.mark.distributed
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_strategy.py"

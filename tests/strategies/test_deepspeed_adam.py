@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flextrain.core.errors import CheckpointError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
-from flextrain.optim.families import adapter_for
+from flextrain.optim.adapters.choose import adapter_for
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.compare import same_tensors

@@ -1,0 +1,1 @@
+"""Weights for other programs."""

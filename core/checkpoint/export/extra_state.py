@@ -1,0 +1,73 @@
+"""The extra state of modules in a checkpoint, as an export writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...module_state import EXTRA, torch_key, unpack
+from ..load.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint that is to be exported: ``key`` is its name there, ``name`` that in the export."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """What one module keeps.
+
+    Attributes:
+        name: torch's name for it, ``layer._extra_state``.
+        value: as the checkpoint has it, see ``core.module_state``.
+        tensors: those that stand in the value by their number.
+    """
+
+    name: str
+    value: Any
+    tensors: tuple[StoredTensor, ...]
+
+
+def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
+    """The extra state of all modules; ``tied``: of one with several names under each of them.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    aliases = source.values.get("aliases", {})
+    found = []
+    for key, value in source.values.items():
+        if not key.startswith(EXTRA):
+            continue
+        tensors: dict[int, StoredTensor] = {}
+        try:
+            unpack(value, lambda i, key=key, tensors=tensors: tensors.setdefault(i, _tensor(source, f"{key}/{i}")))  # type: ignore[misc]
+            ordered = tuple(tensors[i] for i in range(len(tensors)))
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{source.path}: {key} is damaged, {error}") from None
+        name = torch_key(key.removeprefix(EXTRA))
+        names = [name]
+        if tied and isinstance(aliases, Mapping):
+            names += [alias for alias, first in aliases.items() if first == name]
+        found += [ExtraState(each, value, ordered) for each in names]
+    return found
+
+
+def _tensor(source: Checkpoint, key: str) -> StoredTensor:
+    info = source.tensors[key]
+    return StoredTensor(key, key, info.shape, info.dtype)

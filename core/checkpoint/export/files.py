@@ -1,0 +1,191 @@
+"""Writing files of weights tensor by tensor."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...module_state import unpack
+from ..directory import DTYPE_NAMES, sync_directory
+from .extra_state import ExtraState
+
+# torch aligns tensors in its zip files to this many bytes.
+_ALIGNMENT = 64
+_WRITE_BYTES = 16 * 2**20
+
+
+class Weight(Protocol):
+    """What has to be known of a tensor before it is read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Weight = TypeVar("_Weight", bound=Weight)
+
+
+class Pending:
+    """A file that gets its name when it is complete and on the disk; after an error nothing is left of it.
+
+    Args:
+        path: its name then; a file that has the name before is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                with self.temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                self.temporary.replace(self.path)
+                sync_directory(self.path.parent)
+        finally:
+            self.temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self.path}: could not be written, {error.strerror or error}") from error
+
+
+def write_safetensors(path: Path, weights: Sequence[_Weight], fetch: Callable[[_Weight], Tensor]) -> None:
+    """Write one safetensors file.
+
+    Source of the format: https://huggingface.co/docs/safetensors
+    """
+    # Transformers reads no file that does not say for whom it is.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in weights:
+        begin, end = end, end + weight.nbytes
+        place = {"dtype": DTYPE_NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
+        header[weight.name] = place
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for weight in weights:
+            _write(file, fetch(weight))
+
+
+def write_torch(
+    path: Path,
+    weights: Sequence[Weight],
+    aliases: Mapping[str, str],
+    fetch: Callable[[Any], Tensor],
+    extra: Sequence[ExtraState] = (),
+) -> None:
+    """Write what ``torch.save`` would write of a state dict; aliases share the memory of the tensor that they name.
+
+    Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
+    """
+    described: OrderedDict[str, _Described] = OrderedDict(
+        (weight.name, _Described(_Storage(str(number), weight), weight)) for number, weight in enumerate(weights)
+    )
+    content: OrderedDict[str, Any] = OrderedDict(described)
+    for alias, name in aliases.items():
+        content[alias] = described[name]
+    parts = {tensor.key: tensor for state in extra for tensor in state.tensors}
+    for number, (key, tensor) in enumerate(parts.items(), len(weights)):
+        described[key] = _Described(_Storage(str(number), tensor), tensor)
+    for state in extra:
+        content[state.name] = unpack(state.value, lambda i, state=state: described[state.tensors[i].key])  # type: ignore[misc]
+    weights = [*weights, *parts.values()]
+    text = io.BytesIO()
+    _Pickler(text, protocol=2).dump(content)
+    with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), text.getvalue())
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        for number, weight in enumerate(weights):
+            with _record(file, archive, f"archive/data/{number}", weight.nbytes) as record:
+                _write(record, fetch(weight))
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+
+
+def _write(file: IO[bytes], tensor: Tensor) -> None:
+    flat = tensor.contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    for begin in range(0, len(data), _WRITE_BYTES):
+        file.write(data[begin : begin + _WRITE_BYTES])
+
+
+def _record(file: IO[bytes], archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
+    """A record of a zip file whose content begins at an aligned place."""
+    info = zipfile.ZipInfo(name)
+    info.file_size = size
+    is_large = size * 1.05 > zipfile.ZIP64_LIMIT
+    # A local header has 30 bytes and the name; a large record's sizes and each field's head follow.
+    begin = file.tell() + 30 + len(name) + (20 if is_large else 0) + 4
+    padding = -begin % _ALIGNMENT
+    info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    return archive.open(info, "w", force_zip64=is_large)
+
+
+class _Storage:
+    """Stands for the memory of a tensor, which is written elsewhere."""
+
+    def __init__(self, key: str, weight: Weight) -> None:
+        self.key, self.weight = key, weight
+
+
+class _Described:
+    """Is pickled as a tensor is, without being one."""
+
+    def __init__(self, storage: _Storage, weight: Weight) -> None:
+        self.storage, self.weight = storage, weight
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        weight = self.weight
+        meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        arguments: tuple[Any, ...] = (self.storage, 0, weight.shape, meta.stride(), False, OrderedDict())
+        if weight.dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, weight.dtype, None)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        if not isinstance(obj, _Storage):
+            return None
+        weight = obj.weight
+        kind = _STORAGES.get(weight.dtype, torch.storage.UntypedStorage)
+        count = weight.nbytes if kind is torch.storage.UntypedStorage else weight.nbytes // weight.dtype.itemsize
+        return "storage", kind, obj.key, "cpu", count
+
+
+# Newer dtypes have no storage type; torch pickles their memory as bytes.
+_STORAGES: Mapping[torch.dtype, type] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}

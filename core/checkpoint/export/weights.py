@@ -1,0 +1,229 @@
+"""Weights for other programs: ``.safetensors``, several of them with Hugging Face's index, or ``.pth``.
+
+Whatever is written has another name until it is complete, and holds one tensor at a time in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, one_of, suggest
+from ..directory import DTYPES, sync_directory
+from ..foreign.stored_tensors import MODEL
+from ..load.checkpoint import Checkpoint
+from ..load.weights import open_weights
+from ..load.whole_tensors import reading
+from ..nonfinite_mark import what_is_not_finite
+from .extra_state import StoredTensor, extra_states
+from .files import Pending, write_safetensors, write_torch
+
+_logger = logging.getLogger("flextrain")
+
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+_AVERAGED = re.compile(r"hook\.([^/]+)/averaged\.(.+)")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_STEM, _SUFFIX = "model", ".safetensors"
+_INDEX = f"{_STEM}{_SUFFIX}.index.json"
+
+
+def export_weights(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    averaged: bool | str = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    tied: bool = True,
+    replace: bool = False,
+) -> list[Path]:
+    """Write a model's weights to files that other programs read; for one process.
+
+    Args:
+        checkpoint: a checkpoint directory, whatever wrote it, or anything else that ``open_weights`` takes.
+        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; a name without an
+            extension, one that ends in a slash or an existing folder for ``model.safetensors`` in it, in several files with
+            Hugging Face's index where ``max_shard_size`` asks for it. Extensions count in any case of letters.
+        averaged: the averages that EMAHook keeps in place of the weights that they are of; the hook's name where several
+            keep some.
+        dtype: of the floating-point tensors; default: as they are, float32 wherever the training had masters.
+        max_shard_size: bytes, or a number with KB, MB, GB, KiB, MiB or GiB, that no file exceeds unless one tensor does;
+            default: no limit.
+        tied: write tied tensors under all of their names; False: under the first of them, as Hugging Face does. In a ``.pth``
+            they share their memory, in ``.safetensors`` they take it twice.
+        replace: take the place of a file that is there; a folder that holds weights is never written to.
+
+    Returns:
+        The files that were written, the index last.
+
+    Raises:
+        CheckpointError: there are no such weights, the extension is another one, or what would be written is there already.
+    """
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
+    suffix = _suffix(path)
+    path = Path(path)
+    limit = _parse_size(max_shard_size)
+    if suffix and path.is_file() and not replace:
+        raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
+    names = _weights(source, averaged, dtype)
+    if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
+        _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
+    aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
+    if suffix:
+        if limit is not None:
+            raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
+        if path.is_dir():
+            raise CheckpointError(f"{path}: is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with reading(source) as reader, Pending(path) as pending:
+            fetch = _fetch(reader.read)
+            if suffix == _SUFFIX:
+                write_safetensors(pending, _with_aliases([*names, *_bare(source, path, tied)], aliases), fetch)
+            else:
+                write_torch(pending, names, aliases, fetch, extra_states(source, tied))
+        return [path]
+    return _write_folder(source, path, _with_aliases([*names, *_bare(source, path, tied)], aliases), limit)
+
+
+def _bare(source: Checkpoint, path: Path, tied: bool) -> list[StoredTensor]:
+    """Extra state that is a tensor and no more, which is all of it that safetensors can hold; the log names the rest."""
+    found, left_out = [], []
+    for state in extra_states(source, tied):
+        if state.value == {"tensor": 0}:
+            (tensor,) = state.tensors
+            found.append(StoredTensor(state.name, tensor.key, tensor.shape, tensor.dtype))
+        else:
+            left_out.append(state.name)
+    if left_out:
+        _logger.warning(f"{path}: holds tensors alone, {', '.join(left_out)} is left out; a .pth has it")
+    return found
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    """The extension that says what file is written, in small letters; "" for a folder.
+
+    Raises:
+        CheckpointError: it is none of those that are known.
+    """
+    known = (_SUFFIX, *TORCH_SUFFIXES)
+    suffix = "" if os.fspath(path).endswith("/") else Path(path).suffix.lower()
+    if suffix in ("", *known):
+        return suffix
+    if not Path(path).is_dir():
+        raise CheckpointError(
+            f'{path}: "{suffix}" is not allowed, give {one_of(known)}, or a folder with "/" at its end{suggest(suffix, known)}'
+        )
+    return ""
+
+
+def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[StoredTensor]:
+    keys = {key.removeprefix(MODEL): key for key in source.entries if key.startswith(MODEL)}
+    if averaged:
+        keys |= _averages(source, averaged, keys)
+    if not keys:
+        raise CheckpointError(f"{source.path}: holds no weights of a model")
+    weights = []
+    for name, key in keys.items():
+        own = DTYPES[source.entries[key].dtype]
+        target = dtype if dtype is not None and own.is_floating_point else own
+        weights.append(StoredTensor(name, key, source.entries[key].shape, target))
+    return weights
+
+
+def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) -> dict[str, str]:
+    """Name to the key of its average."""
+    found: dict[str, dict[str, str]] = {}
+    for key in source.entries:
+        if match := _AVERAGED.fullmatch(key):
+            found.setdefault(match[1], {})[match[2]] = key
+    if not found:
+        raise CheckpointError(f"{source.path}: holds no averaged weights, the training had no EMAHook")
+    hook = averaged if isinstance(averaged, str) else next(iter(found))
+    if hook not in found:
+        raise CheckpointError(f'averaged: "{hook}" is not allowed, give {one_of(found)}{suggest(hook, found)}')
+    if averaged is True and len(found) > 1:
+        raise CheckpointError(f"{source.path}: holds averages of several hooks, give averaged={one_of(found)}")
+    if not source.values.get(f"hook.{hook}/updates"):
+        raise CheckpointError(f"{source.path}: the averages of {hook} had not begun")
+    known = set(names)
+    return {name: key for name, key in found[hook].items() if name in known}
+
+
+def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
+    """Further names of tied tensors, to the name that they are stored under."""
+    aliases = source.values.get("aliases", {})
+    if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for pair in aliases.items() for name in pair):
+        raise CheckpointError(f"{source.path}: aliases is damaged, it is no mapping of names")
+    return {alias: name for alias, name in aliases.items() if name in names and alias not in names}
+
+
+def _with_aliases(weights: Sequence[StoredTensor], aliases: Mapping[str, str]) -> list[StoredTensor]:
+    by_name = {weight.name: weight for weight in weights}
+    twice = [StoredTensor(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
+    return [*weights, *twice]
+
+
+def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[StoredTensor], Tensor]:
+    return lambda weight: read(weight.key, weight.dtype)
+
+
+def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTensor], limit: int | None) -> list[Path]:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
+    if folder.is_dir() and (present := sorted(folder.glob(f"*{_SUFFIX}*"))):
+        raise CheckpointError(f"{present[0]}: is there already, give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _shards(weights, limit)
+    files = [folder / _shard_name(number, len(shards)) for number in range(len(shards))]
+    with reading(source) as reader:
+        for file, shard in zip(files, shards, strict=True):
+            with Pending(file) as pending:
+                write_safetensors(pending, shard, _fetch(reader.read))
+    if len(shards) > 1:
+        total = sum(weight.nbytes for weight in weights)
+        places = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        with Pending(folder / _INDEX) as pending:
+            pending.write_bytes(text.encode())
+        files.append(folder / _INDEX)
+    sync_directory(folder)
+    return files
+
+
+def _shards(weights: Sequence[StoredTensor], limit: int | None) -> list[list[StoredTensor]]:
+    """In their order, as many in each as fit."""
+    shards: list[list[StoredTensor]] = [[]]
+    filled = 0
+    for weight in weights:
+        if limit is not None and shards[-1] and filled + weight.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += weight.nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"{_STEM}{_SUFFIX}" if count == 1 else f"{_STEM}-{number + 1:05d}-of-{count:05d}{_SUFFIX}"
+
+
+def _parse_size(given: int | str | None) -> int | None:
+    """Bytes.
+
+    Raises:
+        CheckpointError: it is no size.
+    """
+    if given is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", str(given).upper())
+    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and (match[2] or "B") in _UNITS else 0
+    if size < 1:
+        raise CheckpointError(f'max_shard_size: "{given}" is not allowed, give bytes or a number with one of KB to GiB')
+    return size

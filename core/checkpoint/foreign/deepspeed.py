@@ -1,0 +1,213 @@
+"""Weights in a checkpoint directory of DeepSpeed, ZeRO 0 to 3, each process reading only the slices that it needs.
+
+DeepSpeed's own tools for this load its files as pickles that may execute anything; here they are only described. How ZeRO cuts
+parameters up is what ``deepspeed.utils.zero_to_fp32`` undoes; the float32 masters are taken wherever they are.
+
+Source: https://github.com/deepspeedai/DeepSpeed, ``deepspeed/utils/zero_to_fp32.py`` (0.17 to 0.19)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..directory import Chunk, TensorEntry
+from ..flat_shard import boxes
+from ..load.checkpoint import Checkpoint
+from ..load.partial_read import Fetch
+from ..untrusted import one_line, read_name, sibling
+from .stored_tensors import MODEL, dtype_name, entry, label
+from .torch_files import StoredTensor, TorchFile
+
+_MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+Slice = tuple[int, StoredTensor]
+"""(number of the file, one-dimensional tensor in it)."""
+
+
+def find(folder: Path) -> Path | None:
+    """The directory with DeepSpeed's files: ``folder``, or the one in it that ``latest`` names; None: they are not there."""
+    if _model_states(folder):
+        return folder
+    pointer = folder / "latest"
+    tag = read_name(pointer) if pointer.is_file() else None
+    return folder / tag if tag is not None and _model_states(folder / tag) else None
+
+
+def _model_states(folder: Path) -> list[Path]:
+    return _by_rank(folder, _MODEL_STATES)
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    matches = [(match, path) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted((tuple(int(n or 0) for n in match.groups()), path) for match, path in matches)]
+
+
+def open_directory(folder: Path) -> Checkpoint:
+    """The weights in a directory that ``find`` gave, under ``model.<name>``.
+
+    Raises:
+        CheckpointError: a file is damaged, missing, or holds objects that cannot be described; or the model was split by
+            tensor, pipeline or expert parallelism.
+    """
+    _refuse_other_splits(folder)
+    try:
+        return _Reader(folder).checkpoint()
+    except _DAMAGE as error:
+        reason = one_line(error)
+        raise CheckpointError(
+            f"{folder}: is no checkpoint of DeepSpeed's ZeRO, {type(error).__name__}: {reason}"
+        ) from None
+
+
+def _refuse_other_splits(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        match = _MODEL_STATES.fullmatch(path.name) or _OPTIM_STATES.fullmatch(path.name)
+        if path.name.startswith(("layer_", "expp_rank_")) or "_expert_" in path.name or (match and int(match[2])):
+            raise CheckpointError(
+                f"{path}: belongs to a model split by tensors, layers or experts, and only ZeRO is read; "
+                "convert it with DeepSpeed's own tools first"
+            )
+
+
+class _Reader:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[TorchFile] = []
+        self.entries: dict[str, TensorEntry] = {}
+        self.places: dict[tuple[str, str], tuple[StoredTensor, int, int, tuple[int, ...]]] = {}
+        self.models = [self._open(path) for path in _model_states(folder)]
+        self.optims = [self._open(path) for path in _by_rank(folder, _OPTIM_STATES)]
+
+    def _open(self, path: Path) -> int:
+        self.files.append(TorchFile(sibling(path, path.name)))
+        return len(self.files) - 1
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything found, the most precise form of it."""
+        model = self.files[self.models[0]].content
+        self._add_module(model)
+        states = [self.files[index].content["optimizer_state_dict"] for index in self.optims]
+        shapes = model.get("param_shapes") or []
+        if states and shapes:
+            self._check_world(states)
+            if "fp32_flat_groups" in states[0]:
+                self._add_frozen_parts()
+                self._add_stage_3(model, [state["fp32_flat_groups"] for state in states])
+            else:
+                groups = [state["single_partition_of_fp32_groups"] for state in states]
+                self._add_stages_1_and_2(model, groups, states[0].get("param_alignment_paddings"))
+        wanted = [name for group in (*shapes, model.get("frozen_param_shapes") or {}) for name in group]
+        if lost := [name for name in wanted if MODEL + name not in self.entries]:
+            raise CheckpointError(f"{self.folder}: lacks {lost[0]}, its optimizer states are not all there")
+        for name, original in (model.get("shared_params") or {}).items():
+            if MODEL + original in self.entries:
+                self.entries[MODEL + name] = self.entries[MODEL + original]
+        return Checkpoint(self.folder, self.entries, {}, self._source)
+
+    def _check_world(self, states: Sequence[Mapping[str, Any]]) -> None:
+        count = states[0]["partition_count"]
+        count = max(count) if isinstance(count, list) else count
+        if count != len(states):
+            raise CheckpointError(f"{self.folder}: has {len(states)} files of optimizer states, {count} were written")
+
+    # What the files hold
+
+    def _add_module(self, model: Mapping[str, Any]) -> None:
+        """Buffers, and the parameters that are there in one piece, in the precision that they were computed with."""
+        module = dict(model["module"] or {})
+        if self.files[self.models[0]].path.name.startswith("zero_"):  # one per process: parameters are cut up
+            module = {name: tensor for name, tensor in module.items() if name in model["buffer_names"]}
+        else:
+            module |= model.get("frozen_param_fragments") or {}
+        for name, tensor in module.items():
+            if isinstance(tensor, StoredTensor):
+                self._add(name, tensor.shape, [(self.models[0], tensor, 0, 0, math.prod(tensor.shape))])
+
+    def _add_frozen_parts(self) -> None:
+        """Frozen parameters under ZeRO-3: each process has a part of each."""
+        models = [self.files[index].content for index in self.models]
+        for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+            parts = [(i, m["frozen_param_fragments"][name]) for i, m in zip(self.models, models, strict=True)]
+            self._add(name, shape, _consecutive(parts, 0, math.prod(shape)))
+
+    def _add_stages_1_and_2(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]], paddings: Any) -> None:
+        """A group's parameters one behind the other, cut into one part per process."""
+        for number, shapes in enumerate(model["param_shapes"]):
+            parts = [(file, groups[number]) for file, groups in zip(self.optims, ranks, strict=True)]
+            padding = paddings[number] if paddings else [0] * len(shapes)
+            offset = 0
+            for (name, shape), behind in zip(shapes.items(), padding, strict=True):
+                numel = math.prod(shape)
+                self._add(name, shape, _consecutive(parts, offset, numel))
+                offset += numel + behind
+
+    def _add_stage_3(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> None:
+        """Each parameter cut into one part per process, and each process's parts one behind the other."""
+        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+        offset = 0
+        for name, shape in shapes.items():
+            numel = math.prod(shape)
+            share = -(-numel // len(ranks))
+            pieces = []
+            for rank, (file, groups) in enumerate(zip(self.optims, ranks, strict=True)):
+                begin, end = min(rank * share, numel), min((rank + 1) * share, numel)
+                own = _consecutive([(file, group) for group in groups], offset, end - begin)
+                pieces += [(f, tensor, start, at + begin, length) for f, tensor, start, at, length in own]
+            self._add(name, shape, pieces)
+            offset += share
+
+    # Pieces
+
+    def _add(self, name: str, shape: Sequence[int], pieces: Sequence[tuple[int, StoredTensor, int, int, int]]) -> None:
+        """A tensor of pieces: (file, stored tensor, where in it, where in the flattened tensor, length)."""
+        shape = tuple(shape)
+        chunks, dtype = [], None
+        for file, tensor, start, at, length in pieces:
+            path = self.files[file].path
+            dtype = dtype_name(path, name, tensor)
+            flat = math.prod(tensor.shape)
+            if math.prod(shape) and not 0 <= start <= start + length <= flat:
+                raise CheckpointError(f"{path}: lacks a part of {name}")
+            for offsets, sizes in boxes(shape, at, at + length):
+                own = f"{name}@{','.join(map(str, offsets))}"
+                chunks.append(Chunk(offsets=offsets, shape=sizes, file=label(file), name=own))
+                self.places[label(file), own] = (tensor, start, math.prod(sizes), sizes)
+                start += math.prod(sizes)
+        if dtype is None and not math.prod(shape):
+            dtype = "F32"
+        if dtype is not None:
+            self.entries[MODEL + name] = entry(self.folder, name, dtype, shape, chunks)
+
+    @contextmanager
+    def _source(self, file: str) -> Iterator[Fetch]:
+        number = next(index for index in range(len(self.files)) if label(index) == file)
+        tensor_of = self.files[number].map()
+
+        def fetch(name: str, part: tuple[slice, ...]) -> Any:
+            stored, start, length, sizes = self.places[file, name]
+            return tensor_of(stored).reshape(-1)[start : start + length].view(sizes)[part]
+
+        yield Fetch(self.folder / file, fetch)
+
+
+def _consecutive(parts: Sequence[Slice], offset: int, length: int) -> list[tuple[int, StoredTensor, int, int, int]]:
+    """The range [offset, offset + length) of tensors laid end to end, as pieces whose place counts from ``offset``."""
+    found = []
+    begin = 0
+    for file, tensor in parts:
+        end = begin + math.prod(tensor.shape)
+        low, high = max(offset, begin), min(offset + length, end)
+        if low < high:
+            found.append((file, tensor, low - begin, low - offset, high - low))
+        begin = end
+    return found

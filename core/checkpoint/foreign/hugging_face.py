@@ -1,0 +1,52 @@
+"""Weights as Hugging Face writes them: one file, or several and an index that says which tensor is in which.
+
+Source of the format: https://huggingface.co/docs/safetensors and the ``save_pretrained`` of Transformers
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+
+from ...errors import CheckpointError
+from ..load.checkpoint import Checkpoint
+from ..untrusted import read_json, sibling
+from .single_file import open_file
+from .stored_tensors import joined
+
+INDEX = ".safetensors.index.json"
+_INDICES = (f"*{INDEX}", "*.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+
+
+class _Index(pydantic.BaseModel):
+    weight_map: dict[str, str]
+
+
+def find(folder: Path) -> Path | None:
+    """The index or the only file of weights in a folder; None if it has neither."""
+    for pattern in _INDICES:
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise CheckpointError(f"{folder}: has several indices, give one of them: {names}")
+        if found:
+            return found[0]
+    return next((folder / name for name in _SINGLE if (folder / name).is_file()), None)
+
+
+def open_index(path: Path) -> Checkpoint:
+    """The weights of the files that an index names, which lie beside it.
+
+    Raises:
+        CheckpointError: the index or a file is damaged, or the index names a file elsewhere.
+    """
+    try:
+        index = _Index.model_validate(read_json(path))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: is no index of weights at {place or 'its beginning'}, {first['msg']}") from None
+    files = {name: sibling(path, name) for name in dict.fromkeys(index.weight_map.values())}
+    return joined(path, {name: open_file(file) for name, file in files.items()}, index.weight_map)

@@ -1,0 +1,81 @@
+"""Files of any kind as the pieces of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pydantic
+
+from ...errors import CheckpointError
+from ..directory import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
+from ..load.checkpoint import Checkpoint
+from ..untrusted import one_line
+from .torch_files import StoredTensor
+
+MODEL = "model."
+
+
+def label(index: int) -> str:
+    """What pieces call the file of this number; the files of others have names that those of a checkpoint may not have."""
+    return f"rank-{index:05d}.safetensors"
+
+
+def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor that lies in one piece in the first file.
+
+    Raises:
+        CheckpointError: it is of a dtype that checkpoints don't have.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
+    chunk = Chunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
+    return entry(path, name, dtype, shape, [chunk])
+
+
+def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> TensorEntry:
+    """A tensor of pieces.
+
+    Raises:
+        CheckpointError: there is no such tensor, or the pieces don't make it up.
+    """
+    try:
+        return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
+    except pydantic.ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {one_line(name)} is damaged, {reason}") from None
+
+
+def dtype_name(path: Path, name: str, tensor: StoredTensor) -> str:
+    """The dtype of a stored tensor as checkpoints call it.
+
+    Raises:
+        CheckpointError: it is of a kind or dtype that checkpoints don't have.
+    """
+    kind = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) if tensor.kind == "strided" else f"a {tensor.kind} kind"
+    if kind not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is of {kind}, and tensors of that kind cannot be read")
+    return kind
+
+
+def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Checkpoint:
+    """Several sources as one.
+
+    Args:
+        path: for messages.
+        parts: sources of one file each, by the file's name.
+        weight_map: from names of tensors to the file that holds them.
+
+    Raises:
+        CheckpointError: a file lacks a tensor that it should hold.
+    """
+    numbers = {file: index for index, file in enumerate(parts)}
+    entries = {}
+    for name, file in weight_map.items():
+        found = parts[file].entries.get(MODEL + name)
+        if found is None:
+            raise CheckpointError(f"{path}: says that {one_line(name)} is in {file}, which lacks it")
+        chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in found.chunks)
+        entries[MODEL + name] = found.model_copy(update={"chunks": chunks})
+    sources = {label(numbers[file]): part.source for file, part in parts.items()}
+    return Checkpoint(path, entries, {}, lambda file: sources[file](label(0)))

@@ -1,0 +1,51 @@
+"""Whether a checkpoint holds what its index says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .directory import DTYPE_NAMES, Chunk, TensorEntry, check_file, read_manifest
+from .safetensors_file import SafetensorsFile
+
+
+def damages(path: Path) -> Iterator[str]:
+    """What is wrong with the checkpoint at ``path``, a sentence each, naming the file; every byte is read."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for file, written in manifest.files.items():
+        try:
+            check_file(path / file, written)
+        except CheckpointError as error:
+            yield str(error)
+    by_file: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {}
+    for key, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            by_file.setdefault(chunk.file, []).append((key, entry, chunk))
+    for file, pieces in by_file.items():
+        yield from _file_damages(path / file, pieces)
+
+
+def _file_damages(path: Path, pieces: list[tuple[str, TensorEntry, Chunk]]) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            tensors = SafetensorsFile(path, file).tensors
+    except (CheckpointError, OSError) as error:
+        yield str(error) if isinstance(error, CheckpointError) else f"{path}: cannot be read, {error.strerror or error}"
+        return
+    for key, entry, chunk in pieces:
+        if chunk.name not in tensors:
+            yield f"{path}: lacks {chunk.name}, a piece of {key}"
+            continue
+        dtype, shape = DTYPE_NAMES[tensors[chunk.name][0]], tensors[chunk.name][1]
+        if (dtype, shape) != (entry.dtype, chunk.shape):
+            yield f"{path}: {chunk.name} is {dtype} {shape} instead of {entry.dtype} {chunk.shape}"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files of a checkpoint directory."""
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())

@@ -1,0 +1,1 @@
+"""Reading checkpoints, and weights from other files."""

@@ -1,0 +1,165 @@
+"""Opening checkpoints and reading them, on all processes together."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ...comm.collectives import all_gather_object, get_rank, get_world_size
+from ...errors import CheckpointError
+from .. import directory
+from ..directory import DTYPES, FileEntry, TensorEntry
+from ..paths import place
+from ..planners import ShardLoadPlanner
+from ..storage import ChunkReader, Source, checkpoint_source
+from ..untrusted import read_json
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Checkpoint:
+    """A source of tensors by key, and plain values; reading it executes nothing that was stored.
+
+    Args:
+        path: where it comes from, for messages.
+        entries: the tensors and their pieces.
+        values: everything that is not a tensor.
+        source: opens the files that hold the pieces.
+        files: files beside ``path``'s index whose checksums are compared before anything is read from them.
+        nonfinite: keys of tensors with NaN or infinity, by which the checkpoint was marked when it was saved.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        values: Mapping[str, Any],
+        source: Source,
+        files: Mapping[str, FileEntry] | None = None,
+        nonfinite: Sequence[str] = (),
+    ) -> None:
+        self.nonfinite = tuple(nonfinite)
+        self.path, self.entries, self.values, self.source = path, dict(entries), dict(values), source
+        self._unchecked = dict(files or {})
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """The checkpoint in a directory that ``save_checkpoint`` wrote; tensors are not read yet.
+
+        Raises:
+            CheckpointError: it is missing, incomplete or damaged.
+        """
+        path = place(path)
+        manifest = directory.read_manifest(path)
+        directory.check_file(path / directory.VALUES, manifest.files[directory.VALUES])
+        values = read_json(path / directory.VALUES)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path / directory.VALUES}: is damaged, it is no mapping")
+        shards = {name: entry for name, entry in manifest.files.items() if name != directory.VALUES}
+        return cls(path, manifest.tensors, values, checkpoint_source(path), shards, manifest.nonfinite)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Shape and dtype of every tensor, by key."""
+        return {key: TensorInfo(entry.shape, DTYPES[entry.dtype]) for key, entry in self.entries.items()}
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What ``Strategy.load_template`` takes: shape and dtype of the tensors, and the values."""
+        return {**self.values, **self.tensors}
+
+    def load(self, template: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of a template in place, each process its own part; collective.
+
+        All files are compared with their checksums before the first of them is read; the processes divide that work.
+
+        Raises:
+            CheckpointError: a key is not in the checkpoint, a shape differs, or a file is damaged or cannot be read.
+        """
+        for key, tensor in template.items():
+            if key not in self.entries:
+                raise CheckpointError(f"{self.path}: has no tensor {key}")
+            if tuple(tensor.shape) != self.entries[key].shape:
+                raise CheckpointError(
+                    f"{self.path}: {key} has shape {self.entries[key].shape}, shape {tuple(tensor.shape)} is needed"
+                )
+        if not template:
+            return
+        self.check_files()
+        reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
+        with _own_errors(self.path, "could not be read"):
+            load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
+
+    def renamed(self, entries: Mapping[str, TensorEntry], values: Mapping[str, Any] | None = None) -> Checkpoint:
+        """The same source with its tensors under other keys; values too, where they are given."""
+        kept = self.values if values is None else values
+        other = Checkpoint(self.path, entries, kept, self.source, nonfinite=self.nonfinite)
+        other._unchecked = self._unchecked
+        return other
+
+    def check_file(self, name: str) -> None:
+        """Compare one file with its checksum, once; on this process alone.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if (entry := self._unchecked.get(name)) is not None:
+            directory.check_file(self.path / name, entry)
+            del self._unchecked[name]
+
+    def check_files(self) -> None:
+        """Compare every file with its checksum, once; collective, each process reads some of them.
+
+        Raises:
+            CheckpointError: on every process, naming the first file that is damaged.
+        """
+        names = sorted(self._unchecked)
+        if not names:
+            return
+        problem = None
+        try:
+            for name in names[get_rank() :: get_world_size()]:
+                directory.check_file(self.path / name, self._unchecked[name])
+        except CheckpointError as error:
+            problem = str(error)
+        for found in all_gather_object(problem):
+            if found is not None:
+                raise CheckpointError(found)
+        self._unchecked.clear()
+
+
+@contextmanager
+def _own_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn what DCP raises into CheckpointError, with the ranks that failed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP's word for one process
+            yield
+    except CheckpointException as error:  # derives from BaseException, which `except Exception` does not see
+        # DCP gives (exception, stack summary) by rank.
+        reasons = {rank: failure[0] for rank, failure in error.failures.items()}
+        first = min(reasons)
+        ranks = ", ".join(map(str, sorted(reasons)))
+        raise CheckpointError(f"{path}: {what} on rank {ranks}: {_one_line(reasons[first])}") from reasons[first]
+    except OSError as error:
+        raise CheckpointError(f"{path}: {what}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

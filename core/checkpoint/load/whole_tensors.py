@@ -1,0 +1,81 @@
+"""Reading a checkpoint's tensors whole, one after the other, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..directory import DTYPES, Chunk
+from .checkpoint import Checkpoint
+from .partial_read import Fetch
+
+# Files are mapped into memory as they are read; what was read goes when they are closed.
+_CLOSE_AFTER_BYTES = 8 * 2**20
+
+
+class TensorReader:
+    """Whole tensors of a checkpoint by key, for one process; no other takes part.
+
+    Holds none of them, and no more than about 8 MiB of mapped files beside the last piece.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._files: dict[str, Fetch] = {}
+        self._stack = ExitStack()
+        self._bytes = 0
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor of this key, contiguous, on the CPU, in ``dtype`` or its own.
+
+        Raises:
+            CheckpointError: it is not there, cannot be read, or a file that it is in does not have its checksum.
+        """
+        path, entry = self.checkpoint.path, self.checkpoint.entries.get(key)
+        if entry is None:
+            raise CheckpointError(f"{path}: has no tensor {key}")
+        own = DTYPES[entry.dtype]
+        if len(entry.chunks) == 1 and dtype in (None, own):
+            return self._piece(key, entry.chunks[0], own).contiguous()
+        whole = torch.empty(entry.shape, dtype=dtype or own)
+        for chunk in entry.chunks:
+            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
+            whole[place].copy_(self._piece(key, chunk, own))
+        return whole
+
+    def _piece(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        if self._bytes > _CLOSE_AFTER_BYTES:
+            self.close()
+        piece = self._file(chunk.file)(chunk.name, tuple(slice(0, n) for n in chunk.shape))
+        if tuple(piece.shape) != chunk.shape or piece.dtype != dtype:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {key} is damaged, {chunk.file} has another shape or dtype of it"
+            )
+        self._bytes += piece.nbytes
+        return piece
+
+    def _file(self, name: str) -> Fetch:
+        if name not in self._files:
+            self.checkpoint.check_file(name)
+            self._files[name] = self._stack.enter_context(self.checkpoint.source(name))
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the files; they are opened again when they are needed."""
+        self._files.clear()
+        self._stack.close()
+        self._bytes = 0
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[TensorReader]:
+    """A ``TensorReader`` that closes its files in the end."""
+    reader = TensorReader(checkpoint)
+    try:
+        yield reader
+    finally:
+        reader.close()

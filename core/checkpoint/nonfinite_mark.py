@@ -1,0 +1,48 @@
+"""Checkpoints that are marked, because what training should have kept finite holds NaN or infinity in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError, counted
+from .directory import MANIFEST, is_checkpoint, read_manifest
+from .paths import place, reaching
+
+_NAMED = 3
+
+
+def what_is_not_finite(keys: Sequence[str], noun: str = "tensor") -> str:
+    """``keys`` as words: the first few of them, and how many there are."""
+    names = ", ".join(keys[:_NAMED])
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return f"{counted(len(keys), noun)} ({names}{more})"
+
+
+def is_marked(path: str | os.PathLike[str]) -> bool:
+    """Whether a complete checkpoint at ``path`` is marked; False also where there is none."""
+    try:
+        return bool(read_manifest(place(path)).nonfinite)
+    except CheckpointError:
+        return False
+
+
+def passed_over(folder: str | os.PathLike[str], latest: Path | None) -> list[str]:
+    """The names of marked checkpoints in ``folder`` that are newer than ``latest``, oldest first; None: all of them."""
+    found = place(folder)
+    with reaching(found):
+        if not found.is_dir():
+            return []
+        written = {path: _written(path) for path in found.iterdir() if _counts(path) and path != latest}
+    since = _written(latest) if latest else None
+    newer = [path for path, when in written.items() if since is None or when >= since]
+    return [path.name for path in sorted(newer, key=lambda path: written[path]) if is_marked(path)]
+
+
+def _counts(path: Path) -> bool:
+    return not path.name.startswith(".") and is_checkpoint(path)
+
+
+def _written(path: Path) -> float:
+    return (path / MANIFEST).stat().st_mtime

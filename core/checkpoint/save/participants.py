@@ -1,0 +1,97 @@
+"""The processes that save together: who is missing, and whose failure it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ...comm.collectives import get_rank, get_world_size, side_group
+from ...comm.matched_calls import roll_call
+from ...errors import CheckpointError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What takes the place of a result, on its way to the other processes."""
+
+    reason: str
+
+
+class Peers:
+    """All processes of the run, over a group of their own, so that nothing here mixes with training's messages.
+
+    Args:
+        what: how a message begins, "epoch_3: could not be saved".
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.group = side_group()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process combines what all have."""
+        return get_rank() == 0
+
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait until every process has come to save what is called ``name``.
+
+        Raises:
+            CheckpointError: some have not within ``timeout_s`` seconds, or are in another call; it names them.
+        """
+        if problem := roll_call(f"save_checkpoint({name})", timeout_s):
+            raise CheckpointError(f"{self.what}: {problem}; every process has to save")
+
+    def round(self, own: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+        """``own()`` on every process, and ``combine`` on rank 0 with all results; each process gets its part of the answer.
+
+        Raises:
+            CheckpointError: on every process, if it failed on any; it names the rank.
+        """
+        result, error = _attempt(own)
+        try:
+            gathered = self._gather(result)
+            answers = None if gathered is None else self._combine(gathered, combine)
+            answer = self._scatter(answers)
+        except RuntimeError as lost:
+            reason = " ".join(str(lost).split())
+            raise CheckpointError(f"{self.what}: another process was lost, {reason}") from lost
+        if isinstance(answer, _Failure):
+            raise CheckpointError(f"{self.what} {answer.reason}") from error
+        return answer  # type: ignore[no-any-return]
+
+    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
+        failures = {rank: result for rank, result in enumerate(gathered) if isinstance(result, _Failure)}
+        if failures:
+            ranks, first = ", ".join(map(str, failures)), next(iter(failures.values()))
+            return [_Failure(f"on rank {ranks}: {first.reason}")] * len(gathered)
+        answers, _ = _attempt(lambda: combine(gathered))
+        return [_Failure(f"on rank 0: {answers.reason}")] * len(gathered) if isinstance(answers, _Failure) else answers
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        if self.group is None:
+            return [value]
+        box = [None] * get_world_size() if self.is_main else None
+        dist.gather_object(value, box, dst=0, group=self.group)
+        return box
+
+    def _scatter(self, values: Sequence[Any] | None) -> Any:
+        if self.group is None:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.group)
+        return box[0]
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # raised on every process, here too, as soon as all know of it
+        return _Failure(" ".join(str(error).split()) or type(error).__name__), error

@@ -1,0 +1,155 @@
+"""What several processes hold alike: before one of them writes it for all, it is seen to be the same.
+
+Replicas that have drifted apart would otherwise be mixed in a checkpoint, since each process writes a share of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import counted
+
+_Place = tuple[int, int]  # a tensor's name and which part of it, as numbers
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1024
+_BLOCK, _SHARES = 64 * 2**10, 4
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)  # as int64; multiples of one do not repeat before 2**64
+
+
+class Replicas:
+    """The fingerprints of this process's replicas: plain tensors, and DTensors with copies over a dimension of their mesh.
+
+    Args:
+        tensors: all that this process offers, by key.
+        share: of large tensors in the host's memory look at every fourth block only, beginning with this one, 0 to 3; None:
+            at all of them. On other devices looking costs little, and everything is looked at.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], share: int | None = None) -> None:
+        self._share = share
+        self._open = {key: part for key, tensor in tensors.items() if (part := _replica(tensor)) is not None}
+        self._prints: dict[_Place, int] = {}
+        self._names = {_number(key): key for key in tensors}
+        self._later: dict[str, _Place] = {}
+
+    def look(self, later: Iterable[str] = ()) -> None:
+        """Take the fingerprints of all that is still open, but for ``later``, which ``look_at`` will be given as copies."""
+        # On a device it costs less than the copy; and what is compared has to come of one and the same arithmetic.
+        waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
+        places = {key: (_number(key), _number(str(part))) for key, (_, part) in self._open.items()}
+        self._later = {key: places[key] for key in waiting}
+        now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
+        self._prints |= {places[key]: value for key, value in fingerprints(now, self._share).items()}
+        self._open.clear()
+
+    def look_at(self, key: str, tensor: Tensor) -> None:
+        """Take the fingerprint of a copy in the host's memory of what ``look`` has left for later."""
+        if (place := self._later.pop(key, None)) is not None:
+            self._prints[place] = _of_bytes(tensor, self._share)
+
+    def packed(self) -> bytes:
+        """The fingerprints as bytes, equal on processes that hold the same."""
+        rows = [(*place, value) for place, value in sorted(self._prints.items())]
+        return np.array(rows, dtype=np.uint64).tobytes()
+
+    def difference(self, everyones: Sequence[bytes]) -> str | None:
+        """What is not the same on all processes that hold it, and where; None if there is nothing.
+
+        Args:
+            everyones: what ``packed`` gave on each process.
+        """
+        ranks: dict[bytes, list[int]] = {}
+        for rank, packed in enumerate(everyones):
+            ranks.setdefault(packed, []).append(rank)
+        held: dict[_Place, dict[int, list[int]]] = {}
+        for packed, owners in ranks.items():
+            for key, part, value in np.frombuffer(packed, dtype=np.uint64).reshape(-1, 3).tolist():
+                held.setdefault((key, part), {}).setdefault(value, []).extend(owners)
+        split: dict[int, list[list[int]]] = {}
+        for (key, _), kinds in held.items():
+            if len(kinds) > 1:
+                split.setdefault(key, list(kinds.values()))
+        if not split:
+            return None
+        order = list(self._names)
+        first = min(split, key=lambda key: order.index(key) if key in self._names else len(order))
+        most, *others = sorted(split[first], key=lambda owners: (-len(owners), owners))
+        stray = ", ".join(map(str, sorted(rank for owners in others for rank in owners)))
+        name = self._names.get(first, "a tensor that rank 0 lacks")
+        more = f", {counted(len(split) - 1, 'tensor')} more likewise" if len(split) > 1 else ""
+        return f"{name} is not the same everywhere, rank {stray} has another than rank {most[0]}{more}"
+
+
+def _number(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def _replica(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """This process's part of what others hold too, and which part it is; None of what it alone holds."""
+    if isinstance(tensor, DTensor):
+        if not any(placement.is_replicate() for placement in tensor.placements):
+            return None
+        coordinates = tensor.device_mesh.get_coordinate()
+        placements = zip(coordinates or (), tensor.placements, strict=True) if coordinates else ()
+        return cast(DTensor, tensor.detach()).to_local(), tuple(
+            c for c, placement in placements if not placement.is_replicate()
+        )
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.detach(), ()
+    return None
+
+
+def fingerprints(tensors: Mapping[str, Tensor], share: int | None = None) -> dict[str, int]:
+    """A number for the bits of each tensor; where they are on a device, one small copy brings all of them to the host."""
+    found = {key: _of_bytes(tensor, share) for key, tensor in tensors.items() if tensor.device.type == "cpu"}
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key not in found:
+            by_device.setdefault(tensor.device, {})[key] = of_bits(tensor)
+    for sums in by_device.values():
+        numbers = torch.stack(list(sums.values())).cpu().tolist()
+        found |= {key: number % 2**64 for key, number in zip(sums, numbers, strict=True)}
+    return found
+
+
+def _of_bytes(tensor: Tensor, share: int | None) -> int:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if not flat.numel():
+        return 0
+    data = flat.view(torch.uint8).numpy().data
+    if share is None or len(data) <= _SHARES * _BLOCK:
+        return xxhash.xxh3_64_intdigest(data)
+    digest = xxhash.xxh3_64()
+    for begin in range(share * _BLOCK, len(data), _SHARES * _BLOCK):
+        digest.update(data[begin : begin + _BLOCK])
+    return digest.intdigest()
+
+
+def share_of(name: str) -> int:
+    """Which blocks a save of this name looks at; the same on every process, and another with other names."""
+    return _number(name) % _SHARES
+
+
+def of_bits(tensor: Tensor) -> Tensor:
+    """A number that tells the bits of a tensor and their places, 0-dim int64 where the tensor is; in two passes over it.
+
+    Sums of rows of the bits, taken as integers, and of columns, each with a weight of its own.
+    """
+    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.itemsize])
+    whole = bits.numel() // _ROW * _ROW
+    table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
+    rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
+    columns[: rest.numel()] += rest.long() * _ODD[1]
+    return (rows * _weights(rows, _ODD[0])).sum() + (columns * _weights(columns, _ODD[1])).sum()
+
+
+def _weights(like: Tensor, step: int) -> Tensor:
+    """Numbers that are all different, as many as ``like`` has."""
+    return torch.arange(1, like.numel() + 1, dtype=torch.int64, device=like.device) * step

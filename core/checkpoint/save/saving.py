@@ -1,0 +1,396 @@
+"""Saving: all agree on who writes what, each process writes its part, and rank 0 makes it a checkpoint.
+
+torch.distributed.checkpoint's planners do the first: what several processes hold alike is written by one of them, shared
+out evenly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ...comm.collectives import get_rank, get_world_size
+from ...errors import CheckpointError
+from ...finite import nonfinite
+from .. import directory
+from ..directory import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
+from ..paths import is_local, place
+from ..planners import ShardSavePlanner, layout_of
+from ..storage import name_in_file, write_shard
+from .participants import Peers
+from .replicas import Replicas, share_of
+
+_logger = logging.getLogger("flextrain")
+
+TIMEOUT_S = 600.0
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    per_rank: Mapping[str, Any] | None = None,
+    written_by: Mapping[str, str | int] | None = None,
+    is_latest: bool = False,
+    verify: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    staging: Staging | None = None,
+    finite: Collection[str] = (),
+) -> Path:
+    """Write a checkpoint directory; every process must call it, and writes its own part.
+
+    One tensor at a time is copied to the CPU, and nothing but the part of it that this process writes.
+
+    Args:
+        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); a checkpoint of this name is replaced
+            once the new one is complete.
+        state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
+            JSON-able value (rank 0's counts).
+        per_rank: JSON-able values that differ by process; read back as a list by rank.
+        written_by: facts for people, such as the strategy's name.
+        is_latest: ``latest`` in the parent directory names it when it is complete.
+        verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
+        timeout_s: how many seconds the other processes may take to come here.
+        staging: keeps what the next save can use again; every process has to give its own, or none.
+        finite: keys of tensors that training should keep finite. Where one of them holds NaN or infinity the checkpoint is
+            marked, and ``latest`` does not move to it; ``staging`` knows the keys afterwards.
+
+    Raises:
+        CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
+    """
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save.prepare(copy=False)
+    save.finish()
+    return save.path
+
+
+def save_in_background(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    per_rank: Mapping[str, Any] | None = None,
+    written_by: Mapping[str, str | int] | None = None,
+    is_latest: bool = False,
+    verify: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    staging: Staging | None = None,
+    finite: Collection[str] = (),
+) -> PendingSave:
+    """``save_checkpoint``, except that it returns as soon as the state is copied; a thread writes it.
+
+    The copy takes as much memory on the CPU as this process writes: its shards, and its share of what all hold alike. It is
+    given back when they are written, unless ``staging`` keeps it for the next save, which is then several times as quick.
+    Wait for one save before you begin another: they would talk over the same group, and write into the same memory.
+
+    Raises:
+        CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
+    """
+    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save.prepare(copy=True)
+    return PendingSave(save)
+
+
+class Staging:
+    """What one save leaves to the next: who writes what, and memory, which is slow when new, being cleared page by page."""
+
+    def __init__(self) -> None:
+        self.plan = _Plan()
+        self.nonfinite: tuple[str, ...] = ()
+        """Of the last save, once it is complete: what made it a marked one."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies on the CPU, one behind the other; they are overwritten by the next call."""
+        sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        copies, begin = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            place = self._memory[begin : begin + tensor.numel() * tensor.itemsize]
+            copies.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor))
+            begin += size
+        return copies
+
+
+_ALIGNMENT = 64  # of views in any dtype
+
+
+class _Index:
+    """Of every tensor, its pieces and where they will be."""
+
+    def __init__(self) -> None:
+        self._plans: tuple[list[SavePlan], Metadata] | None = None
+        self._entries: dict[str, TensorEntry] = {}
+
+    def plan(self, plans: list[SavePlan], metadata: Metadata) -> None:
+        """Let it follow from the plans of all processes."""
+        self._plans = plans, metadata
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Made when they are first asked for, when training goes on already; the plans of all then make room."""
+        if self._plans is not None:
+            self._entries, self._plans = _entries(*self._plans), None
+        return self._entries
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what. It holds for as long as the layouts of all processes' tensors are those that it was made for."""
+
+    mark: str | None = None
+    """Rank 0's name for it: those that have the same made it together."""
+    made_for: tuple[int, int, dict[str, Any]] | None = None
+    """The rank, the number of processes, and the layout of each of this one's tensors."""
+    items: Sequence[WriteItem] = ()
+    """What this process writes."""
+    index: _Index = field(default_factory=_Index)
+    """What all write; rank 0's."""
+
+
+class PendingSave:
+    """A save that a thread is finishing. The interpreter does not end before it has."""
+
+    def __init__(self, save: _Save) -> None:
+        self.path = save.path
+        self.seconds = 0.0
+        """How long it took to write, once it is done."""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
+        self._thread.start()
+
+    def _run(self, save: _Save) -> None:
+        # Lets go of the interpreter, for which start() waits: this thread would keep it for some milliseconds.
+        time.sleep(0.001)
+        begin = time.perf_counter()
+        try:
+            save.finish()
+        except Exception as error:  # raised where it is waited for, which a script may leave out
+            _logger.error("%s", error)
+            self._error = error
+        self.seconds = time.perf_counter() - begin
+
+    def is_done(self) -> bool:
+        """Whether it has come to its end, good or bad; does not wait."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for its end, good or bad."""
+        self._thread.join()
+
+    def wait(self) -> Path:
+        """The checkpoint's path, when it is complete.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+class _Save:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        written_by: Mapping[str, str | int] | None,
+        is_latest: bool,
+        verify: bool,
+        timeout_s: float,
+        staging: Staging,
+        finite: Collection[str],
+    ) -> None:
+        self.path = self._folder = place(path)
+        self._is_latest, self._verify = is_latest, verify
+        self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        self._values = {key: value for key, value in state.items() if key not in self._tensors}
+        self._per_rank = dict(per_rank or {})
+        self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
+        self._staging, self._finite = staging, frozenset(finite)
+        self._nonfinite: list[str] = []
+        self._planner = ShardSavePlanner()
+        self._replicas = Replicas({})
+        self._plan = _Plan()
+        self._staged: list[Tensor] | None = None
+        self._text = b""
+        self._peers = Peers(f"{self.path}: could not be saved")
+        self._peers.meet(self.path.name, timeout_s)
+
+    def prepare(self, copy: bool) -> None:
+        """Agree on who writes what, make the directory, and ``copy`` what this process writes, so that training may go on.
+
+        Where all write what they wrote in the save before, they copy it at once, and a single round of messages does.
+        """
+        folder, as_before = self._peers.round(lambda: self._offer(copy), self._begin)
+        # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
+        self._folder = directory.temporary(self.path) if is_local(self.path) else place(folder)
+        if not as_before:
+            self._staged = None  # what was copied already would keep the memory that gives way to more
+            with self._cleared_away():
+                self._plan = self._staging.plan = self._agree()
+                if copy:
+                    self._peers.round(self._copy, lambda copied: copied)
+        if copy:
+            self._tensors.clear()
+            del self._planner
+
+    def _offer(self, copy: bool) -> tuple[str | None, dict[str, Any]]:
+        """The plan that still holds here, if one does, and what differs by process."""
+        for key, tensor in self._tensors.items():
+            if tensor.dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
+        directory.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
+        self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
+        if self._staging.plan.made_for != self._layouts():
+            return None, self._per_rank
+        self._plan = self._staging.plan
+        if copy:
+            self._copy()
+        return self._plan.mark, self._per_rank
+
+    def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
+        per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
+        self._text = directory.to_json(self._values | per_rank, "checkpoint")
+        directory.check_length(self.path / directory.VALUES, self._text)
+        marks = {mark for mark, _ in offers}
+        return [(str(directory.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
+
+    def _agree(self) -> _Plan:
+        index = _Index()
+
+        def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+            plans, metadata = self._planner.create_global_plan(offers)
+            index.plan(plans, metadata)
+            mark = uuid.uuid4().hex
+            return [(mark, plan) for plan in plans]
+
+        mark, own = self._peers.round(self._planner.create_local_plan, divide)
+        return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
+
+    def _layouts(self) -> tuple[int, int, dict[str, Any]]:
+        with torch.no_grad():  # looking at what a process holds is none of autograd's business
+            layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
+        return get_rank(), get_world_size(), layouts
+
+    def _copy(self) -> None:
+        """What this process writes; of what others write of its replicas, the fingerprints, before training changes them."""
+        self._staged = self._staging.copy([self._resolve(item) for item in self._plan.items])
+        # All of it would hold training up for as long again as the copy does, where that is in the host's memory.
+        self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
+
+    def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
+        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share)  # one has nothing to compare
+        self._replicas.look(later)
+
+    def _resolve(self, item: WriteItem) -> Tensor:
+        tensor = self._planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        return tensor.detach()
+
+    def finish(self) -> None:
+        """Write this process's part; rank 0 completes the checkpoint when all have."""
+        with self._cleared_away():
+            self._staging.nonfinite = self._peers.round(self._write, self._complete)
+
+    @contextmanager
+    def _cleared_away(self) -> Iterator[None]:
+        """If it fails, its parts make room: where a disk is full, they would keep it full."""
+        try:
+            yield
+        except CheckpointError:
+            if self._peers.is_main:
+                with contextlib.suppress(OSError):  # the reason for the failure is what has to be heard
+                    directory.abandon(self._folder)
+            raise
+
+    def _write(self) -> _Written:
+        folder = self._folder
+        if is_local(folder) and not folder.is_dir():
+            raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
+        if self._staged is None:
+            self._look_at_replicas(None)
+        if not self._plan.items:
+            return _Written(None, self._nonfinite, self._replicas.packed())
+        file = _file(get_rank())
+        tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
+        entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
+        if self._verify:
+            directory.check_file(folder / file, entry)
+        return _Written((file, entry), self._nonfinite, self._replicas.packed())
+
+    def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The tensors to write, looked at on the way, in the background where that is: what should be finite and is not."""
+        for item, tensor in zip(self._plan.items, tensors, strict=True):
+            key = item.index.fqn
+            self._replicas.look_at(key, tensor)
+            if key in self._finite and nonfinite({key: tensor}):
+                self._nonfinite.append(key)
+            yield tensor
+
+    def _complete(self, written: list[_Written]) -> list[tuple[str, ...]]:
+        if found := self._replicas.difference([part.replicas for part in written]):
+            raise CheckpointError(f"{found}; what every process keeps has to be equal, or rank 0's alone")
+        folder = self._folder
+        files = {directory.VALUES: directory.write_file(folder / directory.VALUES, self._text)}
+        files |= dict(part.file for part in written if part.file is not None)
+        marked = tuple(sorted({key for part in written for key in part.nonfinite}))
+        manifest = Manifest(
+            written_by=self._written_by, files=files, nonfinite=marked, tensors=self._plan.index.entries()
+        )
+        # Without the mark it is what earlier versions read.
+        directory.seal(folder, manifest.model_dump_json(exclude=None if marked else {"nonfinite"}).encode())
+        directory.commit(self.path, folder)
+        if self._is_latest and not marked:
+            directory.mark_latest(self.path)
+        return [marked] * len(written)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one process has written."""
+
+    file: tuple[str, FileEntry] | None
+    """Its name, and what is in it; None without a share."""
+    nonfinite: Sequence[str]
+    """Keys of what should be finite and is not."""
+    replicas: bytes
+    """Fingerprints of what other processes hold too."""
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
+    """Of every tensor, its pieces and where they will be."""
+    chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            piece = item.tensor_data.chunk
+            chunks[item.index.fqn].append(
+                Chunk(offsets=tuple(piece.offsets), shape=tuple(piece.sizes), file=_file(rank), name=name_in_file(item))
+            )
+    entries = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = DTYPE_NAMES[entry.properties.dtype]
+        entries[key] = TensorEntry(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks[key]))
+    return entries

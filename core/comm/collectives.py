@@ -1,0 +1,268 @@
+"""Collectives that also work without a process group, where the world is this one process."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .rendezvous import meet
+
+# A thread of gloo needs the GIL to let go of the tensor that it has just sent, a moment after the collective has returned.
+# An interpreter that ends meanwhile aborts ("terminate called without an active exception"), and torch before 2.8
+# (pytorch/pytorch#154976) waits for that thread with the GIL in hand, for ever.
+_GLOO_LETS_GO_S = 0.05
+# For a group that some process has left in the middle of a collective.
+_LEAVE_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "max", "min"]
+_REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """This process's number in the group; 0 without a group."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of processes in the group; 1 without a group."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0."""
+    return get_rank() == 0
+
+
+def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
+    """Decorator: the function runs on rank 0 and answers None elsewhere."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> T | None:
+        return function(*args, **kwargs) if is_main() else None
+
+    return guarded
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    """``tensor`` combined over all processes, in place; returned for convenience.
+
+    ``mean`` is a sum divided by the world size in the tensor's own dtype, because gloo has no average of its own.
+    """
+    size = get_world_size()
+    if size > 1:
+        dist.all_reduce(tensor, op=_REDUCE_OPS.get(op, dist.ReduceOp.SUM))
+        if op == "mean":
+            tensor.div_(size)
+    return tensor
+
+
+def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
+    """``tensor`` overwritten in place with the value that process ``src`` holds."""
+    if get_world_size() > 1:
+        dist.broadcast(tensor, src)
+    return tensor
+
+
+def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20) -> None:
+    """Many tensors overwritten with those of process ``src``, in messages of about ``bucket_bytes``."""
+    if get_world_size() == 1:
+        return
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, src)
+        _unflatten_into(flat, bucket)
+
+
+def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20) -> None:
+    """Many tensors replaced, in place, by their mean over all processes, in messages of about ``bucket_bytes``."""
+    size = get_world_size()
+    if size == 1:
+        return
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat)
+        _unflatten_into(flat.div_(size), bucket)
+
+
+def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """``tensors`` in groups of one dtype and device and about ``bucket_bytes`` each, in an order all ranks share."""
+    groups: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if key not in groups or room[key] < size:
+            groups.setdefault(key, []).append([])
+            room[key] = bucket_bytes
+        groups[key][-1].append(tensor)
+        room[key] -= size
+    return [bucket for group in groups.values() for bucket in group]
+
+
+def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def broadcast_object(value: T, src: int = 0) -> T:
+    """A picklable value as process ``src`` has it."""
+    if get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src)
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The values of all processes, ordered by rank, on every process."""
+    size = get_world_size()
+    if size == 1:
+        return [value]
+    box: list[Any] = [None] * size
+    dist.all_gather_object(box, value)
+    return box
+
+
+def gather_object(value: T) -> list[T] | None:
+    """The values of all processes, ordered by rank, on rank 0; None elsewhere."""
+    size = get_world_size()
+    if size == 1:
+        return [value]
+    box: list[Any] | None = [None] * size if get_rank() == 0 else None
+    dist.gather_object(value, box, dst=0)
+    return box
+
+
+def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
+    """A gloo group of all processes beside the main one, for messages that come while that one is in use.
+
+    Made by the first call for a purpose, which every process must make; None for one process. Messages of different
+    purposes may come in another order on every process. A message may take ``timeout_s`` seconds, those of the first
+    call; torch's own 30 minutes by default.
+    """
+    if get_world_size() == 1:
+        return None
+    groups = _side_groups.setdefault(dist.group.WORLD, {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s))
+    return groups[purpose]
+
+
+def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> Callable[[], int]:
+    """Begin to combine the ``number`` of all processes; what is returned waits for the result.
+
+    Args:
+        group: from ``side_group``.
+    """
+    if group is None:
+        return lambda: number
+    box = torch.tensor(number, device="cpu")  # whatever device the user has made the default
+    work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
+
+    def wait() -> int:
+        work.wait()
+        return int(box)
+
+    return wait
+
+
+def _timeout(seconds: float | None) -> datetime.timedelta | None:
+    return None if seconds is None else datetime.timedelta(seconds=seconds)
+
+
+_side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def group_of(ranks: Sequence[int]) -> Iterator[Any]:
+    """A process group of some of the processes for the time of a ``with``; every process must come here."""
+    group = dist.new_group(list(ranks))
+    try:
+        yield group
+    finally:
+        if get_rank() in ranks:
+            dist.destroy_process_group(group)
+
+
+def carries_cpu_tensors(backend: str) -> bool:
+    """Whether a group with this back end, a name or ``device:name,...``, can send tensors that are on the CPU.
+
+    A single name that torch has not heard of is taken at its word: torch tries such a one on every device.
+    """
+    if ":" in backend:
+        return any(pair.partition(":")[0].strip() == "cpu" for pair in backend.lower().split(","))
+    return "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+
+
+def group_backend() -> str:
+    """The back ends of the process group, as ``device:name,...``."""
+    return str(dist.get_backend_config())
+
+
+def init_process_group(
+    backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
+) -> None:
+    """Join the group of all processes; as often as wanted, one group after the other. The arguments are those of ``meet``.
+
+    Raises:
+        LaunchError: not all of them came within ``timeout_s`` seconds.
+    """
+    store = meet(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
+    side_group(timeout_s)  # now that all are here: one that is missing later could not be waited for with a limit
+
+
+def init_alone(backend: str) -> None:
+    """Form a group of this process alone."""
+    dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def destroy_process_group() -> None:
+    """Leave the process group; nothing happens when there is none."""
+    if is_initialized():
+        time.sleep(_GLOO_LETS_GO_S)
+        _side_groups.pop(dist.group.WORLD, None)
+        dist.destroy_process_group()
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """Have the process group left when the interpreter ends; a group that cannot be left is waited for a few seconds only."""
+    ends, left = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        ends.wait()
+        destroy_process_group()
+        left.set()
+
+    def wait() -> None:
+        ends.set()
+        left.wait(_LEAVE_TIMEOUT_S)
+
+    # Started now: Python 3.12 starts no thread while the interpreter ends.
+    threading.Thread(target=leave, name="flextrain-leave", daemon=True).start()
+    atexit.register(wait)

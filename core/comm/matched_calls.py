@@ -1,0 +1,103 @@
+"""Calls that all processes have to make: whoever is left alone in one, or meets others in another, is told."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .collectives import get_rank, get_world_size
+from .rendezvous import await_key
+
+_logger = logging.getLogger("flextrain")
+
+SILENT_S = 60.0
+"""After which one that waits says so; it may well be that others still have something to do."""
+
+_numbers: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def roll_call(call: str, timeout_s: float) -> str | None:
+    """Wait until every process has come to ``call``; what is wrong if they have not, None if they have.
+
+    All make the same calls in the same order, so that two that are in different ones hear of it at once. One that does not
+    come is waited for ``timeout_s`` seconds, and told when it comes later. Every process finds out by itself:
+    dist.monitored_barrier tells rank 0 alone, and keeps the others for minutes.
+
+    Args:
+        call: its name, for people.
+    """
+    if get_world_size() == 1:
+        return None
+    counter = _numbers.setdefault(dist.group.WORLD, collections.Counter())
+    counter["calls"] += 1
+    try:
+        return _Call(call, counter["calls"]).wait(timeout_s)
+    except RuntimeError as lost:
+        return (
+            f"the store of the job, which rank 0 or the launcher keeps, was lost ({' '.join(str(lost).split())[:200]})"
+        )
+
+
+class _Call:
+    """One call of all processes; its number is the same on each."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number, self.rank = name, number, get_rank()
+        # The one private name: the store that the group itself was formed with.
+        self.store: Any = dist.distributed_c10d._get_default_store()
+        self._verdict = f"flextrain call {number} verdict"
+
+    def wait(self, timeout_s: float) -> str | None:
+        """What the processes have found out together."""
+        store = self.store
+        store.set(self._whereabouts(self.rank), json.dumps([self.number, self.name]))
+        first = json.loads(store.compare_set(f"flextrain call {self.number}", "", json.dumps([self.rank, self.name])))
+        if first[1] != self.name:
+            self._decide("apart", [first, [self.rank, self.name]])
+        elif store.add(f"flextrain call {self.number} here", 1) == get_world_size():
+            self._decide("together", [])
+        if not self._is_decided(timeout_s):
+            self._decide("late", [self.rank, self.name, timeout_s, self._missing()])
+        verdict, facts = json.loads(store.get(self._verdict))
+        if verdict == "together":
+            return None
+        if verdict == "apart":
+            others = [f"rank {rank} is in {name}" for rank, name in facts if name != self.name]
+            return " and ".join(others)
+        waiting, name, seconds, missing = facts
+        if self.rank in missing:
+            return f"came too late, rank {waiting} waited in {name} for {seconds:g} s"
+        seen = ", ".join(dict.fromkeys(last for rank in missing if (last := self._last_call(rank)[1])))
+        ranks = ", ".join(map(str, missing))
+        return f"rank {ranks} did not come within {seconds:g} s" + (f", last seen in {seen}" if seen else "")
+
+    def _is_decided(self, timeout_s: float) -> bool:
+        """Wait for the verdict; after a while with a word to say for whom."""
+        if await_key(self.store, self._verdict, min(timeout_s, SILENT_S)):
+            return True
+        if timeout_s > SILENT_S:
+            ranks = ", ".join(map(str, self._missing()))
+            _logger.warning("%s: waiting for rank %s, for %g s at most", self.name, ranks, timeout_s)
+        return await_key(self.store, self._verdict, timeout_s - SILENT_S)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(get_world_size()) if self._last_call(rank)[0] < self.number]
+
+    def _decide(self, verdict: str, facts: list[Any]) -> None:
+        """Tell all processes; the first verdict counts."""
+        self.store.compare_set(self._verdict, "", json.dumps([verdict, facts]))
+
+    def _whereabouts(self, rank: int) -> str:
+        return f"flextrain call of rank {rank}"
+
+    def _last_call(self, rank: int) -> tuple[int, str]:
+        """The number and name of the call that a process made last."""
+        if not self.store.check([self._whereabouts(rank)]):
+            return 0, ""
+        number, name = json.loads(self.store.get(self._whereabouts(rank)))
+        return number, name

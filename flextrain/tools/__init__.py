@@ -1,0 +1,1 @@
+"""What the commands do: doctor, verify, and the machinery that compares trainings."""

@@ -1,0 +1,343 @@
+"""A user's own training, as one device does it and as a strategy does it, measured against each other in worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.comm.collectives import all_reduce, destroy_process_group
+from ..core.errors import ConfigError, suggest
+from ..core.norms import BATCH_NORM
+from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
+from ..runner.hooks import DEFAULT_HOOKS, Hook
+from ..runner.runner import FlexibleRunner
+from ..strategies.base import Strategy
+from ..strategies.builder import build_strategy
+from ..testing.compare import multiple, relative_difference, small_scales
+from ..testing.loop import alone
+from ..testing.sessions import whole_state
+from .script import runner_arguments
+from .shared_batches import shared_loader, without_workers
+
+ALIASES: dict[str, dict[str, Any]] = {
+    "single": {"type": "SingleDeviceStrategy"},
+    "ddp": {"type": "DDPStrategy"},
+    "fsdp": {"type": "FSDPStrategy"},
+    **{f"zero{n}": {"type": "DeepSpeedStrategy", "zero_optimization": {"stage": n}} for n in range(4)},
+}
+"""Short names on the command line."""
+
+# The norm of gradients is computed where they are clipped; this clips nothing.
+NO_CLIPPING = {"max_norm": 1e30}
+# A difference that shows how values are related, and not how they were rounded.
+TELLING = 1e-3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told.
+
+    Attributes:
+        strategies: all that will be compared with the reference.
+        folder: where the reference's states lie, one file per step.
+    """
+
+    script: str
+    strategies: tuple[str, ...]
+    arguments: tuple[str, ...]
+    processes: int
+    steps: int
+    device: str
+    folder: str
+
+
+@dataclass
+class Trace:
+    """What one process saw.
+
+    Attributes:
+        losses: mean over the global batch, after each step.
+        differences: of every entry of the state, at each step, step 0 being before training.
+        hints: at which (step, entry) the difference is a factor.
+        eps: of the coarsest dtype in use, as torch.finfo has it.
+        parameters: names in the model's order.
+    """
+
+    losses: list[float | None] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    differences: list[dict[str, float]] = field(default_factory=list)
+    hints: dict[tuple[int, str], str] = field(default_factory=dict)
+    dtype: str = ""
+    eps: float = 0.0
+    parameters: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def train_alone(job: Job, in_parts: bool) -> Trace | None:
+    """Single-device training in rank 0: the reference; or, in parts, its comparison with the same batches in parts.
+
+    What the order of summation alone makes of the numbers is the difference of the two. None in the other processes, and
+    for an optim_wrapper whose accumulation cannot be changed.
+    """
+    is_first = os.environ["RANK"] == "0"
+    # The script is run as it is run under a strategy: its batch size may depend on the number of processes.
+    with runner_arguments(job.script, job.arguments) as given, alone():
+        if not is_first:
+            return None
+        for name in job.strategies:  # the script may have registered some, and a mistyped one has to be told at once
+            _spec(name, given, job)
+        if in_parts and not _is_plain(given["optim_wrapper"]):
+            return None
+        strategy = build_strategy(_spec("single", given, job))
+        return _train(job, given, strategy, None if not in_parts else Reference(Path(job.folder)), in_parts)
+
+
+def train_with(job: Job, name: str) -> Trace | None:
+    """Training under a strategy in all processes, compared in each of them with the reference."""
+    with contextlib.ExitStack() as stack:
+        given = stack.enter_context(runner_arguments(job.script, job.arguments))
+        if name == "single":
+            if os.environ["RANK"] != "0":
+                return None
+            stack.enter_context(alone())
+        strategy = build_strategy(_spec(name, given, job))
+        return _train(job, given, strategy, Reference(Path(job.folder)), in_parts=False)
+
+
+def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The strategy's configuration, with the options that the script gives to a strategy of this class."""
+    if ":" not in name and name not in ALIASES and name not in STRATEGIES:
+        raise ConfigError(f'strategies: "{name}" is no known strategy{suggest(name, [*ALIASES, *STRATEGIES])}')
+    spec = dict(ALIASES.get(name, {"type": name}))
+    kind, own = STRATEGIES.get(spec["type"], "strategy"), given["strategy"]
+    if isinstance(own, Mapping) and STRATEGIES.get(own.get("type", ""), "strategy.type") is kind:
+        elsewhere = ("type", "launcher", "backend", "timeout_s", "compile")
+        options = {key: value for key, value in own.items() if key not in elsewhere}
+        for key, value in spec.items():
+            both = isinstance(value, Mapping) and isinstance(options.get(key), Mapping)
+            options[key] = {**options[key], **value} if both else value
+        spec = options
+    return {**spec, "type": kind, "device": job.device}
+
+
+def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, in_parts: bool) -> Trace:
+    trace = Trace()
+    observer = _Observer(job.steps, trace, reference, Path(job.folder))
+    try:
+        strategy.setup_environment()
+        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, in_parts))
+        with contextlib.suppress(_EnoughError):
+            runner.train()
+        if len(trace.losses) < job.steps:
+            trace.notes.append(f"The script's training ends after {len(trace.losses)} of {job.steps} steps")
+        if reference is None:
+            trace.notes += _left_out(given)
+    finally:
+        strategy.teardown()
+        destroy_process_group()
+    return trace
+
+
+def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, in_parts: bool) -> dict[str, Any]:
+    """The runner's arguments: the user's training, on shared batches, without anything that watches or keeps it."""
+    if given["train_dataloader"] is None or given["optim_wrapper"] is None:
+        raise ConfigError("train_dataloader: missing, the script's runner must train (train_cfg, optim_wrapper)")
+    randomness = dict(given["randomness"] or {})
+    seed = randomness["seed"] = randomness.get("seed") or 0
+    randomness["diff_rank_seed"] = False
+    loader = shared_loader(
+        without_workers(given["train_dataloader"]),
+        processes=job.processes,
+        shard=strategy.data_shard,
+        in_parts=in_parts,
+        seed=seed,
+        logger=logging.getLogger("flextrain"),
+    )
+    kept = {
+        name: given["default_hooks"][name] for name in ("param_scheduler",) if name in (given["default_hooks"] or {})
+    }
+    validation = {"val_begin": job.steps + 1} if given["val_dataloader"] is not None else {}
+    changes = dict(
+        strategy=strategy,
+        work_dir=str(Path(job.folder) / "work_dir"),
+        train_dataloader=loader,
+        train_cfg={**given["train_cfg"], **validation},
+        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if in_parts else 1),
+        default_hooks={**dict.fromkeys(set(DEFAULT_HOOKS) - {"param_scheduler", "sampler_seed"}), **kept},
+        custom_hooks=[observer],
+        randomness=randomness,
+        resume=False,
+    )
+    unused = ("test_dataloader", "test_cfg", "test_evaluator", "launcher", "env_cfg", "log_processor", "visualizer")
+    return {**given, **changes, **dict.fromkeys((*unused, "compile", "cfg", "experiment_name"))}
+
+
+def _is_plain(optim_wrapper: Any) -> bool:
+    """Whether it describes one optimizer, whose window and clipping can be changed."""
+    return isinstance(optim_wrapper, Mapping) and "optimizer" in optim_wrapper
+
+
+def _optim_wrapper(given: Any, parts: int) -> Any:
+    """``given`` with the norm of gradients computed, and with ``parts`` micro-batches in place of each."""
+    if not _is_plain(given):
+        return given
+    changed = {**given, "accumulative_counts": given.get("accumulative_counts", 1) * parts}
+    kind = OPTIM_WRAPPERS.get(given.get("type", "OptimWrapper"), "optim_wrapper.type")
+    parameters = inspect.signature(kind).parameters
+    clips = "clip_grad" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if given.get("clip_grad") is None and clips:
+        changed["clip_grad"] = NO_CLIPPING
+    return changed
+
+
+def _left_out(given: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("custom_hooks", "compile"):
+        if given[key]:
+            yield f"{key} of the script: left out on both sides"
+
+
+class Reference:
+    """The states of the single-device run, kept in files: together they may be larger than the memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def compare(self, step: int, state: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+        """The relative difference of every entry, and where it is a factor, the words for it."""
+        # Written by our own reference run; mapped, so that no more of it is in memory than is looked at.
+        expected = torch.load(_file(self.folder, step), mmap=True, weights_only=False)
+        scales, differences, hints = small_scales(expected), {}, {}
+        for key in sorted(expected.keys() | state.keys()):
+            if key not in state or key not in expected:
+                differences[key] = float("inf")
+                hints[key] = ", it is missing" if key in expected else ", single-device does not have it"
+                continue
+            ours, theirs = state[key], expected[key]
+            if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
+                differences[key] = relative_difference(ours, theirs, scales[key])
+                if TELLING < differences[key] < float("inf") and key.startswith("optim."):
+                    hints[key] = multiple(ours, theirs)
+            else:
+                differences[key] = _of_values(ours, theirs)
+                if differences[key] > TELLING:
+                    hints[key] = f", it is {_brief(ours)} and should be {_brief(theirs)}"
+        return differences, hints
+
+
+class _EnoughError(Exception):
+    """Ends the training after the last step that is looked at."""
+
+
+class _Observer(Hook):
+    """Records losses, norms and states; a reference's are kept, others are compared with them."""
+
+    priority = "VERY_LOW"
+
+    def __init__(self, steps: int, trace: Trace, reference: Reference | None, folder: Path) -> None:
+        self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
+        self._batch_norms: list[nn.Module] = []
+        self._random_state: list[Tensor] = []
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        module, trace = runner.strategy.module, self.trace
+        self._batch_norms = [m for m in module.modules() if isinstance(m, BATCH_NORM)]
+        dropouts = _without_dropout(module)
+        trace.parameters = [name for name, _ in module.named_parameters()]
+        trace.dtype, trace.eps = _coarsest(runner.strategy)
+        if dropouts:
+            trace.notes.append(f"Dropout: set to 0 in {dropouts} modules, on both sides")
+        if self._batch_norms:
+            trace.notes.append(
+                f"Batch normalisation: {len(self._batch_norms)} modules use their running statistics, on both sides; "
+                "those of a batch would depend on how it is split"
+            )
+        self._look(runner)
+
+    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+        for module in self._batch_norms:
+            module.eval()
+        self._random_state = _random_state(runner.strategy.device)
+
+    def after_train_iter(
+        self,
+        runner: FlexibleRunner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        trace, values = self.trace, outputs or {}
+        after = _random_state(runner.strategy.device)
+        if not trace.losses and not all(map(torch.equal, self._random_state, after)):
+            trace.notes.append(
+                "The model draws random numbers in training, which differ from process to process: turn that off in it, or "
+                "expect a difference"
+            )
+        loss, norm = values.get("loss"), values.get("grad_norm")
+        trace.losses.append(None if loss is None else float(all_reduce(loss.detach().float().clone(), "mean")))
+        trace.grad_norms.append(None if norm is None else float(norm))
+        self._look(runner)
+        if len(trace.losses) >= self.steps:
+            raise _EnoughError
+
+    def _look(self, runner: FlexibleRunner) -> None:
+        step, state = len(self.trace.losses), whole_state(runner.strategy)
+        if self.reference is None:
+            torch.save(state, _file(self.folder, step))
+            return
+        differences, hints = self.reference.compare(step, state)
+        self.trace.differences.append(differences)
+        self.trace.hints |= {(step, key): hint for key, hint in hints.items() if hint}
+
+
+def _without_dropout(module: nn.Module) -> int:
+    """Set the probability of all dropout to zero; gives the number of modules that had another."""
+    changed = 0
+    for part in module.modules():
+        for name in _DROPOUT_ATTRIBUTES:
+            value = getattr(part, name, None)
+            is_dropout = name != "p" or "drop" in type(part).__name__.lower() or "Stochastic" in type(part).__name__
+            if is_dropout and isinstance(value, float) and value > 0:
+                setattr(part, name, 0.0)
+                changed += 1
+    return changed
+
+
+# nn.Dropout and torchvision's StochasticDepth; nn.MultiheadAttention and nn.LSTM; timm's DropPath; transformers.
+_DROPOUT_ATTRIBUTES = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
+
+
+def _coarsest(strategy: Strategy) -> tuple[str, float]:
+    report = strategy.precision_report()
+    kinds = {kind for kind in (*report.compute, *report.parameters, *report.gradients) if kind.is_floating_point}
+    worst = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+    return str(worst).removeprefix("torch."), torch.finfo(worst).eps
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """Of the generators that a model on ``device`` may draw from."""
+    on_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state()]
+    return [torch.get_rng_state(), *on_device]
+
+
+def _of_values(ours: Any, theirs: Any) -> float:
+    numbers = (int, float)
+    if isinstance(ours, numbers) and isinstance(theirs, numbers):
+        return abs(ours - theirs) / max(abs(theirs), 1e-30)
+    return 0.0 if type(ours) is type(theirs) and not isinstance(ours, Tensor) and ours == theirs else float("inf")
+
+
+def _brief(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step{step}.pt"

@@ -1,0 +1,128 @@
+"""The same global batches for one process and for several, made from the user's own dataloader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..core.errors import ConfigError
+from ..core.generators import RandomStream
+from ..runner.data.dataloaders import build_dataloader
+from ..runner.data.user_loaders import goes_its_own_way, name_of
+
+WHERE = "train_dataloader"
+
+
+def shared_loader(
+    cfg: Any, *, processes: int, shard: tuple[int, int], in_parts: bool, seed: int, logger: logging.Logger
+) -> DataLoader[Any]:
+    """Global batches of ``processes`` of the configured batches each, of which this process collates its part.
+
+    Every process reads all samples, in this process and with the same random numbers, so that augmentation does not depend
+    on who trains on a sample.
+
+    Args:
+        cfg: the runner's ``train_dataloader``.
+        shard: (index, count) of the part; (0, 1) is the whole.
+        in_parts: the configured batches one by one instead: what the processes get, one after the other.
+
+    Raises:
+        ConfigError: the data cannot be divided.
+    """
+    single = build_dataloader(cfg, training=True, seed=seed, shard=(0, 1), where=WHERE, logger=logger)
+    if goes_its_own_way(single):
+        raise ConfigError(f"{WHERE}: verify divides batches by their samplers, and {name_of(single)} makes its own")
+    if isinstance(single.dataset, IterableDataset):
+        raise ConfigError(f"{WHERE}.dataset: an IterableDataset splits itself, verify needs one with a length")
+    if single.batch_sampler is None:
+        raise ConfigError(f"{WHERE}.batch_size: None makes no batches that could be divided, give a number")
+    size = single.batch_size or getattr(single.batch_sampler, "batch_size", None)
+    whole = shard[1] == 1 and not in_parts
+    return DataLoader(
+        SameDraws(single.dataset, seed),
+        batch_sampler=GlobalBatches(
+            single.batch_sampler, processes, in_parts, size * processes if size and whole else size
+        ),
+        collate_fn=PartOf(single.collate_fn, (0, 1) if in_parts else shard),
+    )
+
+
+class SameDraws(Dataset[Any]):
+    """A dataset whose random numbers come from a stream of its own, the same in every process."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._stream = RandomStream(seed)
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._stream:
+            return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, if it wants to know."""
+        _tell_epoch(self.dataset, epoch)
+
+
+class GlobalBatches(Sampler[list[Any]]):
+    """Every ``count`` batches of another batch sampler as one, or one by one with ``in_parts``.
+
+    What is left at the end of an epoch, and batches of unequal size, are left out: a mean over unequal parts is another
+    one than that over the whole.
+
+    Args:
+        batch_size: samples of what one process computes at a time, for the runner's auto_scale_lr.
+    """
+
+    def __init__(self, batches: Iterable[list[Any]], count: int, in_parts: bool, batch_size: int | None) -> None:
+        self.batches, self.count, self.in_parts, self.batch_size = batches, count, in_parts, batch_size
+        # The runner asks the sampler behind a batch sampler whether it ends, and tells it the epoch.
+        self.sampler = getattr(batches, "sampler", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the batch sampler, if it wants to know."""
+        _tell_epoch(self.batches, epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        group: list[list[Any]] = []
+        for batch in self.batches:
+            group.append(list(batch))
+            if len(group) < self.count:
+                continue
+            if len({len(part) for part in group}) == 1:
+                yield from group if self.in_parts else [[index for part in group for index in part]]
+            group = []
+
+    def __len__(self) -> int:
+        return len(self.batches) // self.count * (self.count if self.in_parts else 1)  # type: ignore[arg-type]
+
+
+class PartOf:
+    """Collates one part of the samples of a global batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int]) -> None:
+        self.collate, self.shard = collate, shard
+
+    def __call__(self, samples: list[Any]) -> Any:
+        index, count = self.shard
+        size = len(samples) // count
+        return self.collate(samples[index * size : (index + 1) * size])
+
+
+def _tell_epoch(part: Any, epoch: int) -> None:
+    set_epoch = getattr(part, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+def without_workers(cfg: Any) -> Any:
+    """``cfg`` for data that are read in the training process, whose random numbers are known."""
+    if not isinstance(cfg, Mapping):
+        return cfg
+    of_workers = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
+    return {key: value for key, value in cfg.items() if key not in of_workers}

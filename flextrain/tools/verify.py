@@ -1,0 +1,338 @@
+"""Whether strategies train a user's own model as one device does: the numbers, the verdict, and what differs first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import ConfigError, FlexTrainError
+from ..testing.workers import WorkerError, WorkerGroup
+from .markup import add_row
+from .parity import Job, Trace, train_alone, train_with
+
+Status = Literal["same", "differs", "not run"]
+_STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
+QUANTITIES = ("loss", "grad_norm", "weights", "optimizer")
+
+# Float32 keeps 6e-8 relative; tens of steps of a real model sum many numbers in another order and stay below this.
+FLOAT32_TOLERANCE = 1e-5
+# A value is rounded a few times on its way (activations, their gradients, the sum over processes), by eps / 2 each.
+ROUNDINGS = 4
+# What one device shows with the same batch in parts is one sample of what rounding can do.
+MARGIN = 4.0
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where a strategy first left the tolerance.
+
+    Attributes:
+        step: counted from 1; 0 is before training.
+        parameter: the first in the model's order; empty if only the loss or the gradient norm differs.
+        entry: of the canonical state, or "loss" or "grad_norm".
+        hint: how it differs, where that can be told.
+        others: how many further entries differ at that step.
+    """
+
+    step: int
+    parameter: str
+    entry: str
+    difference: float
+    allowed: float
+    hint: str = ""
+    others: int = 0
+
+    def __str__(self) -> str:
+        when = f"after step {self.step}" if self.step else "before training"
+        more = f"; {self.others} more entries differ then" if self.others else ""
+        return f"{when}: {self.entry} differs by {self.difference:.1e}, allowed {self.allowed:.1e}{self.hint}{more}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy's outcome; the differences are the largest over all steps, relative."""
+
+    strategy: str
+    status: Status
+    dtype: str = ""
+    tolerance: float = 0.0
+    differences: dict[str, float | None] = field(default_factory=dict)
+    first: FirstDifference | None = None
+    message: str = ""
+
+
+@dataclass
+class Report:
+    """All strategies' outcomes; printing it with rich gives a table.
+
+    Attributes:
+        rounding: the largest differences between one device with whole batches and with the same batches in parts, which is
+            what the order of summation makes; empty where that could not be measured.
+    """
+
+    script: str
+    processes: int
+    steps: int
+    notes: list[str] = field(default_factory=list)
+    rounding: dict[str, float | None] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def exit_status(self) -> int:
+        """0: all are the same; 1: one differs; 2: one could not be run."""
+        statuses = [row.status for row in self.rows]
+        return 1 if "differs" in statuses else 2 if "not run" in statuses else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; an infinite difference (something is missing or not finite) as the string "inf"."""
+        return {**_plain(dataclasses.asdict(self)), "exit_status": self.exit_status}
+
+    def __rich__(self) -> Group:
+        title = f"{Path(self.script).name}: {self.steps} steps on {self.processes} processes against one device"
+        table = Table(title=Text(title), title_justify="left", caption_justify="left")
+        caption = "the largest relative difference over all steps"
+        table.add_column("strategy", overflow="fold")
+        table.add_column("verdict", no_wrap=True)
+        for heading in ("loss", "grad norm", "weights", "optimizer"):
+            table.add_column(heading, justify="right")
+        if self.rounding:
+            cells = [_number(self.rounding.get(quantity)) for quantity in QUANTITIES]
+            add_row(table, "(rounding)", "", *cells, style="dim")
+            caption += f"\n(rounding): one device, the same batches in {self.processes} parts"
+        table.caption = Text(caption)
+        for row in self.rows:
+            cells = [_number(row.differences.get(quantity)) for quantity in QUANTITIES]
+            add_row(table, row.strategy, Text(row.status, style=_STYLES[row.status]), *cells)
+        allowed = sorted({f"{row.tolerance:.1e} in {row.dtype}" for row in self.rows if row.dtype})
+        more = f", or {MARGIN:g} times (rounding)" if self.rounding else ""
+        lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
+        lines += [Text(f"{row.strategy}: {row.first}", style="red") for row in self.rows if row.first]
+        lines += [Text(f"{row.strategy}: {row.message}", style="yellow") for row in self.rows if row.message]
+        lines += [Text(note, style="dim") for note in self.notes]
+        return Group(table, *lines)
+
+    def __str__(self) -> str:
+        console = Console(width=160, color_system=None, force_terminal=False, markup=False, emoji=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def verify(
+    script: str,
+    strategies: Sequence[str] = ("ddp", "fsdp"),
+    *,
+    arguments: Sequence[str] = (),
+    processes: int = 2,
+    steps: int = 20,
+    device: str = "cpu",
+    tolerance: float | None = None,
+    timeout_s: float = 600.0,
+    workers: WorkerGroup | None = None,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Report:
+    """Train a script's model on one device and under each strategy with the same global batches, and compare every step.
+
+    A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are the
+    script's; its hooks, validation, checkpoints and torch.compile are left out. Dropout is turned off and batch
+    normalisation uses its running statistics, and the report says so. Each step's weights and optimizer state wait in a
+    temporary folder, which needs room for ``steps`` of them.
+
+    Args:
+        script: a Python file that makes a FlexibleRunner when it is run, or that has a dict ``cfg`` of a FlexibleRunner's
+            arguments or a function ``config()`` that returns one. It is run up to the runner in every process.
+        strategies: ``single``, ``ddp``, ``fsdp``, ``zero0`` to ``zero3``, registered names, or ``package.module:Name``. A
+            strategy of the class that the script itself uses gets the script's options.
+        arguments: of the script.
+        device: "cpu", or the kind of accelerator, of which there must be one per process.
+        tolerance: relative difference that counts as rounding; None: chosen by the dtype.
+        timeout_s: how long one training may take.
+        workers: processes to use, of that number; default: new ones, ended afterwards.
+        on_progress: called with the name of what is trained next.
+
+    Raises:
+        ConfigError: the script cannot be verified.
+        WorkerError: it fails on one device already.
+    """
+    if processes < 2:
+        raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
+    if steps < 1:
+        raise ConfigError(f"verify.steps: {steps} is not allowed, give 1 or more")
+    group = workers or WorkerGroup(processes, timeout_s, accelerators=device != "cpu")
+    report = Report(script, processes, steps)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flextrain-verify-") as folder:
+            job = Job(script, tuple(strategies), tuple(arguments), processes, steps, device, folder)
+            _fill(report, job, group, tolerance, on_progress)
+    finally:
+        if workers is None:
+            group.close()
+    return report
+
+
+def _fill(
+    report: Report,
+    job: Job,
+    group: WorkerGroup,
+    tolerance: float | None,
+    on_progress: Callable[[str], object],
+) -> None:
+    on_progress("one device")
+    try:
+        reference = group.run(train_alone, job, False)[0]
+        in_parts = group.run(train_alone, job, True)[0]
+    except WorkerError as error:
+        if isinstance(error.__cause__, FlexTrainError):
+            raise error.__cause__ from None
+        raise
+    assert reference is not None
+    report.notes, report.steps = reference.notes, len(reference.losses)
+    floor: list[dict[str, float]] = []
+    if in_parts is not None:
+        measured = _measured([in_parts], reference)
+        if measured[1].get("loss", 0.0) <= _tolerance(in_parts, tolerance):
+            report.rounding, floor = _largest(measured), _running_largest(measured)
+        else:
+            report.notes.append(
+                f"The loss of a batch is not the mean of the losses of its {job.processes} parts (it differs by "
+                f"{measured[1]['loss']:.1e}), so no split can train the same; loss_weight(data) of the model may say how "
+                "the parts are weighed"
+            )
+    for name in job.strategies:
+        on_progress(name)
+        report.rows.append(_row(name, job, group, reference, floor, tolerance))
+
+
+def _row(
+    name: str, job: Job, group: WorkerGroup, reference: Trace, floor: list[dict[str, float]], tolerance: float | None
+) -> Row:
+    try:
+        traces = [trace for trace in group.run(train_with, job, name) if trace is not None]
+    except WorkerError as error:
+        cause = error.__cause__
+        # What the library says speaks for itself; anything else needs the traceback.
+        known = isinstance(cause, (FlexTrainError, ImportError))
+        return Row(name, "not run", message=str(cause) if known else str(error))
+    made, expected = len(traces[0].losses), len(reference.losses)
+    if made != expected:
+        return Row(name, "differs", message=f"its training ends after {made} steps, single-device's after {expected}")
+    measured, allowed = _measured(traces, reference), _tolerance(max(traces, key=lambda trace: trace.eps), tolerance)
+    first = _first(measured, allowed, floor, traces, reference)
+    return Row(name, "differs" if first else "same", traces[0].dtype, allowed, _largest(measured), first)
+
+
+def _tolerance(trace: Trace, given: float | None) -> float:
+    return given if given is not None else max(FLOAT32_TOLERANCE, ROUNDINGS * trace.eps / 2)
+
+
+def _measured(traces: Sequence[Trace], reference: Trace) -> list[dict[str, float]]:
+    """At every step, the largest difference of every entry over the processes; of losses and norms from step 1 on."""
+    steps = [
+        {key: max(each.get(key, math.inf) for each in at_step) for key in sorted(set().union(*at_step))}
+        for at_step in zip(*(trace.differences for trace in traces), strict=True)
+    ]
+    for name, found, expected in (
+        ("loss", traces[0].losses, reference.losses),
+        ("grad_norm", traces[0].grad_norms, reference.grad_norms),
+    ):
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+            # A loss that has fallen a hundredfold is a difference of larger numbers and carries their rounding.
+            scale = 0.01 * max((abs(value) for value in expected[:step] if value is not None), default=0.0)
+            if theirs is not None:
+                steps[step][name] = _relative(ours, theirs, scale)
+    return steps
+
+
+def _relative(ours: float | None, theirs: float, scale: float) -> float:
+    if ours is None:
+        return math.inf
+    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+        return 0.0
+    difference = abs(ours - theirs) / max(abs(theirs), scale, 1e-30)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _quantity(entry: str) -> str:
+    return entry if entry in ("loss", "grad_norm") else "weights" if entry.startswith("model.") else "optimizer"
+
+
+def _largest(measured: Iterable[dict[str, float]]) -> dict[str, float | None]:
+    largest: dict[str, float | None] = dict.fromkeys(QUANTITIES)
+    for step in measured:
+        for entry, difference in step.items():
+            largest[_quantity(entry)] = max(largest[_quantity(entry)] or 0.0, difference)
+    return largest
+
+
+def _running_largest(measured: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    steps: list[dict[str, float]] = []
+    for step in measured:
+        before = steps[-1] if steps else {}
+        steps.append({entry: max(value, before.get(entry, 0.0)) for entry, value in step.items()})
+    return steps
+
+
+def _first(
+    measured: Sequence[dict[str, float]],
+    tolerance: float,
+    floor: Sequence[dict[str, float]],
+    traces: Sequence[Trace],
+    reference: Trace,
+) -> FirstDifference | None:
+    places = {name: number for number, name in enumerate(reference.parameters)}
+    for step, differences in enumerate(measured):
+        usual = floor[step] if floor else {}
+        allowed = {entry: max(tolerance, MARGIN * usual.get(entry, 0.0)) for entry in differences}
+        wrong = [entry for entry, difference in differences.items() if not difference <= allowed[entry]]
+        if not wrong:
+            continue
+        # Weights before optimizer state, parameters in the model's order; the loss alone if no parameter differs.
+        entry = min(
+            wrong, key=lambda entry: (places.get(_parameter(entry), len(places)), _quantity(entry) != "weights")
+        )
+        hint = _hint(step, entry, wrong, traces, reference)
+        return FirstDifference(step, _parameter(entry), entry, differences[entry], allowed[entry], hint, len(wrong) - 1)
+    return None
+
+
+def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[Trace], reference: Trace) -> str:
+    """How the entry, other state of its parameter, or else the gradient norm is related to what it should be."""
+    related = [other for other in wrong if _parameter(other) == _parameter(entry) and other != entry]
+    for other in (entry, *related):
+        for trace in traces:
+            if hint := trace.hints.get((step, other)):
+                return hint if other == entry else f"; {other}{hint.removeprefix(', it')}"
+    ours, theirs = (trace.grad_norms[step - 1] if step else None for trace in (traces[0], reference))
+    if "grad_norm" in wrong and ours is not None and theirs:
+        return f"; the gradient norm is {ours / theirs:.4g} times what it should be"
+    return ""
+
+
+def _parameter(entry: str) -> str:
+    """The parameter that an entry of the canonical state belongs to; empty for a loss or norm."""
+    for prefix in ("optim.state.", "optim.group."):
+        if entry.startswith(prefix):
+            return entry.removeprefix(prefix).rpartition(".")[0]
+    return entry.removeprefix("model.") if entry.startswith("model.") else ""
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return "inf" if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""What each kind of optimizer needs beside torch's interface."""

@@ -1,0 +1,18 @@
+"""Which adapter an optimizer needs."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from .base import OptimizerAdapter
+from .deepspeed_adam import DeepSpeedAdamAdapter, is_deepspeed_adam
+from .npu_fused import FusedAdapter, is_fused
+
+
+def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
+    """The adapter for an optimizer of the wrapper whose configuration key is ``where``."""
+    if is_fused(optimizer):
+        return FusedAdapter(optimizer, where)
+    if is_deepspeed_adam(optimizer):
+        return DeepSpeedAdamAdapter(optimizer, where)
+    return OptimizerAdapter(optimizer, where)

@@ -1,0 +1,87 @@
+"""The arguments of a runner, all checked, with the parts that can be built before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..optim.builder import build_optim_wrapper
+from ..optim.update_guard import guard_updates
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from ..strategies.base import Strategy
+from ..strategies.builder import build_strategy
+from . import configuration
+from .hooks import Hook, NonFiniteHook
+from .hooks.build import build_hooks
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a run before a process group or a model exists."""
+
+    options: configuration.FixedOptions
+    strategy: Strategy
+    optim_wrapper: OptimWrapper | OptimWrapperDict | None
+    hooks: list[tuple[Hook, int]]
+    trains: bool
+    by_epoch: bool
+
+
+def check_everything(given: Mapping[str, Any]) -> Checked:
+    """Check the arguments of a runner.
+
+    Raises:
+        ConfigError: naming the first that is wrong.
+    """
+    options = configuration.check_options({key: given[key] for key in configuration.FixedOptions.model_fields})
+    configuration.check_cfg(options.cfg)
+    if given["default_scope"] not in (None, "flextrain", "mmengine"):
+        raise ConfigError(
+            f'default_scope: "{given["default_scope"]}" has no meaning, registries have no scopes; leave it out'
+        )
+    configuration.check_model(given["model"], given["data_preprocessor"])
+    trains = configuration.check_phase("train", **_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
+    validates = given["val_dataloader"] is not None
+    optim_wrapper = None
+    if trains:
+        optim_wrapper = build_optim_wrapper(given["optim_wrapper"])
+        configuration.check_train(
+            given["train_dataloader"],
+            given["train_cfg"],
+            optim_wrapper,
+            given["param_scheduler"],
+            given["model"],
+            scales_lr=options.auto_scale_lr is not None and options.auto_scale_lr.enable,
+            validates=validates,
+        )
+    else:
+        for key in ("param_scheduler", "auto_scale_lr", "resume"):
+            if given[key] or isinstance(given[key], Mapping):
+                raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
+    for mode in ("val", "test"):
+        parts = _parts(given, f"{mode}_dataloader", f"{mode}_cfg", f"{mode}_evaluator")
+        if configuration.check_phase(mode, **parts):
+            configuration.check_evaluation(mode, *parts.values())
+    hooks = build_hooks(given["default_hooks"], given["custom_hooks"], validates=validates)
+    if options.env_cfg.nonfinite == "ignore":
+        hooks = [(hook, priority) for hook, priority in hooks if not isinstance(hook, NonFiniteHook)]
+    by_epoch = not trains or configuration.train_loop_class(given["train_cfg"])[0].by_epoch
+    configuration.check_reporting(given["log_processor"], given["visualizer"], given["log_level"], by_epoch)
+    strategy = build_strategy(
+        given["strategy"],
+        launcher=options.launcher,
+        backend=options.env_cfg.dist_cfg.backend,
+        timeout_s=options.env_cfg.dist_cfg.timeout,
+        compile=configuration.check_compile(options),
+    )
+    if optim_wrapper is not None:
+        guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
+        strategy.check(configuration.model_class(given["model"]), optim_wrapper)
+    return Checked(options, strategy, optim_wrapper, hooks, trains, by_epoch)
+
+
+def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in names}

@@ -1,0 +1,99 @@
+"""The parts of a run that are built from its configuration once the processes have met."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ConfigError
+from ..core.model import BaseModel, overrides, parts_to_initialise
+from ..core.registry import MODELS
+from ..optim.schedulers import build_param_schedulers
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from ..strategies.base import Strategy
+from .configuration import Environment
+from .loops.train import TrainLoop
+
+logger = logging.getLogger("flextrain")
+
+
+def apply_environment(env: Environment) -> None:
+    """Settings of this process that no part of the run owns."""
+    if env.mp_cfg.mp_start_method is not None:
+        multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
+    if env.mp_cfg.opencv_num_threads is not None:
+        _limit_opencv(env.mp_cfg.opencv_num_threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
+    torch.backends.cudnn.benchmark = env.cudnn_benchmark
+
+
+def _limit_opencv(threads: int) -> None:
+    try:
+        import cv2
+    except ModuleNotFoundError:  # nothing to limit; every MMEngine configuration has this line
+        return
+    cv2.setNumThreads(threads)
+
+
+def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
+    """The user's module, from itself, a configuration or a function, where the strategy wants it to be built."""
+    if isinstance(given, nn.Module):
+        model: Any = given
+    else:
+        with strategy.init_context():
+            if isinstance(given, Mapping) and preprocessor is not None:
+                given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
+            model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
+    if preprocessor is not None:
+        if not hasattr(model, "data_preprocessor"):
+            raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
+        is_built = isinstance(preprocessor, nn.Module)
+        model.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
+    # MMEngine's contract, and so of its kind of model alone: others that have a method of this name call it themselves.
+    if for_training and isinstance(model, BaseModel):
+        parts = [name for name, _ in parts_to_initialise(model)]
+        if overrides(model, "init_weights"):
+            strategy.init_weights(model)
+        elif parts:
+            logger.info(f"init_weights() is called of the model's {', '.join(parts)}")
+            strategy.init_weights(model)
+    return model  # type: ignore[no-any-return]
+
+
+def scale_lr(optim: OptimWrapper | OptimWrapperDict, batch_size: int | None, shards: int, base: int) -> str:
+    """Scale learning rates linearly with the samples per update; says what was done.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017.
+    """
+    if batch_size is None:
+        raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
+    real = batch_size * shards * optim.accumulate
+    for group in optim.param_groups:
+        group["lr"] *= real / base
+    return f"Learning rates times {real / base:.4g}: {real} samples per update, chosen for {base}"
+
+
+def build_schedulers(given: Any, optim: OptimWrapper | OptimWrapperDict, loop: TrainLoop) -> dict[str, list[Any]]:
+    """The parameter schedulers of each optimizer, by its name; ``given`` is for all of them, or a dict by name."""
+    by_name = isinstance(given, Mapping) and "type" not in given
+    return {
+        name: build_param_schedulers(
+            given.get(name) if by_name and name else given,
+            wrapper,
+            epoch_length=loop.data.epoch_length,
+            max_epochs=loop.max_epochs if loop.by_epoch else None,
+            max_iters=loop.max_iters,
+            where=f"param_scheduler.{name}" if by_name and name else "param_scheduler",
+        )
+        for name, wrapper in optim.wrappers.items()
+    }

@@ -1,0 +1,384 @@
+"""What can be said about a runner's configuration before anything is started."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import nn
+
+from ..core.checkpoint import place
+from ..core.checkpoint.directory import replaced
+from ..core.checkpoint.paths import reaching
+from ..core.checkpoint.untrusted import one_line
+from ..core.config import Config, PositiveInt, check_call, validate
+from ..core.errors import CheckpointError, ConfigError, suggest
+from ..core.model import overrides
+from ..core.registry import LOOPS, MODELS
+from ..optim.schedulers import check_param_schedulers
+from ..optim.wrapper_dict import OptimWrapperDict
+from .data.checks import check_dataloader, is_infinite
+from .data.user_loaders import batch_size
+from .loops.evaluate import EvalLoop
+from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
+from .metrics.base import check_evaluator
+from .reporting import build_log_processor, build_reporters, check_log_level
+
+
+class AutoScaleLR(Config):
+    """``auto_scale_lr``: learning rates are multiplied by the real batch size over the one that they were chosen for."""
+
+    base_batch_size: PositiveInt
+    """Samples per update, over all processes, that the learning rate was chosen for."""
+    enable: bool = True
+    """False turns it off."""
+
+
+class Randomness(Config):
+    """``randomness``."""
+
+    seed: int | None = None
+    """Of Python, NumPy and torch; None draws one, which is logged."""
+    diff_rank_seed: bool = False
+    """Add the rank to the seed."""
+    deterministic: bool = False
+    """Deterministic kernels only."""
+
+
+class MultiProcessing(Config):
+    """``env_cfg.mp_cfg``."""
+
+    mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    """How dataloader workers are started; None is Python's default."""
+    opencv_num_threads: int | None = pydantic.Field(default=None, ge=0)
+    """Threads of OpenCV in each process."""
+
+
+class Group(Config):
+    """``env_cfg.dist_cfg``."""
+
+    backend: str | None = None
+    """Process-group back end; None is the device's."""
+    timeout: float | int | None = pydantic.Field(default=None, gt=0)
+    """Seconds that a process waits for others."""
+
+
+class Environment(Config):
+    """``env_cfg``."""
+
+    cudnn_benchmark: bool = False
+    """Let cuDNN try its algorithms for every new shape."""
+    mp_cfg: MultiProcessing = MultiProcessing()
+    """Worker processes."""
+    dist_cfg: Group = Group()
+    """The process group."""
+    resource_limit: PositiveInt = 4096
+    """Open files that the process may have, at least."""
+    nonfinite: Literal["warn", "raise", "skip", "ignore"] = "warn"
+    """What happens when a loss or a gradient norm is NaN or infinite; see NonFiniteHook."""
+
+
+class Resume(Config):
+    """``resume`` as a dict: where from, and what of the checkpoint is left out. The model and the counters never are."""
+
+    path: str | Path | None = None
+    """The checkpoint; None: the newest in the work directory, if there is one."""
+    optimizer: bool = True
+    """Its state for each parameter, its settings (learning rates among them) and the loss scale."""
+    param_scheduler: bool = True
+    """How far the schedules are."""
+    random: bool = True
+    """The random states of the processes."""
+    hooks: bool = True
+    """What hooks have saved: averaged weights, the best scores, the patience of early stopping."""
+    logs: bool = True
+    """The history of the figures that log lines smooth."""
+    data: bool = True
+    """The place in the epoch and the seed of its order; without it the epoch under way begins anew."""
+
+
+class FixedOptions(Config):
+    """The arguments of a runner that are plain values."""
+
+    work_dir: str | Path
+    experiment_name: str | None = None
+    load_from: str | Path | None = None
+    resume: bool | str | Path | Resume = False
+    launcher: str | None = None
+    auto_scale_lr: AutoScaleLR | None = None
+    randomness: Randomness
+    env_cfg: Environment
+    compile: bool | dict[str, Any] | None = None
+    cfg: dict[str, Any] | None = None
+
+    @property
+    def resume_options(self) -> Resume | None:
+        """``resume`` in its full form; None: nothing is resumed."""
+        if isinstance(self.resume, Resume):
+            return self.resume
+        if isinstance(self.resume, bool):
+            return Resume() if self.resume else None
+        return Resume(path=self.resume)
+
+
+def check_options(given: Mapping[str, Any]) -> FixedOptions:
+    """The plain arguments, checked.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
+    parts: dict[str, type[Config]] = {
+        "auto_scale_lr": AutoScaleLR,
+        "randomness": Randomness,
+        "env_cfg": Environment,
+        "resume": Resume,
+    }
+    for key, model in parts.items():
+        if isinstance(data[key], Mapping):
+            data[key] = validate(model, data[key], key)
+    try:
+        options = validate(FixedOptions, data, "runner")
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("runner.")) from None
+    resumed = options.resume_options
+    for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
+        # A replacement that was killed between its two renames is undone when the checkpoint is opened.
+        if path is not None and not _is_there(path):
+            raise ConfigError(f'{key}: "{path}" does not exist')
+    if "://" in str(options.work_dir):
+        raise ConfigError(
+            f'work_dir: "{options.work_dir}" is not allowed, logs need a local folder; CheckpointHook.out_dir may be a URL'
+        )
+    folder = Path(options.work_dir).absolute()
+    # Path.is_file raises, before Python 3.14, where a folder may not be entered.
+    if file := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):  # noqa: PTH113
+        raise ConfigError(f'work_dir: "{file}" is a file, give a folder')
+    if options.load_from is not None and resumed is not None and resumed.path is not None:
+        raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
+    return options
+
+
+def _is_there(path: str | Path) -> bool:
+    try:
+        found = place(path)
+        with reaching(found):
+            return found.exists() or replaced(found).exists()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+_WRAPPING = "give strategy=dict(type=..., {})"
+_IN_CFG = {
+    "model_wrapper_cfg": _WRAPPING.format("model_wrapper=dict(...)"),
+    "find_unused_parameters": _WRAPPING.format("find_unused_parameters=True"),
+    "sync_bn": _WRAPPING.format('sync_bn="torch"'),
+    "activation_checkpointing": "give strategy=dict(type=..., activation_checkpointing=dict(classes=[...]))",
+    "efficient_conv_bn_eval": "there is no such thing here; leave it out",
+    "detect_anomalous_params": "there is no such thing here; leave it out",
+}
+"""What MMEngine's runners take from ``cfg``."""
+
+
+def check_cfg(cfg: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for what MMEngine would take from ``cfg``, where this runner takes nothing but ``compile``."""
+    for key, instead in _IN_CFG.items():
+        if cfg is not None and cfg.get(key):
+            raise ConfigError(f"cfg.{key}: has no effect, cfg is kept for the record; {instead}")
+
+
+_LOADING = "runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
+ELSEWHERE = {"strict": _LOADING, "revise_keys": _LOADING}
+"""What is no argument of a runner, and what to call instead."""
+
+
+def check_loading(strict: Any, revise_keys: Any) -> None:
+    """What ``load_checkpoint`` takes beside a path.
+
+    Raises:
+        ConfigError: naming the argument, and the pair.
+    """
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict: {strict!r} is not allowed, give True or False")
+    if isinstance(revise_keys, str) or not isinstance(revise_keys, Sequence):
+        raise ConfigError(f"revise_keys: {revise_keys!r} is not allowed, {_PAIRS}")
+    for number, pair in enumerate(revise_keys):
+        where = f"revise_keys[{number}]"
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(part, str) for part in pair):
+            raise ConfigError(f"{where}: {pair!r} is not allowed, {_PAIRS}")
+        pattern, replacement = pair
+        try:
+            re.sub(pattern, replacement, "")  # which looks at the replacement too, whether anything matches or not
+        except (re.error, IndexError) as error:
+            raise ConfigError(f"{where}: {pair!r} is not allowed, {one_line(error)}") from None
+
+
+_PAIRS = r'give pairs of a pattern and its replacement, as [(r"^module\.", "")]'
+
+
+def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
+    """``compile``, which MMEngine takes in two places."""
+    other = (options.cfg or {}).get("compile")
+    if options.compile is not None and other is not None and options.compile != other:
+        raise ConfigError(f"compile: {options.compile} disagrees with cfg.compile={other}, give one of them")
+    where, value = ("cfg.compile", other) if options.compile is None else ("compile", options.compile)
+    if value is not None and not isinstance(value, (bool, dict)):
+        raise ConfigError(f"{where}: {value!r} is not allowed, give True, False or arguments of torch.compile")
+    if isinstance(value, dict):
+        check_call(torch.compile, value, where, ("model",))
+    return value
+
+
+def check_model(model: Any, data_preprocessor: Any) -> None:
+    """A module, a configuration of one, or a function that gives one; and what makes its input."""
+    where = "data_preprocessor"
+    if isinstance(data_preprocessor, (Mapping, str, type)):
+        must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
+    elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
+        raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
+    if isinstance(model, (Mapping, str)):
+        kind = MODELS.check(model, "model")
+        must_be(kind, nn.Module, "model.type", "torch.nn.Module")
+        if data_preprocessor is not None and where not in model:
+            with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
+            try:
+                MODELS.check(with_preprocessor, "model")
+            except ConfigError:
+                raise ConfigError(f"{where}: {kind.__name__} takes none") from None
+    elif isinstance(model, nn.Module):
+        if data_preprocessor is not None and not hasattr(model, where):
+            raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
+    elif callable(model):
+        check_call(model, {}, "model")
+        must_be(model, nn.Module, "model", "torch.nn.Module")
+    else:
+        raise ConfigError(f"model: {type(model).__name__} is not allowed, give a module, dict(type=...), or a function")
+
+
+def must_be(kind: Any, base: type, where: str, what: str) -> None:
+    """Raise ConfigError for a class that is not derived from ``base``; what a function gives is seen later."""
+    if inspect.isclass(kind) and not issubclass(kind, base):
+        raise ConfigError(f"{where}: {kind.__name__} is no {what}")
+
+
+def check_phase(name: str, **parts: Any) -> bool:
+    """Whether the parts of train, val or test are given: all of them or none.
+
+    Raises:
+        ConfigError: naming a part that is missing.
+    """
+    given = [key for key, value in parts.items() if value is not None]
+    missing = [key for key, value in parts.items() if value is None]
+    if given and missing:
+        raise ConfigError(f"{missing[0]}: missing, {' and '.join(given)} {'is' if len(given) == 1 else 'are'} given")
+    return bool(given)
+
+
+def check_train(
+    train_dataloader: Any,
+    train_cfg: Any,
+    optim_wrapper: Any,
+    param_scheduler: Any,
+    model: Any,
+    *,
+    scales_lr: bool,
+    validates: bool,
+) -> None:
+    """Everything about training."""
+    check_dataloader(train_dataloader, "train_dataloader")
+    if not isinstance(train_cfg, Mapping):
+        raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
+    kind, kwargs = train_loop_class(train_cfg)
+    check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
+    is_built = not isinstance(train_dataloader, Mapping)
+    sampler = getattr(train_dataloader, "sampler", None) if is_built else train_dataloader.get("sampler")
+    if sampler is not None and is_infinite(sampler) and issubclass(kind, EpochBasedTrainLoop):
+        raise ConfigError("train_cfg.by_epoch: an InfiniteSampler has no epochs, give by_epoch=False and max_iters")
+    size = batch_size(train_dataloader) if is_built else train_dataloader.get("batch_size", 1)
+    if scales_lr and size is None and (is_built or train_dataloader.get("batch_sampler") is None):
+        raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
+    _check_schedulers(param_scheduler, optim_wrapper, kind.by_epoch, kwargs.get("max_epochs"), validates)
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        found = model_class(model)
+        if found is not None and not overrides(found, "train_step"):
+            name = found.__name__ if isinstance(found, type) else type(found).__name__
+            raise ConfigError(
+                f"optim_wrapper: has {len(optim_wrapper)} optimizers, {name} must define "
+                "train_step(data, optim_wrapper) to say which is updated when"
+            )
+
+
+def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | None, validates: bool) -> None:
+    where = "param_scheduler"
+    named = isinstance(given, Mapping) and "type" not in given and isinstance(optim, OptimWrapperDict)
+    for name in given if named else ():
+        if name not in optim:
+            raise ConfigError(f"{where}.{name}: no optimizer has this name{suggest(name, optim)}")
+    parts = {f"{where}.{name}": cfg for name, cfg in given.items()} if named else {where: given}
+    for key, cfg in parts.items():
+        for found in check_param_schedulers(cfg, key, max_epochs=max_epochs):
+            if found.needs_metrics and not validates:
+                raise ConfigError(f"{found.where}: needs validation, give val_dataloader, val_cfg and val_evaluator")
+            if found.by_epoch and not by_epoch and not found.needs_metrics:
+                raise ConfigError(
+                    f"{found.where}.by_epoch: True would never move in iteration-based training, give by_epoch=False"
+                )
+
+
+def model_class(model: Any) -> Any:
+    """The model if it is built, else its class; None when only a function knows it."""
+    if isinstance(model, nn.Module):
+        return model
+    kind = model["type"] if isinstance(model, Mapping) else model
+    found = MODELS.get(kind, "model") if isinstance(kind, str) else kind
+    return found if inspect.isclass(found) else None
+
+
+def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of the training loop and its arguments."""
+    kwargs = dict(train_cfg)
+    by_epoch = kwargs.pop("by_epoch", None)
+    if by_epoch is not None and not isinstance(by_epoch, bool):
+        raise ConfigError(f"train_cfg.by_epoch: {by_epoch!r} is not allowed, give True or False")
+    kind = kwargs.pop("type", None)
+    if kind is not None:
+        if by_epoch is not None:
+            raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
+        loop = LOOPS.get(kind, "train_cfg.type")
+        must_be(loop, TrainLoop, "train_cfg.type", "training loop")
+        return loop, kwargs
+    if by_epoch is None:
+        if kwargs.get("max_iters") is not None and kwargs.get("max_epochs") is not None:
+            raise ConfigError("train_cfg.max_iters: max_epochs is given too, keep one of them")
+        by_epoch = "max_iters" not in kwargs
+    for wrong, right in (("max_iters", "max_epochs"), ("max_epochs", "max_iters")):
+        if wrong in kwargs and right == ("max_epochs" if by_epoch else "max_iters"):
+            raise ConfigError(f"train_cfg.{wrong}: has no meaning with by_epoch={by_epoch}, give {right}")
+    return (EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop), kwargs
+
+
+def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> None:
+    """Everything about validation or testing."""
+    check_dataloader(dataloader, f"{mode}_dataloader", training=False)
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
+    kwargs = {key: value for key, value in cfg.items() if key != "type"}
+    default = "ValLoop" if mode == "val" else "TestLoop"
+    kind = LOOPS.get(cfg.get("type", default), f"{mode}_cfg.type")
+    must_be(kind, EvalLoop, f"{mode}_cfg.type", "evaluation loop")
+    check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
+    check_evaluator(evaluator, f"{mode}_evaluator")
+
+
+def check_reporting(log_processor: Any, visualizer: Any, log_level: Any, by_epoch: bool) -> None:
+    """Log lines and reporters; these are built to be checked, which opens nothing."""
+    check_log_level(log_level)
+    build_log_processor(log_processor, by_epoch)
+    build_reporters(visualizer)

@@ -1,0 +1,1 @@
+"""Dataloaders that are split over processes and continue from any position."""

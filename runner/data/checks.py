@@ -1,0 +1,176 @@
+"""What can be said about a dataloader's configuration before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ...core.config import check_call
+from ...core.errors import ConfigError, one_of, suggest
+from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from .samplers import InfiniteSampler
+from .user_loaders import gives_batches
+
+# What a configuration may describe as dict(type=...), which torch's DataLoader does not know.
+_BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn")
+
+
+def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
+    """Raise ConfigError for what can be wrong in a dataloader or its configuration; nothing is built.
+
+    Args:
+        cfg: see ``build_dataloader``.
+        where: the configuration key, for messages.
+        training: whether it is the training data, which may have no end and no length.
+    """
+    if isinstance(cfg, DataLoader):
+        check_dataset(cfg.dataset, {}, where, training)
+        if not training:
+            _check_has_end(cfg.sampler, f"{where}.sampler")
+        return
+    if not isinstance(cfg, Mapping):
+        _check_elsewhere(cfg, where, training)
+        return
+    known = {key: None if key in _BUILT else value for key, value in cfg.items()}
+    check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
+    if "dataset" not in cfg:
+        raise ConfigError(f"{where}.dataset: missing, it must be given")
+    dataset, sampler = cfg["dataset"], cfg.get("sampler")
+    if is_config(dataset):
+        kind = DATASETS.check(dataset, f"{where}.dataset")
+        if inspect.isclass(kind) and not _is_dataset(kind):
+            raise ConfigError(f"{where}.dataset.type: {kind.__name__} is no dataset, it has no __getitem__")
+    else:
+        check_dataset(dataset, cfg, where, training)
+    if sampler is not None and "shuffle" in cfg:
+        raise ConfigError(f"{where}.shuffle: a sampler is given too, say {where}.sampler.shuffle")
+    if sampler is not None:
+        _check_sampler(sampler, f"{where}.sampler", ("dataset", "shard"))
+        if not training:
+            _check_has_end(sampler, f"{where}.sampler")
+    if cfg.get("batch_sampler") is not None:
+        _check_sampler(cfg["batch_sampler"], f"{where}.batch_sampler", ("sampler", "batch_size", "drop_last"))
+        if not is_config(cfg["batch_sampler"]):
+            for key in ("batch_size", "shuffle", "sampler", "drop_last"):
+                if key in cfg:
+                    raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
+    _check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
+    _check_workers(cfg, where)
+
+
+def _check_elsewhere(source: Any, where: str, training: bool) -> None:
+    """What gives batches and is no DataLoader: one pass of it has to be followed by another."""
+    name = type(source).__name__
+    if inspect.isgenerator(source):
+        raise ConfigError(
+            f"{where}: the generator {source.__name__} can be read once, give the function that makes it, "
+            f"{source.__name__} without brackets"
+        )
+    if isinstance(source, Iterator) and type(source).__module__ in ("builtins", "itertools"):
+        if not isinstance(source, _ENDLESS):
+            raise ConfigError(f"{where}: {name} can be read once, give a list, or a function that returns a new one")
+        if not training:
+            raise ConfigError(f"{where}: itertools.{name} has no end, evaluation needs one")
+    if (isinstance(source, (Dataset, str, bytes)) and not isinstance(source, IterableDataset)) or not gives_batches(
+        source
+    ):
+        raise ConfigError(
+            f"{where}: {name} is not allowed, give dict(dataset=..., batch_size=...), a DataLoader, a list of batches, or "
+            "a function that gives batches"
+        )
+    if not hasattr(source, "__iter__"):
+        check_call(source, {}, where)
+
+
+_ENDLESS = (itertools.cycle, itertools.count, itertools.repeat)
+
+
+def _check_workers(cfg: Mapping[str, Any], where: str) -> None:
+    for key, least in (("batch_size", 1), ("num_workers", 0), ("prefetch_factor", 1), ("timeout", 0)):
+        value = cfg.get(key)
+        if value is not None and value < least:
+            raise ConfigError(f"{where}.{key}: {value} is not allowed, give {least} or more")
+    context, methods = cfg.get("multiprocessing_context"), multiprocessing.get_all_start_methods()
+    if isinstance(context, str) and context not in methods:
+        raise ConfigError(
+            f'{where}.multiprocessing_context: "{context}" is not allowed, choose {one_of(methods)}'
+            f"{suggest(context, methods)}"
+        )
+    init = cfg.get("worker_init_fn")
+    if init is not None and not callable(init):
+        raise ConfigError(f"{where}.worker_init_fn: {init!r} is not allowed, give a function")
+    if not cfg.get("num_workers", 0):
+        for key in ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"):
+            if cfg.get(key):
+                raise ConfigError(f"{where}.{key}: needs num_workers of 1 or more")
+
+
+def is_config(value: Any) -> bool:
+    """Whether a part is described, to be built, rather than given."""
+    return isinstance(value, (Mapping, str, type))
+
+
+def _is_dataset(value: Any) -> bool:
+    return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bool) -> None:
+    """What an existing dataset, and other keys beside it, can have wrong."""
+    if not _is_dataset(dataset):
+        raise ConfigError(f"{where}.dataset: {type(dataset).__name__} is no dataset, it has no __getitem__")
+    if isinstance(dataset, IterableDataset):
+        for key in ("sampler", "batch_sampler", "shuffle"):
+            if cfg.get(key):
+                raise ConfigError(f"{where}.{key}: has no meaning with an IterableDataset, which has its own order")
+    if not training and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        raise ConfigError(f"{where}.dataset: {type(dataset).__name__} has no length, which evaluation needs")
+
+
+def _check_sampler(sampler: Any, where: str, provided: tuple[str, ...]) -> None:
+    kind = DATA_SAMPLERS.check(sampler, where, provided) if is_config(sampler) else None
+    if inspect.isclass(kind) and not hasattr(kind, "__iter__"):
+        raise ConfigError(f"{where}.type: {kind.__name__} is no sampler, it has no __iter__")
+    if kind is None and not hasattr(sampler, "__iter__"):
+        raise ConfigError(f"{where}: {type(sampler).__name__} is not allowed, give dict(type=...) or a sampler")
+
+
+def _check_has_end(sampler: Any, where: str) -> None:
+    """Evaluation goes through the data once."""
+    if is_infinite(sampler):
+        raise ConfigError(f"{where}: an InfiniteSampler has no end, evaluation needs one")
+    repeats = sampler.get("round_up") if isinstance(sampler, Mapping) else getattr(sampler, "round_up", False)
+    if repeats is True:
+        raise ConfigError(f"{where}.round_up: True would count repeated samples in evaluation, leave it out")
+
+
+def is_infinite(sampler: Any) -> bool:
+    """Whether a sampler, or what its configuration describes, is an InfiniteSampler."""
+    if is_config(sampler):
+        kind = sampler["type"] if isinstance(sampler, Mapping) else sampler
+        sampler_class = DATA_SAMPLERS.get(kind)
+    else:
+        sampler_class = type(sampler)
+    return inspect.isclass(sampler_class) and issubclass(sampler_class, InfiniteSampler)
+
+
+def _check_collate(collate: Any, where: str) -> None:
+    if isinstance(collate, (Mapping, str)):
+        if isinstance(collate, Mapping) and "type" not in collate:
+            raise ConfigError(f"{where}.type: missing, say which function")
+        function, arguments = collate_function(collate, where)
+        batch = next(iter(inspect.signature(function).parameters), "")
+        check_call(function, arguments, where, (batch,))
+    elif not callable(collate):
+        raise ConfigError(f"{where}: {collate!r} is not allowed, give a function, its name, or dict(type=...)")
+
+
+def collate_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[str, Any]]:
+    """The function that a configuration names, and its arguments beside the batch."""
+    kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
+    arguments = {key: value for key, value in cfg.items() if key != "type"} if isinstance(cfg, Mapping) else {}
+    return FUNCTIONS.get(kind, f"{where}.type"), arguments

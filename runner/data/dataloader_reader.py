@@ -1,0 +1,167 @@
+"""Reading a DataLoader from any place of an epoch, with random numbers that follow from the place of what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
+
+from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
+from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
+from .samplers import Repeatable, follows_span
+from .user_loaders import resampled
+
+_END = object()
+
+
+class Feed:
+    """The batches of a DataLoader from any place of an epoch on.
+
+    What reading draws moves none of the process's generators, and does not depend on them.
+
+    Args:
+        loader: the user's, or what a configuration describes.
+        shard: (index, count) of the part of the data that this process reads.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shard: tuple[int, int] = (0, 1)) -> None:
+        self.loader, self.shard = loader, shard
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self.repeatable: Repeatable | None = None
+        """The order, where it is not flextrain's; it is repeated from the beginning of the epoch."""
+        batches = loader.batch_sampler
+        # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+        self._sampler: Any = getattr(batches, "sampler", loader.sampler)
+        self._batch_size = getattr(batches, "batch_size", None) or 1
+        if self.is_stream:
+            self._read: DataLoader[Any] = self._stream()
+            return
+        own_batches = type(batches) not in (BatchSampler, type(None))
+        if own_batches or not follows_span(self._sampler):
+            self.repeatable = Repeatable(loader.sampler if batches is None else batches)
+        self._turns = _Turns()
+        self._dataset = SeededDataset(loader.dataset, loader.collate_fn, in_batches=batches is not None)
+        self._read = resampled(
+            loader,
+            dataset=self._dataset,
+            sampler=self._turns,
+            batch_sampler=None,
+            batch_size=None,
+            collate_fn=as_read,
+            worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
+        )
+
+    @property
+    def by_position(self) -> bool:
+        """Whether places are numbers of samples over all processes; else they are numbers of this process's batches."""
+        return not self.is_stream and self.repeatable is None
+
+    def batches(
+        self, seed: int, epoch: int, start: int = 0, stop: int | None = None, diff_shard_seed: bool = False
+    ) -> Iterator[Any]:
+        """The batches of an epoch.
+
+        Args:
+            seed: of what is drawn.
+            epoch: its number; another one means other draws.
+            start: where to begin: a number of samples over all processes with flextrain's samplers, else of batches.
+            stop: where to end, counted alike; None goes on to the end.
+            diff_shard_seed: orders that are not flextrain's are drawn from other numbers in every part of the data.
+        """
+        order = order_seed(seed, epoch)
+        own_seed = order + self.shard[0]
+        if diff_shard_seed:
+            order = own_seed
+        generator: Any = self._read.generator  # of the workers' seeds
+        generator.manual_seed(own_seed)
+        if self.is_stream:
+            return self._part_of_stream(order, own_seed, epoch, start, stop)
+        # Generators that datasets keep for themselves begin with the workers' seeds: not with the same when an epoch goes on.
+        generator.manual_seed(nth_seed(own_seed, start) >> 1)
+        self._dataset.epoch = epoch
+        if self.repeatable is not None:
+            self.repeatable.position(order, start, stop)
+        else:
+            self._sampler.set_span(start, stop)
+        turns = self._turns_from(epoch_seed(seed, epoch), epoch, start)
+        if not self._read.num_workers and not self._read.pin_memory:
+            return map(self._dataset.__getitem__, turns)  # all that the DataLoader would do, in some microseconds more
+        self._turns.turns = turns
+        return self._from_workers() if self._read.num_workers else iter(self._read)
+
+    def close(self) -> None:
+        """End workers that would stay for the next epoch."""
+        self._read._iterator = None
+
+    def _turns_from(self, seed: int, epoch: int, start: int) -> Iterator[Turn]:
+        if self.repeatable is not None:
+            index, shards = self.shard
+            return (Turn(seed, epoch, place * shards + index, shards, item) for place, item in self.repeatable.places())
+        order: Any = self._sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        stride, first = self._sampler.count, start + self._sampler.index
+        places = count(first, stride * self._batch_size)
+        return (Turn(seed, epoch, place, stride, item) for place, item in zip(places, order, strict=False))
+
+    def _from_workers(self) -> Iterator[Any]:
+        for batch in self._read:
+            forget_spare_normal()  # as when the batch is read in this process
+            yield batch
+
+    # Streams
+
+    def _stream(self) -> DataLoader[Any]:
+        if not self.loader.num_workers or isinstance(self.loader.dataset, IterDataPipe):
+            return resampled(self.loader)
+        return resampled(
+            self.loader,
+            dataset=SeededStream(self.loader.dataset),
+            worker_init_fn=WorkerInit(self.loader.worker_init_fn),
+        )
+
+    def _part_of_stream(self, seed: int, own_seed: int, epoch: int, start: int, stop: int | None) -> Iterator[Any]:
+        """The batches from number ``start`` up to ``stop``; a stream cannot be entered in the middle, so it is read.
+
+        What it draws comes from random numbers that begin with it, in this process or in each worker.
+        """
+        if isinstance(self._read.dataset, SeededStream):
+            self._read.dataset.begin(own_seed, epoch)
+        if self._read.num_workers:
+            yield from islice(self._from_workers(), start, stop)
+            return
+        draws = RandomStream(seed)
+        with draws:
+            batches = self._batches_of_stream()
+        for number in count() if stop is None else range(stop):
+            with draws:
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            if number >= start:
+                yield batch
+
+    def _batches_of_stream(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        if loader.pin_memory or isinstance(loader.dataset, IterDataPipe):
+            return iter(self._read)
+        samples = iter(loader.dataset)
+        if loader.batch_size is None:
+            return map(loader.collate_fn, samples)
+        groups = iter(lambda: list(islice(samples, loader.batch_size)), [])
+        if loader.drop_last:
+            groups = (group for group in groups if len(group) == loader.batch_size)
+        return map(loader.collate_fn, groups)
+
+
+class _Turns(Sampler[Turn]):
+    """A sampler of what it is given before it is asked.
+
+    It knows no Feed: workers whose loader is part of a cycle are waited for, five seconds each, when that is collected.
+    """
+
+    def __init__(self) -> None:
+        self.turns: Iterator[Turn] = iter(())
+
+    def __iter__(self) -> Iterator[Turn]:
+        return self.turns

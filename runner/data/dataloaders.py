@@ -1,0 +1,378 @@
+"""Dataloaders that are split over processes and continue from any position."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from ...core.comm.collectives import all_gather_object, get_world_size
+from ...core.errors import ConfigError, counted
+from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from ..loops.lockstep import InStep
+from .checks import check_dataloader, check_dataset, collate_function, is_config
+from .dataloader_reader import Feed
+from .own_loader_reader import Reader
+from .sample_seeds import order_seed, tell_epoch
+from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler
+from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
+
+_UNKNOWN = object()
+
+Splittable = DefaultSampler | InfiniteSampler
+"""Samplers whose epoch can be dealt out anew from any position."""
+
+
+@FUNCTIONS.register_module()
+def pseudo_collate(samples: Sequence[Any]) -> Any:
+    """The samples of a batch with their fields gathered into lists, nothing stacked; MMEngine's default."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: pseudo_collate([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(pseudo_collate(field) for field in zip(*samples, strict=True)))
+    if isinstance(first, (list, tuple)):
+        return [pseudo_collate(field) for field in zip(*samples, strict=True)]
+    return list(samples)
+
+
+def build_dataloader(
+    cfg: Any,
+    *,
+    training: bool,
+    seed: int,
+    shard: tuple[int, int],
+    where: str,
+    logger: logging.Logger,
+) -> Any:
+    """The DataLoader that a configuration describes, split over processes, or what gives batches in its place.
+
+    Args:
+        cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or anything
+            else that gives batches. Of a DataLoader, torch's own sequential or random sampler is replaced by a
+            DefaultSampler; any other is kept. A list of batches is dealt out by a DefaultSampler too.
+        training: shuffle by default, and give every process as many samples; otherwise no sample is repeated.
+        seed: of the order and of the workers.
+        shard: (index, count) of this process's part of the data.
+        where: the configuration key, for messages.
+        logger: is told what was replaced.
+    """
+    check_dataloader(cfg, where, training)
+    if not isinstance(cfg, Mapping):
+        loader = (
+            adopt(cfg, training, seed, shard, where, logger)
+            if isinstance(cfg, DataLoader)
+            else from_elsewhere(cfg, training, shard, where, logger)
+        )
+        if training:
+            say_how_it_resumes(loader, where, logger)
+        return loader
+    kwargs = dict(cfg)
+    dataset = kwargs.pop("dataset")
+    if is_config(dataset):
+        dataset = DATASETS.build(dataset, f"{where}.dataset")
+        check_dataset(dataset, cfg, where, training)
+    if hasattr(dataset, "full_init"):
+        dataset.full_init()
+    collate = kwargs.pop("collate_fn", "pseudo_collate")
+    if isinstance(collate, (Mapping, str)):
+        function, arguments = collate_function(collate, f"{where}.collate_fn")
+        # No lambda: worker processes that are not forked have to unpickle it.
+        collate = functools.partial(function, **arguments) if arguments else function
+    kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, **kwargs)
+    sampler = kwargs.pop("sampler", None)
+    shuffle = kwargs.pop("shuffle", training)
+    if sampler is None:
+        sampler = {"type": "DefaultSampler", "shuffle": shuffle}
+    if is_config(sampler):
+        spec = dict(sampler) if isinstance(sampler, Mapping) else {"type": sampler}
+        extra: dict[str, Any] = {"dataset": dataset, "shard": shard}
+        if "seed" not in spec:
+            extra["seed"] = seed
+        if not training and "round_up" not in spec:
+            extra["round_up"] = False
+        sampler = DATA_SAMPLERS.build(spec, f"{where}.sampler", **extra)
+    if training and isinstance(sampler, DefaultSampler) and not sampler.round_up and sampler.num_samples % shard[1]:
+        raise ConfigError(
+            f"{where}.sampler.round_up: False gives {sampler.num_samples} samples unevenly to {shard[1]} processes, "
+            "leave it out in training"
+        )
+    batch_sampler = kwargs.pop("batch_sampler", None)
+    if batch_sampler is None:
+        return DataLoader(dataset, sampler=sampler, **kwargs)
+    size = kwargs.pop("batch_size", 1)
+    drop_last = kwargs.pop("drop_last", False)
+    if is_config(batch_sampler):
+        batch_sampler = DATA_SAMPLERS.build(
+            batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
+        )
+    return DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
+
+
+class TrainData:
+    """The batches of the training set in windows of several, from any position of any epoch.
+
+    No sample is read that does not come before ``stop``, and none that lies before ``start``; only a stream
+    (IterableDataset) has to be read from its beginning.
+
+    With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can go on
+    from there in windows of another size (``resume_at``). The order of other samplers, of batch samplers of the user's
+    own and of streams belongs to their batches and cannot be dealt out anew, and so do the batches of loaders that go
+    their own way, which are read by a Reader.
+
+    Processes whose data may differ in length end their epochs together, once they have met (``meet``).
+
+    Args:
+        loader: from ``build_dataloader``.
+        accumulate: micro-batches per window.
+        seed: of what is drawn for samples, and of samplers that are not ours.
+        diff_rank_seed: such samplers draw other numbers on every process.
+        shard: (index, count) of the part of the data that this process reads.
+    """
+
+    def __init__(
+        self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
+        self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+        self._sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+        self.infinite = isinstance(self._sampler, InfiniteSampler)
+        self._batch_size = getattr(batches, "batch_size", 1)
+        self.drop_last = bool(getattr(batches, "drop_last", False))
+        self._reader = Reader(loader) if goes_its_own_way(loader) else None
+        self._in_step: InStep | None = None
+        self._least: int | None = None  # batches of an epoch on the process that has least
+        self._first_samples: Any = _UNKNOWN
+        self._has_met = self._said_length = False
+        # An epoch that was resumed with other windows: its number, one of its windows, and the position of that one.
+        self._origin = (-1, 0, 0)
+        self._shard = shard
+        self._feed = None if self._reader is not None else Feed(loader, shard)
+
+    def use_seed(self, seed: int) -> None:
+        """Take another seed, also for a sampler that was not given one of its own."""
+        if isinstance(self._sampler, ShardedSampler) and self._sampler.seed == self.seed:
+            self._sampler.seed = seed
+        self.seed = seed
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of one epoch on this process; None when there is no end, or none that is known."""
+        return self._own_length if self._least is None else self._least
+
+    @property
+    def _own_length(self) -> int | None:
+        return None if self.infinite else length_of(self.loader)
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Windows of one epoch."""
+        return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
+
+    def nothing_read(self) -> ConfigError:
+        """What to raise when an epoch has no batch."""
+        if self._reader is None:
+            return ConfigError(
+                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
+            )
+        others = "" if get_world_size() == 1 else ", or that of another process does"
+        return ConfigError(
+            f"train_dataloader: {name_of(self.loader)} gives no batch{others}; one that can be read once needs a reset()"
+        )
+
+    # Several processes
+
+    def meet(self, timeout_s: float | None = None) -> None:
+        """Compare the lengths of all processes' data, and have their epochs end together where those may differ.
+
+        Every process must call it, before it trains; nothing happens the second time.
+
+        Args:
+            timeout_s: how long a process may take for its next window.
+
+        Raises:
+            ConfigError: the processes have datasets of different lengths, and each takes its part of it.
+        """
+        if get_world_size() == 1 or self._has_met:
+            return
+        self._has_met = True
+        samples, lengths, deals, even, keeps_place = zip(
+            *all_gather_object(
+                (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_place)
+            ),
+            strict=True,
+        )
+        self._first_samples = samples[0]
+        known = {number or 0 for number in samples}
+        if any(deals) and len(known) > 1:
+            raise ConfigError(
+                f"train_dataloader.dataset: has {min(known)} to {max(known)} samples depending on the process, and a "
+                "DefaultSampler or InfiniteSampler deals out one dataset that is the same on all; for parts of your own give "
+                "an IterableDataset, or a sampler of your own"
+            )
+        if not all(even):
+            self._in_step = InStep("train_dataloader", ahead=not any(keeps_place), timeout_s=timeout_s)
+            self._least = None if None in lengths else min(lengths)
+
+    @property
+    def _deals(self) -> bool:
+        """Whether a sampler deals out the dataset, so that it has to be one and the same on all processes."""
+        is_stream = isinstance(self._dataset, IterableDataset)
+        return not is_stream and isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether every process has as many batches for certain."""
+        if self._reader is not None or isinstance(self._dataset, IterableDataset):
+            return False
+        if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
+            return False
+        if isinstance(self._sampler, ShardedSampler):
+            return self._sampler.count > 1 and getattr(self._sampler, "round_up", True)
+        return type(self._sampler) is DistributedSampler
+
+    # The place in an epoch
+
+    @property
+    def splittable(self) -> Splittable | None:
+        """The sampler, if what is left of its epoch can be dealt out anew."""
+        fed = self._feed is not None and self._feed.by_position
+        return self._sampler if fed and isinstance(self._sampler, Splittable) else None
+
+    @property
+    def sampler_name(self) -> str:
+        """The class, or the function, that says which batch comes when."""
+        if self._reader is not None:
+            return name_of(self.loader)
+        if isinstance(self._dataset, IterableDataset):
+            return type(self._dataset).__name__
+        own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
+        return type(self.loader.batch_sampler if own_batches else self._sampler).__name__
+
+    @property
+    def num_samples(self) -> int | None:
+        """Of the dataset, where it differs that of rank 0; None for a stream that does not know."""
+        return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
+
+    @property
+    def stream_workers(self) -> int | None:
+        """Workers that read a stream, which may have another order with others; None for other data."""
+        is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_place
+        return getattr(self.loader, "num_workers", None) if is_stream else None
+
+    def position(self, epoch: int, window: int) -> int | None:
+        """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""
+        sampler = self.splittable
+        if sampler is None:
+            return None
+        place = self._place(epoch, window)
+        return place if self.infinite else min(place, sampler.num_samples)
+
+    def resume_at(self, epoch: int, position: int) -> int:
+        """Let an epoch go on at a position, in windows of this size; returns the number of the window that begins there.
+
+        Windows are numbered as if all of the epoch had been in these, so that the one that begins is rounded down.
+        """
+        window = position // self._stride
+        self._origin = (epoch, window, position)
+        if not self.infinite and self.length(epoch) == window and self.epoch_length:
+            self._origin = (-1, 0, 0)  # what is left is less than a batch, and dropped: the epoch is at its end
+            return self.epoch_length
+        return window
+
+    def length(self, epoch: int) -> int | None:
+        """Windows of an epoch, up to the number of the last; of a resumed one not always ``epoch_length``."""
+        if self.splittable is None or self.infinite or epoch != self._origin[0]:
+            return self.epoch_length
+        _, window, position = self._origin
+        samples = cast(DefaultSampler, self.splittable).length_from(position)
+        batches = samples // self._batch_size if self.drop_last else math.ceil(samples / self._batch_size)
+        return window + math.ceil(batches / self.accumulate)
+
+    @property
+    def _stride(self) -> int:
+        """Samples per window, over all processes."""
+        return int(self.accumulate * self._batch_size * cast(ShardedSampler, self._sampler).count)
+
+    def _place(self, epoch: int, window: int) -> int:
+        first, position = self._origin[1:] if epoch == self._origin[0] else (0, 0)
+        return position + (window - first) * self._stride
+
+    # The loader's own state
+
+    def loader_state(self) -> Any:
+        """The state of a loader that has one, as JSON can hold it, behind the update that was done last.
+
+        Raises:
+            CheckpointError: it holds something else than plain values and tensors.
+        """
+        return None if self._reader is None else self._reader.state()
+
+    def load_loader_state(self, state: Any, begins: bool) -> None:
+        """Let the loader go on where its state says; ``begins``: an epoch begins there."""
+        assert self._reader is not None
+        self._reader.load_state(state, begins)
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether the loader's own state says which batch comes next."""
+        return self._reader is not None and self._reader.keeps_place
+
+    # Reading
+
+    def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
+        """The windows of an epoch from number ``start`` up to ``stop``; the last of the epoch may be shorter."""
+        own = self._own_windows(epoch, start, stop)
+        if self._in_step is None:
+            return own
+        return self._in_step.windows(own, start)
+
+    def close(self) -> None:
+        """End worker processes that would stay for the next epoch."""
+        if self._feed is not None:
+            self._feed.close()
+
+    def _own_windows(self, epoch: int, start: int, stop: int | None) -> Iterator[list[Any]]:
+        size, number = self.accumulate, start
+        window: list[Any] = []
+        for batch in self._batches(epoch, start, stop):
+            window.append(batch)
+            if len(window) == size:
+                yield window
+                window = []
+                number += 1
+        if window:
+            yield window
+        if number != stop and number + len(window) != start:
+            self._compare_length(number * size + len(window))
+
+    def _compare_length(self, found: int) -> None:
+        """Say once that an epoch did not have as many batches as the data said."""
+        said = self._own_length
+        if self.splittable is None and said is not None and said != found and not self._said_length:
+            self._said_length = True
+            logging.getLogger("flextrain").warning(
+                f"train_dataloader: len() of {self.sampler_name} says {counted(said, 'batch', 'batches')}, and the epoch had "
+                f"{found}; all of them are trained on, schedules and the estimated time go by len()"
+            )
+
+    def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
+        """The batches of an epoch from window ``first`` up to window ``end``."""
+        for part in (self.loader, self._dataset, self._sampler, getattr(self.loader, "batch_sampler", None)):
+            tell_epoch(part, epoch)
+        start, stop = first * self.accumulate, None if end is None else end * self.accumulate
+        if self._feed is None:
+            assert self._reader is not None
+            own = self._shard[0] if self.diff_rank_seed else 0
+            return self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
+        if self._feed.by_position:
+            start, stop = self._place(epoch, first), None if end is None else self._place(epoch, end)
+        return self._feed.batches(self.seed, epoch, start, stop, diff_shard_seed=self.diff_rank_seed)

@@ -1,0 +1,192 @@
+"""Samplers that are split over processes and continue from any position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from ...core.comm.collectives import get_rank, get_world_size
+from ...core.generators import RandomStream
+from ...core.overriding import overridden
+from ...core.permutation import Shuffled, Straight
+from ...core.registry import DATA_SAMPLERS
+
+LARGE = 2**20
+"""Samples of a dataset above which a random order is computed by index: a whole one would be in every process's memory."""
+BLOCK = 4096
+"""Indices that are computed at once."""
+
+
+class ShardedSampler(Sampler[int]):
+    """Base of samplers whose position is a number of samples over all processes together.
+
+    A run that stops after ``n`` samples continues at position ``n`` on any number of processes.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: a new random order every epoch; False keeps the dataset's.
+        seed: of the order; the same on all processes.
+        shard: (index, count) of this process's part; default: rank and world size.
+    """
+
+    def __init__(
+        self, dataset: Sized, shuffle: bool = True, seed: int | None = None, *, shard: tuple[int, int] | None = None
+    ) -> None:
+        self.num_samples = len(dataset)
+        self.shuffle = shuffle
+        self.seed = seed or 0
+        self.index, self.count = shard or (get_rank(), get_world_size())
+        self.epoch = 0
+        self.start, self.stop = 0, None
+        self.by_index = shuffle and self.num_samples > LARGE
+        """Whether a random order is computed by index, and not drawn as a whole."""
+
+    stop: int | None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+    def set_span(self, start: int, stop: int | None = None) -> None:
+        """Yield only the samples at global positions ``start`` up to ``stop`` of the epoch from now on."""
+        self.start, self.stop = start, stop
+
+    def order(self, epoch: int) -> Any:
+        """The indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
+
+        A subclass may give any sequence or array of indices.
+        """
+        if not self.shuffle:
+            return Straight()
+        if self.by_index:
+            return Shuffled(self.num_samples, self.seed, epoch)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.num_samples, generator=generator).numpy()
+
+
+@DATA_SAMPLERS.register_module()
+class DefaultSampler(ShardedSampler):
+    """Every sample once per epoch, dealt to the processes in turn.
+
+    Args:
+        round_up: repeat samples from the beginning of the order until every process has as many; with False processes
+            may have one less, which evaluation can do with and training cannot.
+
+    In an epoch that goes on in its middle with another number of processes it is what was left that is dealt out, and what
+    fills it up comes at its end: no sample is lost, and fewer are repeated, of the first of the order, than there are
+    processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int | None = None,
+        round_up: bool = True,
+        *,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(dataset, shuffle, seed, shard=shard)
+        self.round_up = round_up
+
+    def __iter__(self) -> Iterator[int]:
+        end = self._end(self.start)
+        stop = end if self.stop is None else min(self.stop, end)
+        return _dealt(self.order(self.epoch), self.num_samples, range(self.start + self.index, stop, self.count))
+
+    def __len__(self) -> int:
+        return self.length_from(0)
+
+    def length_from(self, start: int) -> int:
+        """Samples that this process gets of an epoch that continues at the global position ``start``."""
+        return max(0, math.ceil((self._end(start) - start - self.index) / self.count))
+
+    def _end(self, start: int) -> int:
+        """The global position after the last sample, repeated ones included."""
+        left = max(0, self.num_samples - start)
+        return start + (math.ceil(left / self.count) * self.count if self.round_up else left)
+
+
+@DATA_SAMPLERS.register_module()
+class InfiniteSampler(ShardedSampler):
+    """An endless stream of epochs, dealt to the processes in turn; for iteration-based training."""
+
+    def __iter__(self) -> Iterator[int]:
+        position, size = self.start + self.index, self.num_samples
+        while self.stop is None or position < self.stop:
+            epoch = position // size
+            end = (epoch + 1) * size if self.stop is None else min((epoch + 1) * size, self.stop)
+            positions = range(position, end, self.count)
+            yield from _dealt(self.order(epoch), size, positions)
+            position += len(positions) * self.count
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
+    """The indices at these positions of an order that begins again after ``size``; block by block."""
+    order = np.asarray(order) if isinstance(order, Sequence) else order
+    for begin in range(0, len(positions), BLOCK):
+        block = positions[begin : begin + BLOCK]
+        yield from order[np.arange(block.start, block.stop, block.step) % size].tolist()
+
+
+def follows_span(sampler: object) -> bool:
+    """Whether a sampler begins where ``set_span`` says, so that its place in an epoch is a number of samples.
+
+    A subclass that says itself what it yields, or how much, does as it likes: it is asked for the first part again.
+    """
+    return isinstance(sampler, ShardedSampler) and not overridden(sampler, "__iter__", "__len__")
+
+
+class Repeatable(Sampler[Any]):
+    """What another sampler yields from number ``start`` up to ``stop`` of an epoch, the same whenever it is asked.
+
+    What the other one draws, from the process's generators or from a torch.Generator of its own, comes from a stream
+    that starts anew in every epoch: its order does not depend on what the model has drawn, and going on in the middle is
+    asking for the first part again. One with another kind of random state has to take it from ``set_epoch``.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self._seed, self._start, self._stop = 0, 0, None
+
+    _stop: int | None
+
+    def position(self, seed: int, start: int, stop: int | None) -> None:
+        """Choose what comes next; ``seed`` is that of the epoch."""
+        self._seed, self._start, self._stop = seed, start, stop
+
+    def __iter__(self) -> Iterator[Any]:
+        return (item for _, item in self.places())
+
+    def places(self) -> Iterator[tuple[int, Any]]:
+        """What comes next, each with the number of samples that come before it."""
+        stream, place = RandomStream(self._seed), 0
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(self._seed)
+        with stream:
+            items = iter(self.sampler)
+        for number in count() if self._stop is None else range(self._stop):
+            with stream:
+                item = next(items, _END)
+            if item is _END:
+                return
+            if number >= self._start:
+                yield place, item
+            place += len(item) if isinstance(item, Sized) else 1
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+_END = object()

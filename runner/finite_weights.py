@@ -1,0 +1,66 @@
+"""What a run has to keep finite: trained weights and what is kept of them, not masks that are infinite on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..core.comm import collectives as dist
+from ..core.finite import nonfinite
+from ..core.norms import keeps_statistics
+
+if TYPE_CHECKING:
+    from .runner import FlexibleRunner
+
+_STATE, _AVERAGED = "optim.state.", "averaged."
+
+
+def trained_names(runner: FlexibleRunner) -> set[str]:
+    """The names of what training changes: parameters that are not frozen, and running statistics."""
+    module = runner.strategy.module
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for prefix, part in module.named_modules():
+        if keeps_statistics(part):
+            names |= {name for name, _ in part.named_buffers(prefix, recurse=False)}
+    return names
+
+
+def keys_to_keep_finite(runner: FlexibleRunner, state: Mapping[str, Any]) -> set[str]:
+    """Of the keys of a checkpoint, those with which nobody can go on once they hold NaN or infinity.
+
+    What training changes, the optimizer's state of it, and averages. A buffer or a frozen parameter may be a mask of minus
+    infinity, and a single number of an optimizer's state is what the optimizer makes of it.
+    """
+    names = trained_names(runner)
+    hooks = tuple(f"hook.{type(hook).__name__}" for hook in runner.hooks if hook.holds_weights)
+    return {
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and (
+            key.removeprefix("model.") in names
+            or (key.startswith(_STATE) and value.dim() > 0)
+            or (hooks and key.startswith(hooks) and key.partition(_AVERAGED)[2] in names)
+        )
+    }
+
+
+def own_nonfinite(runner: FlexibleRunner) -> list[str]:
+    """The names of the weights, statistics and averages of which this process's part is not finite."""
+    return nonfinite(_watched(runner))
+
+
+def nonfinite_weights(runner: FlexibleRunner) -> list[str]:
+    """The same over all processes, which all have to call it."""
+    found = {name for names in dist.all_gather_object(own_nonfinite(runner)) for name in names}
+    return [name for name in _watched(runner) if name in found]
+
+
+def _watched(runner: FlexibleRunner) -> dict[str, Tensor]:
+    names = trained_names(runner)
+    watched = {name: tensor for name, tensor in runner.strategy.model_state().items() if name in names}
+    for state in (hook.state_dict() for hook in runner.hooks if hook.holds_weights):
+        watched |= {key: value for key, value in state.items() if key.partition(_AVERAGED)[2] in names}
+    return watched

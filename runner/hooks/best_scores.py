@@ -1,0 +1,108 @@
+"""BestScores: the best value of each watched metric, and the checkpoint that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...core.errors import ConfigError, suggest
+from .metric_rules import GREATER_KEYS, LESS_KEYS, Rule, check_rule, infer_rule, is_better, worst
+
+
+class BestScores:
+    """What ``save_best`` asks for, and what was reached so far.
+
+    Args:
+        save_best, rule, greater_keys, less_keys: see CheckpointHook.
+        where: the configuration key, for messages.
+    """
+
+    def __init__(
+        self,
+        save_best: str | list[str] | None,
+        rule: str | list[str] | None,
+        greater_keys: Sequence[str] | str | None,
+        less_keys: Sequence[str] | str | None,
+        where: str,
+    ) -> None:
+        keys = [] if save_best is None else [save_best] if isinstance(save_best, str) else list(save_best)
+        if len(set(keys)) < len(keys):
+            raise ConfigError(f"{where}.save_best: {keys} is not allowed, it names a metric twice")
+        if "auto" in keys and len(keys) > 1:
+            raise ConfigError(f'{where}.save_best: {keys} is not allowed, "auto" stands alone')
+        if rule is not None and not keys:
+            raise ConfigError(f"{where}.rule: has no meaning without save_best")
+        rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
+        if len(rules) not in (1, len(keys)) and keys:
+            raise ConfigError(f"{where}.rule: {rule} is not allowed, give one rule or one for each of {keys}")
+        self._greater_keys = GREATER_KEYS if greater_keys is None else _as_tuple(greater_keys)
+        self._less_keys = LESS_KEYS if less_keys is None else _as_tuple(less_keys)
+        self._where = where
+        self._given = rules[0]
+        self._rules: dict[str, Rule] = {}
+        self._waits_for_auto = keys == ["auto"]
+        if self._given is not None:
+            for one in rules:
+                check_rule(str(one), f"{where}.rule")
+        if not self._waits_for_auto:
+            rules = rules * len(keys) if len(rules) == 1 else rules
+            self._rules = {key: self._rule(key, one) for key, one in zip(keys, rules, strict=True)}
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any metric is watched."""
+        return bool(self._rules) or self._waits_for_auto
+
+    @property
+    def is_single(self) -> bool:
+        """Whether exactly one metric is watched."""
+        return len(self._rules) == 1
+
+    def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        """The metrics that are better than ever, with their values.
+
+        Raises:
+            ConfigError: a watched metric is missing, or no number.
+        """
+        if self._waits_for_auto:
+            first = next(iter(metrics))
+            self._rules, self._waits_for_auto = {first: self._rule(first, self._given)}, False
+        for key, rule in self._rules.items():
+            if key not in metrics:
+                hint = suggest(key, metrics) or f", there are {sorted(metrics)}"
+                raise ConfigError(f'{self._where}.save_best: "{key}" is no metric of the validation{hint}')
+            if metrics[key] is None:
+                continue
+            try:
+                score = float(metrics[key])
+            except (TypeError, ValueError):
+                raise ConfigError(f'{self._where}.save_best: "{key}" is {metrics[key]!r}, which is no number') from None
+            best = self._entries[key]["score"] if key in self._entries else worst(rule)
+            if is_better(rule, score, best):
+                yield key, score
+
+    def name(self, key: str) -> str | None:
+        """The checkpoint with the best value of ``key``."""
+        return self._entries[key]["checkpoint"] if key in self._entries else None
+
+    def set(self, key: str, score: float, checkpoint: str) -> None:
+        """Note a new best value."""
+        self._entries[key] = {"score": score, "checkpoint": checkpoint}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best values and their checkpoints."""
+        return {key: dict(entry) for key, entry in self._entries.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._entries = {key: dict(entry) for key, entry in state.items()}
+
+    def _rule(self, key: str, given: str | None) -> Rule:
+        if given is not None:
+            return check_rule(given, f"{self._where}.rule")
+        return infer_rule(key, f"{self._where}.rule", self._greater_keys, self._less_keys)
+
+
+def _as_tuple(keys: Sequence[str] | str) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else tuple(keys)

@@ -1,0 +1,112 @@
+"""The hooks of a run, from its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.errors import ConfigError, suggest
+from ...core.registry import HOOKS
+from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
+from .dispatch import check_points
+from .unsupported import refuse_methods
+
+
+def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:
+    """All hooks with their priorities, in the order in which they are configured.
+
+    Args:
+        default_hooks: changes to the default hooks by name; None leaves one out.
+        custom_hooks: a list of hooks or their configurations.
+        validates: whether there will be metrics to wait for.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    built = []
+    for key, cfg in _resolve(default_hooks, custom_hooks):
+        hook = build_hook(cfg, key)
+        if not validates:
+            _check_needs(hook, key)
+        built.append((hook, priority_of(hook, cfg, key)))
+    return built
+
+
+def build_hook(cfg: Any, key: str) -> Hook:
+    """The hook that ``cfg`` describes; messages of its constructor name ``key`` in place of the class."""
+    if isinstance(cfg, Hook):
+        _check_methods(cfg, key)
+        return cfg
+    bare = {name: value for name, value in cfg.items() if name != "priority"} if isinstance(cfg, Mapping) else cfg
+    kind = HOOKS.check(bare, key)
+    if inspect.isclass(kind) and not issubclass(kind, Hook):
+        raise ConfigError(f"{key}.type: {kind.__name__} is no Hook")
+    try:
+        hook = HOOKS.build(bare, key)
+    except ConfigError as error:
+        name, _, rest = str(error).partition(".")
+        raise ConfigError(f"{key}.{rest}" if name in _names(kind) else str(error)) from error.__cause__
+    if not isinstance(hook, Hook):
+        raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook")
+    _check_methods(hook, key)
+    return hook
+
+
+def _check_methods(hook: Hook, key: str) -> None:
+    """Raise ConfigError for a method that looks as if it were called and never is."""
+    check_points(hook, key)
+    refuse_methods(hook, key)
+
+
+def priority_of(hook: Hook, cfg: Any, key: str) -> int:
+    """The hook's priority, or the one that its configuration gives it."""
+    given = cfg.get("priority") if isinstance(cfg, Mapping) else None
+    return get_priority(hook.priority if given is None else given, f"{key}.priority")
+
+
+def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
+    """All hooks as (configuration key, hook or configuration)."""
+    if default_hooks is not None and not isinstance(default_hooks, Mapping):
+        raise ConfigError(
+            f"default_hooks: {default_hooks!r} is not allowed, give a dict such as dict(checkpoint=dict(...))"
+        )
+    if custom_hooks is not None and not isinstance(custom_hooks, (list, tuple)):
+        raise ConfigError(f"custom_hooks: {type(custom_hooks).__name__} is not allowed, give a list")
+    hooks: dict[str, Any] = {f"default_hooks.{name}": cfg for name, cfg in DEFAULT_HOOKS.items()}
+    for name, cfg in (default_hooks or {}).items():
+        key = f"default_hooks.{name}"
+        if isinstance(cfg, Mapping) and "type" not in cfg:
+            if name not in DEFAULT_HOOKS:
+                raise ConfigError(f"{key}: unknown key{suggest(name, DEFAULT_HOOKS)} or give it a type")
+            cfg = {**DEFAULT_HOOKS[name], **cfg}
+        elif name not in DEFAULT_HOOKS and (twin := _default_of_its_class(cfg, key)):
+            raise ConfigError(
+                f'{key}: unknown key, did you mean "{twin}"? A second hook of its class goes into custom_hooks'
+            )
+        hooks[key] = cfg
+    given = [(key, cfg) for key, cfg in hooks.items() if cfg is not None]
+    return given + [(f"custom_hooks[{i}]", cfg) for i, cfg in enumerate(custom_hooks or ())]
+
+
+def _default_of_its_class(cfg: Any, key: str) -> str | None:
+    """The name of the default hook that has the class of ``cfg``, if there is one."""
+    kind = type(cfg) if isinstance(cfg, Hook) else None if cfg is None else _class_of(cfg, key)
+    return next((name for name, default in DEFAULT_HOOKS.items() if _class_of(default, key) is kind), None)
+
+
+def _class_of(cfg: Any, key: str) -> Any:
+    return HOOKS.get(cfg["type"] if isinstance(cfg, Mapping) else cfg, f"{key}.type")
+
+
+def _check_needs(hook: Hook, key: str) -> None:
+    """Raise ConfigError for a hook that would wait for metrics in vain."""
+    needed = "needs validation, give val_dataloader, val_cfg and val_evaluator"
+    if isinstance(hook, CheckpointHook) and hook.saves_best:
+        raise ConfigError(f"{key}.save_best: {needed}")
+    if isinstance(hook, EarlyStoppingHook):
+        raise ConfigError(f"{key}: {needed}")
+
+
+def _names(kind: Any) -> list[str]:
+    return [cls.__name__ for cls in kind.__mro__] if inspect.isclass(kind) else []

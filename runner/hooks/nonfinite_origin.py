@@ -1,0 +1,157 @@
+"""Where NaN or infinity begins: the last batch is run again, with a look at what every module gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core.checkpoint import what_is_not_finite
+from ...core.comm import collectives as dist
+from ...core.finite import nonfinite
+from ..finite_weights import nonfinite_weights
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+def find_origin(runner: FlexibleRunner, batch: Any) -> str:
+    """Where it begins, as the end of a sentence, the same on every rank; all of them have to call it.
+
+    Random numbers are others than they were. The run cannot go on afterwards: gradients and statistics have changed.
+
+    Args:
+        runner: whose model it is.
+        batch: the last one, or, with accumulation, the list of the last window's.
+    """
+    window = batch if runner.accumulate > 1 else [batch]
+    weights = nonfinite_weights(runner)
+    own = _run_again(runner, window)
+    if weights:
+        return f"{_first_with(weights, own, runner)}; LoggerHook(interval=1) looks after every iteration"
+    found = {rank: run for rank, run in enumerate(dist.all_gather_object(own)) if run.bad is not None}
+    if found:
+        rank, run = min(found.items(), key=lambda item: item[1].called.index(str(item[1].bad)))
+        where = f" on rank {rank}" if runner.world_size > 1 else ""
+        return f"{run.bad} is the first module whose output is not finite, when the batch is run again{where}"
+    if failed := next((run.error for run in dist.all_gather_object(own) if run.error), None):
+        return f"run again, the batch fails with {failed}"
+    return _in_backward(runner, window)
+
+
+class _Run(NamedTuple):
+    """What was seen when a window was run again."""
+
+    called: list[str]
+    """The modules, as they ended."""
+    bad: str | None
+    """The first of them whose output was not finite."""
+    error: str | None
+
+
+def _run_again(runner: FlexibleRunner, window: list[Any]) -> _Run:
+    error = None
+    with _watching(runner.strategy.module, bool(runner.strategy.config.compile)) as seen:
+        try:
+            for micro_batch in window:
+                before = len(seen)
+                runner.stepper.rehearse(micro_batch, _Idle(runner.optim_wrapper))
+                if not runner.stepper.counts(micro_batch):  # its mean over nothing is left out of the update
+                    del seen[before:]
+        except Exception as reason:  # as a model that checks its input raises; part of what is said then
+            error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"
+    bad = next((name for name, is_finite in seen if not bool(is_finite)), None)
+    return _Run([name for name, _ in seen], bad, error)
+
+
+@contextmanager
+def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, Tensor]]]:
+    """Whether the outputs of the modules within were finite, by their names, in the order in which they ended."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def watch(name: str) -> Any:
+        def look(_: nn.Module, args: Any, output: Any) -> None:
+            flags = [tensor.detach().isfinite().all() for tensor in _tensors(output)]
+            if flags:
+                seen.append((name, torch.stack(flags).all()))
+
+        return look
+
+    handles = [part.register_forward_hook(watch(_title(name, part))) for name, part in module.named_modules()]
+    try:
+        # Compiled code does not ask for hooks that came after it.
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _title(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _first_with(weights: list[str], run: _Run, runner: FlexibleRunner) -> str:
+    """The first module in forward that has some of the ``weights`` of its own."""
+    own = {
+        _title(prefix, part): [name for name in weights if name.rpartition(".")[0] == prefix]
+        for prefix, part in runner.strategy.module.named_modules()
+    }
+    first = next((title for title in (*run.called, *own) if own.get(title)), None)
+    if first is None:  # averages alone
+        return f"NaN or infinity is in {what_is_not_finite(weights)} by now"
+    return (
+        f"weights are not finite by now, {first} is the first module in forward that has such ({', '.join(own[first])})"
+    )
+
+
+def _in_backward(runner: FlexibleRunner, window: list[Any]) -> str:
+    """The gradients that are not finite, when forward is."""
+    again = "weights are finite, and every output is when the batch is run again"
+    if not runner.stepper.differentiate(window):
+        return again
+    named = runner.strategy.module.named_parameters()
+    own = nonfinite({name: parameter.grad for name, parameter in named if parameter.grad is not None})
+    names = sorted({name for names in dist.all_gather_object(own) for name in names})
+    if names:
+        return f"{again}; in backward the gradients of {what_is_not_finite(names, 'parameter')} are not"
+    return f"{again}, and so is every gradient"
+
+
+class _Idle:
+    """An OptimWrapper, or several, for a model's own ``train_step``, that does everything but differentiate and update."""
+
+    def __init__(self, optim: Any) -> None:
+        self._optim = optim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optim, name)
+
+    def __getitem__(self, name: str) -> _Idle:
+        return _Idle(self._optim[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optim)
+
+    def __len__(self) -> int:
+        return len(self._optim)
+
+    def update_params(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    backward = step = zero_grad = update_params

@@ -1,0 +1,1 @@
+"""Loops: in which order batches, updates, validation and hooks come."""

@@ -1,0 +1,136 @@
+"""Loops of evaluation: once through the data, on every process equally often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...core.comm import collectives as dist
+from ...core.registry import LOOPS
+from ..data.dataloader_reader import Feed
+from ..data.own_loader_reader import Reader
+from ..data.user_loaders import goes_its_own_way, length_of
+from ..metrics.base import Evaluator, TorchMetric, build_evaluator
+from .lockstep import until_all_end
+from .train import BaseLoop
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+EVALUATION = -1
+"""The epoch whose random numbers are drawn for data of evaluation: the same every time."""
+
+
+class EvalLoop(BaseLoop):
+    """Goes once through validation or test data and evaluates the metrics.
+
+    Every process runs forward equally often, because forward may communicate: one that has fewer batches repeats its last
+    one, and nobody sees the result.
+
+    Args:
+        evaluator: metrics, or their configuration.
+        fp16: forward under float16 autocast, whatever the training's precision.
+    """
+
+    mode = "val"
+
+    def __init__(self, runner: FlexibleRunner, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
+        super().__init__(runner, dataloader)
+        self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
+        self.fp16 = fp16
+        own_way = goes_its_own_way(dataloader)
+        self._reader = Reader(dataloader) if own_way else None
+        self._feed = None if own_way else Feed(cast("DataLoader[Any]", dataloader), runner.strategy.data_shard)
+        self.evaluator.dataset_meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
+        self._passed, self._done = 0, 0  # batches of the last pass, and of the one under way
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this process; of data without a length those of the last pass, or of this one so far."""
+        length = length_of(self.dataloader)
+        return max(self._passed, self._done) if length is None else length
+
+    @torch.no_grad()
+    def run(self) -> dict[str, Any]:
+        """The metrics by name, on every process."""
+        runner = self.runner
+        self.evaluator.reset()
+        runner.call_hook(f"before_{self.mode}")
+        runner.call_hook(f"before_{self.mode}_epoch")
+        runner.strategy.share_buffers()  # after the hooks, which may have averaged them
+        was_training = runner.model.training
+        runner.model.eval()
+        self.evaluator.to(runner.strategy.device)
+        self._passed, self._done = self._done, 0
+        for batch, is_own in self._batches():
+            if is_own:
+                self._done += 1
+                self.run_iter(self._done - 1, batch)
+            else:
+                self._forward(batch)
+        metrics = self.evaluator.evaluate(self._num_kept())
+        runner.model.train(was_training)
+        runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{self.mode}")
+        return metrics
+
+    def run_iter(self, batch_idx: int, batch: Any) -> None:
+        """One batch, with its hooks."""
+        runner = self.runner
+        for hook in runner.hook_calls[f"before_{self.mode}_iter"]:
+            hook(runner, batch_idx, batch)
+        outputs = self._forward(batch)
+        self.evaluator.process(data_samples=outputs, data_batch=batch)
+        for hook in runner.hook_calls[f"after_{self.mode}_iter"]:
+            hook(runner, batch_idx, batch, outputs)
+
+    def _forward(self, batch: Any) -> Any:
+        if not self.fp16:
+            return self.runner.stepper.evaluate(batch, self.mode)
+        with torch.autocast(self.runner.strategy.device.type, torch.float16):
+            return self.runner.stepper.evaluate(batch, self.mode)
+
+    def _num_kept(self) -> int | None:
+        """The number of samples, where the user's sampler repeats some so that all processes have as many."""
+        if self.runner.world_size == 1:
+            return None
+        dataset, sampler = (getattr(self.dataloader, name, None) for name in ("dataset", "sampler"))
+        if goes_its_own_way(self.dataloader) or isinstance(dataset, IterableDataset):
+            return None
+        size = length_of(dataset) or 0
+        seen = int(dist.all_reduce(torch.tensor(length_of(sampler) or 0, device="cpu")))
+        if seen <= size:
+            return None
+        if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
+            self.runner.logger.warning(
+                f"{self.mode}_dataloader: its {type(sampler).__name__} repeats {seen - size} samples, which torchmetrics' "
+                "metrics count again; give dict(type='DefaultSampler')"
+            )
+        return size
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """Batches, and whether they are this process's own."""
+        seed = self.runner.seed
+        if self._feed is not None:
+            one_pass = self._feed.batches(seed, EVALUATION)
+        else:
+            assert self._reader is not None
+            one_pass = self._reader.batches(seed, 0, None)
+        if self.runner.world_size == 1:
+            return ((batch, True) for batch in one_pass)
+        return until_all_end(one_pass, float(self.runner.strategy.config.timeout_s))
+
+
+@LOOPS.register_module()
+class ValLoop(EvalLoop):
+    """Validation; see EvalLoop."""
+
+
+@LOOPS.register_module()
+class TestLoop(EvalLoop):
+    """Testing; see EvalLoop."""
+
+    mode = "test"

@@ -1,0 +1,96 @@
+"""Weighing: how much each micro-batch of each process counts in an update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.comm import collectives as dist
+from ...core.errors import ConfigError
+
+logger = logging.getLogger("flextrain")
+
+
+class Weighing:
+    """Gives every item of an update the same weight, by the model's ``loss_weight(data)``.
+
+    That says over how many items (tokens, samples) the loss of a batch is a mean. The update is then the same however the
+    items are split over micro-batches and processes; without it, each micro-batch of each process counts the same. One
+    without items counts for nothing, also where its mean is 0/0. An update without any item, on all processes together,
+    is left out like one that loss scaling cancels: no weight, no average and no schedule moves.
+
+    Args:
+        loss_weight: the model's; a number, or a tensor in the host's memory: for one on the device the host has to wait.
+        device: of the losses.
+    """
+
+    def __init__(self, loss_weight: Callable[[Any], Any], device: torch.device) -> None:
+        self._loss_weight, self._device = loss_weight, device
+        self._weights: list[float] = []
+        self.factors: list[float] = []
+        self._has_said: set[str] = set()
+
+    @classmethod
+    def of(cls, module: nn.Module, device: torch.device) -> Weighing | None:
+        """The weighing that a model asks for, None for none; ``loss_weight`` may also be a number, or a part, of its own."""
+        found = getattr(module, "loss_weight", None)
+        return cls(found, device) if callable(found) and not isinstance(found, nn.Module) else None
+
+    def weigh(self, window: Sequence[Any]) -> bool:
+        """Weigh the micro-batches of a window; whether there is an item among those of all processes.
+
+        ``factors`` is then what to multiply each loss with: its share of all items, times the number of processes because
+        gradients are averaged over them.
+        """
+        self._weights = [self._weight(batch) for batch in window]
+        total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
+        if total == 0:
+            self._say("an update had no item to count on any process and was left out; further ones are not mentioned")
+            return False
+        self.factors = [weight * dist.get_world_size() / total for weight in self._weights]
+        return True
+
+    def counts(self, batch: Any) -> bool:
+        """Whether a micro-batch has an item."""
+        return self._weight(batch) > 0
+
+    def _weight(self, batch: Any) -> float:
+        value = self._loss_weight(batch)
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            self._say(
+                "is on the device, which the host has to wait for at every update; compute it from what the dataloader gave"
+            )
+        weight = float(value)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"model.loss_weight: gave {weight}, give the number of items, 0 or more")
+        return weight
+
+    def mean(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What to log of a window: ``loss`` by the factors, so that its mean over processes is that over all items.
+
+        Anything else is the mean over this process's items, and left out where there are none.
+        """
+        counted = [(weight, part) for weight, part in zip(self._weights, parts, strict=True) if weight]
+        losses = [part["loss"] * f for f, part in zip(self.factors, parts, strict=True) if f]
+        loss = _sum(losses) if losses else torch.zeros((), device=self._device)
+        own = sum(self._weights)
+        names = [n for n in (counted[0][1] if counted else ()) if all(n in part for _, part in counted)]
+        others = {name: _sum([part[name] * (w / own) for w, part in counted]) for name in names if name != "loss"}
+        return {"loss": loss, **others}
+
+    def _say(self, what: str) -> None:
+        if what not in self._has_said and dist.get_rank() == 0:
+            self._has_said.add(what)
+            logger.warning(f"model.loss_weight: {what}")
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

@@ -1,0 +1,250 @@
+"""Stepper: one update, or one evaluation batch, of any model under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.device import to_device
+from ...core.errors import ConfigError
+from ...core.gradients import giving_nothing
+from ...core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
+from ...core.overriding import overridden
+from ...optim.wrapper import OptimWrapper, StepInfo
+from ...optim.wrapper_dict import OptimWrapperDict
+from ...strategies.base import NOTHING, Strategy
+from .loss_weights import Weighing
+
+_WHOLE = (None,)
+_ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
+
+
+class Stepper:
+    """Knows how a model wants to be called; asked once, used for every batch.
+
+    A model may have
+
+    - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
+    - any other ``forward``: its result must have a ``loss``, as an attribute or a key; other scalars of a dict are logged;
+    - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
+    - ``val_step(data)``, ``test_step(data)``: called in place of forward;
+    - ``data_preprocessor``: makes a batch into arguments; otherwise the batch is brought to the device as it is;
+    - ``parse_losses(losses)``: gives the total and what to log;
+    - ``loss_weight(data)``: over how many items (tokens, samples) the loss of a batch is a mean; see Weighing.
+
+    What an OptimWrapper of the user's defines anew is called: ``optim_context`` around forward, ``update_params`` for every
+    micro-batch, and ``step`` followed by ``zero_grad``.
+    """
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optim: OptimWrapper | OptimWrapperDict | None = None
+    ) -> None:
+        module = strategy.module
+        self.strategy, self.model, self.module, self.optim = strategy, model, module, optim
+        self.custom_train = overrides(module, "train_step")
+        self._train_step: Any = getattr(module, "train_step", None)
+        self.takes_mode = takes_mode(module)
+        self._for_prediction = {"mode": "predict"} if self.takes_mode else {}
+        self._own_forward = own_run_forward(module)
+        self._losses: Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]] = self._losses_of_result
+        if self._own_forward is not None:
+            self._losses = self._losses_of_own_forward
+        elif self.takes_mode:
+            self._losses = self._losses_by_mode
+        preprocessor = getattr(module, "data_preprocessor", None)
+        self.has_preprocessor = callable(preprocessor)
+        self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
+        self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
+        self._run = self._custom_step if self.custom_train else self._micro_batch
+        # A context that does nothing is left out: entering one takes as long as the rest of this class.
+        syncs = type(strategy).grad_sync is not Strategy.grad_sync or overridden(strategy, "grad_sync")
+        self._grad_sync = strategy.grad_sync if syncs else None
+        casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
+        self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
+        # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
+        self._reuses_outputs = bool(strategy.config.compile)
+        self.weighing = Weighing.of(module, strategy.device)
+        if optim is not None:
+            self._prepare_updates(optim)
+
+    def _prepare_updates(self, optim: OptimWrapper | OptimWrapperDict) -> None:
+        """Work out once what an update calls."""
+        if isinstance(optim, OptimWrapperDict) and not self.custom_train:
+            raise ConfigError(
+                f"optim_wrapper: has {len(optim)} optimizers, {type(self.module).__name__} must define "
+                "train_step(data, optim_wrapper) to say which is updated when"
+            )
+        if self.weighing is not None and self.custom_train:
+            raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
+        # Whether the update is made as soon as the last micro-batch was differentiated.
+        self._updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
+        if overridden(optim, "optim_context"):
+            self._autocast = partial(optim.optim_context, self.module)
+        self._should_sync = optim.should_sync if overridden(optim, "should_sync") else None  # type: ignore[union-attr]
+        if not isinstance(optim, OptimWrapperDict):
+            self._differentiate = optim.update_params if self._updates_itself else optim.backward
+            self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
+
+    def train(self, window: list[Any]) -> dict[str, Tensor]:
+        """One update from the micro-batches of a window.
+
+        Returns:
+            0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
+            ``grad_norm``, or ``<name>.grad_norm`` of each of several optimizers, when it was computed.
+        """
+        optim, size = self.optim, len(window)
+        assert optim is not None
+        factors = self._factors(window)
+        if factors is None:
+            return self._leave_out(optim)
+        parts = []
+        for i, batch in enumerate(window):
+            optim.begin(i, size)
+            if self._grad_sync is None:
+                parts.append(self._run(batch, optim, factors[i]))
+            else:
+                with self._grad_sync(i + 1 == size if self._should_sync is None else self._should_sync()):
+                    parts.append(self._run(batch, optim, factors[i]))
+        if self.weighing is not None:
+            outputs = self.weighing.mean(parts)
+        else:
+            outputs = parts[0] if size == 1 else _mean(parts)
+        if self._updates_itself:
+            for name, wrapper in optim.wrappers.items():
+                if (norm := wrapper.last_step.grad_norm) is not None:
+                    outputs[f"{name}.grad_norm" if name else "grad_norm"] = norm
+        else:
+            info = self._step()
+            if info.grad_norm is not None:
+                outputs["grad_norm"] = info.grad_norm
+        return outputs
+
+    def _factors(self, window: list[Any]) -> Sequence[float | None] | None:
+        """What to multiply the loss of each micro-batch with, None for 1; None for all: nothing in them counts."""
+        size = len(window)
+        if self.weighing is None:
+            return _WHOLE if size == 1 else (None if self._updates_itself else 1 / size,) * size
+        if not self.weighing.weigh(window):
+            return None
+        # An own update divides by the window's length.
+        return [factor * size for factor in self.weighing.factors] if self._updates_itself else self.weighing.factors
+
+    def counts(self, batch: Any) -> bool:
+        """Whether there is an item in a micro-batch that its loss is a mean of."""
+        return self.weighing is None or self.weighing.counts(batch)
+
+    def rehearse(self, batch: Any, optim: Any) -> None:
+        """Forward of a micro-batch once more, for whoever watches the model's parts.
+
+        Args:
+            batch: the micro-batch.
+            optim: what a model's own ``train_step`` gets, which must not update anything.
+        """
+        if self.custom_train:
+            self._custom_step(batch, optim)
+            return
+        with torch.no_grad(), self._autocast() if self._autocast else NOTHING:
+            self._losses(self.preprocess(batch, True))
+
+    def differentiate(self, window: list[Any]) -> bool:
+        """Forward and backward of a window without its update; False where both are one thing."""
+        if self._updates_itself:
+            return False
+        assert self.optim is not None
+        for i, (batch, factor) in enumerate(zip(window, self._factors(window) or (), strict=False)):
+            self.optim.begin(i, len(window))
+            with self._grad_sync(i + 1 == len(window)) if self._grad_sync else NOTHING:
+                self._micro_batch(batch, self.optim, factor)
+        return True
+
+    def _micro_batch(self, batch: Any, optim: Any, factor: float | None) -> dict[str, Tensor]:
+        data = self.preprocess(batch, True)
+        if self._autocast is None:
+            loss, logs = self._losses(data)
+        else:
+            with self._autocast():
+                loss, logs = self._losses(data)
+        if factor is None:
+            self._differentiate(loss)
+        elif factor:
+            self._differentiate(loss * factor)
+        else:
+            with giving_nothing(loss, self.module.parameters()) as zero:
+                self._differentiate(zero)
+        if self._reuses_outputs:
+            return {name: value.detach().clone() for name, value in logs.items()}
+        return {name: value.detach() for name, value in logs.items()}
+
+    def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
+        """An update of nothing: as one that loss scaling cancels, it moves no weight, no average and no schedule."""
+        for wrapper in optim.wrappers.values():
+            wrapper.last_step = StepInfo(skipped=True)
+        return {"loss": torch.zeros((), device=self.strategy.device)}
+
+    def _losses_by_mode(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.parse(run_forward(self.model, data, mode="loss"))  # type: ignore[no-any-return]
+
+    def _losses_of_own_forward(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        assert self._own_forward is not None
+        return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
+
+    def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = run_forward(self.model, data)
+        total, logs = self.parse({"loss": self._own_loss(result)})
+        if isinstance(result, Mapping) and len(result) > 1:
+            scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
+            logs = {**scalars, **logs}
+        return total, logs
+
+    def _custom_step(self, batch: Any, optim: Any, share: object = None) -> dict[str, Tensor]:
+        logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
+        if not isinstance(logs, Mapping):
+            raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
+        values = {name: torch.as_tensor(value).detach() for name, value in logs.items()}
+        if self._reuses_outputs:
+            values = {name: value.clone() for name, value in values.items()}
+        if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
+            values["loss"] = torch.stack([part.float() for part in parts]).sum()
+        return values
+
+    def _own_loss(self, result: Any) -> Tensor:
+        """The loss of a model that is not called with a mode."""
+        if isinstance(result, Mapping) and "loss" in result:
+            loss = result["loss"]
+        else:
+            loss = getattr(result, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"model: {type(self.module).__name__}.forward has no parameter mode and gave {type(result).__name__} "
+                "without a loss; return an object or dict with a loss, or take mode"
+            )
+        return loss
+
+    def evaluate(self, batch: Any, mode: str) -> Any:
+        """What the model predicts for one batch; ``mode`` is "val" or "test"."""
+        if overrides(self.module, f"{mode}_step"):
+            with self.strategy.autocast():
+                return getattr(self.module, f"{mode}_step")(
+                    batch if self.has_preprocessor else self._to_device(batch, False)
+                )
+        data = self.preprocess(batch, False)
+        with self.strategy.autocast():
+            if self._own_forward is not None:
+                return self._own_forward(data, "predict")
+            return run_forward(self.model, data, **self._for_prediction)
+
+    def _to_device(self, data: Any, training: bool) -> Any:
+        return to_device(data, self.strategy.device)
+
+
+def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The means of what all parts have."""
+    total = dict(parts[0])
+    for part in parts[1:]:
+        total = {name: total[name] + part[name] for name in total if name in part}
+    return {name: value / len(parts) for name, value in total.items()}

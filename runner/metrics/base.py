@@ -1,0 +1,258 @@
+"""Metrics over all processes, every sample counted once."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...core.comm import collectives as dist
+from ...core.device import to_device
+from ...core.errors import ConfigError
+from ...core.registry import METRICS
+
+_NOTHING = object()
+
+
+class BaseMetric(ABC):
+    """A metric: ``process`` keeps what it needs of each batch, ``compute_metrics`` sees that of all processes.
+
+    Args:
+        collect_device: "cpu" or "gpu", accepted for MMEngine's configurations; results always travel through the CPU.
+        prefix: put before every name, as in ``prefix/accuracy``; default: the class's ``default_prefix``.
+    """
+
+    default_prefix: ClassVar[str | None] = None
+
+    def __init__(self, collect_device: Literal["cpu", "gpu"] = "cpu", prefix: str | None = None) -> None:
+        self.prefix = prefix or self.default_prefix
+        self.results: list[Any] = []
+        self.dataset_meta: dict[str, Any] | None = None
+
+    @abstractmethod
+    def process(self, data_batch: Any, data_samples: Sequence[Any]) -> None:
+        """Append to ``self.results`` what is needed of a batch: its data, and what the model predicted."""
+
+    @abstractmethod
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """The metrics by name, from the results of all processes; runs on rank 0."""
+
+    def to(self, device: torch.device) -> None:  # noqa: B027 - optional
+        """Keep state on ``device``; a BaseMetric has none there."""
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """The metrics of everything processed so far, on every process; starts afresh after that.
+
+        Args:
+            size: number of samples, where a sampler repeats some at the end to give every process as many: results above it,
+                fewer than there are processes, are left out. None keeps all. Results come in the sampler's order if there
+                is one for each sample.
+        """
+        if not self.results:
+            warnings.warn(
+                f"{type(self).__name__}: got no results, process() appended nothing to self.results", stacklevel=2
+            )
+        parts = dist.gather_object(to_device(self.results, torch.device("cpu")))
+        metrics: dict[str, Any] = {}
+        if parts is not None:
+            in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
+            results = [result for result in in_turn if result is not _NOTHING]
+            if size is not None and len(results) - size < len(parts):
+                results = results[:size]
+            metrics = self._named(self.compute_metrics(results))
+        self.reset()
+        return dist.broadcast_object(metrics)
+
+    def reset(self) -> None:
+        """Forget the results, also those of an evaluation that an exception has ended; called before every one."""
+        self.results.clear()
+
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{self.prefix}/{name}" if self.prefix else name: _number(value) for name, value in metrics.items()}
+
+
+class TorchMetric(BaseMetric):
+    """A torchmetrics metric or collection: its state is kept on the device and combined over processes by torchmetrics.
+
+    What the model predicts is passed to ``update``: a tuple or list as positions, a dict by name.
+    """
+
+    def __init__(self, metric: Any, prefix: str | None = None) -> None:
+        super().__init__(prefix=prefix)
+        self.metric = metric
+        self._updates = 0
+
+    def to(self, device: torch.device) -> None:
+        """See BaseMetric."""
+        self.metric.to(device)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Update with one batch of predictions."""
+        self._updates += 1
+        if isinstance(data_samples, Mapping):
+            self.metric.update(**data_samples)
+        else:
+            self.metric.update(*data_samples)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """The value by the metric's class name, or those of a collection by their own."""
+        value = self.metric.compute()
+        return dict(value) if isinstance(value, Mapping) else {type(self.metric).__name__: value}
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """See BaseMetric."""
+        counts = dist.all_gather_object(self._updates)
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        if 0 < len(ranks) < len(counts):
+            metrics = self._evaluate_on(ranks)
+        else:
+            metrics = self._named(self.compute_metrics([]))
+        self.reset()
+        return metrics
+
+    def reset(self) -> None:
+        """See BaseMetric."""
+        self.metric.reset()
+        self._updates = 0
+
+    def _evaluate_on(self, ranks: list[int]) -> dict[str, Any]:
+        """The metrics from processes that have seen a batch.
+
+        One that keeps predictions in lists gathers none where the list is empty (torchmetrics 1.9), and the others would
+        wait for that process for ever.
+        """
+        parts = list(self.metric.values()) if isinstance(self.metric, nn.ModuleDict) else [self.metric]
+        before = [part.process_group for part in parts]
+        metrics: dict[str, Any] = {}
+        with dist.group_of(ranks) as group:
+            if dist.get_rank() in ranks:
+                for part in parts:
+                    part.process_group = group
+                metrics = self._named(self.compute_metrics([]))
+        for part, own in zip(parts, before, strict=True):
+            part.process_group = own
+        return dist.broadcast_object(metrics, ranks[0])
+
+
+class Evaluator:
+    """Several metrics together.
+
+    Args:
+        metrics: built metrics.
+    """
+
+    def __init__(self, metrics: Iterable[BaseMetric]) -> None:
+        self.metrics = list(metrics)
+
+    @property
+    def dataset_meta(self) -> dict[str, Any] | None:
+        """The dataset's ``metainfo``, for metrics that need class names and the like."""
+        return self.metrics[0].dataset_meta if self.metrics else None
+
+    @dataset_meta.setter
+    def dataset_meta(self, meta: dict[str, Any] | None) -> None:
+        for metric in self.metrics:
+            metric.dataset_meta = meta
+
+    def to(self, device: torch.device) -> None:
+        """Keep the metrics' state on ``device``."""
+        for metric in self.metrics:
+            metric.to(device)
+
+    def reset(self) -> None:
+        """Let every metric forget what it has seen; called before every evaluation."""
+        for metric in self.metrics:
+            metric.reset()
+
+    def process(self, data_samples: Any, data_batch: Any = None) -> None:
+        """Give every metric one batch."""
+        for metric in self.metrics:
+            metric.process(data_batch, data_samples)
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """All metrics by name, on every process.
+
+        Raises:
+            ConfigError: two metrics give the same name.
+        """
+        found: dict[str, Any] = {}
+        for metric in self.metrics:
+            for name, value in metric.evaluate(size).items():
+                if name in found:
+                    raise ConfigError(f'evaluator: two metrics are called "{name}", give one a prefix')
+                found[name] = value
+        return found
+
+
+def check_evaluator(cfg: Any, where: str) -> None:
+    """Raise ConfigError for what can be wrong in an evaluator's configuration; nothing is built."""
+    if isinstance(cfg, Evaluator):
+        return
+    for i, item in enumerate(_as_list(cfg)):
+        place = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+        if not isinstance(item, BaseMetric) and not _is_torchmetric(item):
+            kind = METRICS.check(item, place)
+            if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not _is_torchmetric_class(kind):
+                raise ConfigError(f"{place}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
+    if not _as_list(cfg):
+        raise ConfigError(f"{where}: is empty, give at least one metric")
+
+
+def build_evaluator(cfg: Any, where: str) -> Evaluator:
+    """The Evaluator for ``dict(type=...)``, a metric, a list of them, or an Evaluator; torchmetrics' metrics too."""
+    if isinstance(cfg, Evaluator):
+        return cfg
+    built = []
+    for i, item in enumerate(_as_list(cfg)):
+        place = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+        metric = item if isinstance(item, BaseMetric) or _is_torchmetric(item) else METRICS.build(item, place)
+        if _is_torchmetric(metric):
+            metric = TorchMetric(metric)
+        if not isinstance(metric, BaseMetric):
+            raise ConfigError(f"{place}.type: {type(metric).__name__} is no metric")
+        built.append(metric)
+    return Evaluator(built)
+
+
+def _as_list(cfg: Any) -> list[Any]:
+    return list(cfg) if isinstance(cfg, (list, tuple)) else [cfg]
+
+
+def _is_torchmetric(value: Any) -> bool:
+    return _is_torchmetric_class(type(value))
+
+
+def _is_torchmetric_class(kind: type) -> bool:
+    # torchmetrics' metrics are modules with these three methods; asking so needs no import of it.
+    return issubclass(kind, nn.Module) and all(hasattr(kind, name) for name in ("update", "compute", "reset"))
+
+
+def _number(value: Any) -> Any:
+    """A metric as a plain number where it is one."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+
+
+def _torchmetric(name: str) -> Any:
+    try:
+        import torchmetrics
+        import torchmetrics.classification
+        import torchmetrics.regression
+        import torchmetrics.text
+    except ModuleNotFoundError:
+        return None
+    for module in (torchmetrics, torchmetrics.classification, torchmetrics.regression, torchmetrics.text):
+        found = getattr(module, name, None)
+        if inspect.isclass(found) and issubclass(found, torchmetrics.Metric):
+            return found
+    return None
+
+
+METRICS.add_lookup(_torchmetric, lambda: ())

@@ -1,0 +1,315 @@
+"""What a checkpoint of a run holds beside the strategy's state, and bringing a run back to it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...core.checkpoint import (
+    Checkpoint,
+    PendingSave,
+    Staging,
+    is_checkpoint,
+    match_weights,
+    open_weights,
+    save_checkpoint,
+    save_in_background,
+    what_is_not_finite,
+)
+from ...core.errors import CheckpointError
+from ...core.module_state import own_loading
+from ...core.seed import rng_state
+from ..configuration import Resume
+from ..finite_weights import keys_to_keep_finite
+from .hook_view import SavedView
+from .module_state import aliases, extra_template, finish, module_state, prepare
+from .pieces import (
+    advice,
+    begin_epoch_anew,
+    check_counts,
+    check_hooks,
+    check_optimizer,
+    continue_epoch,
+    data_facts,
+    load_loader,
+    load_random,
+    load_schedulers,
+    piece,
+    schedules_anew,
+    telling_what_differs,
+)
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+
+def save(
+    runner: FlexibleRunner,
+    path: Path,
+    *,
+    save_optimizer: bool = True,
+    save_param_scheduler: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    in_background: bool = False,
+    staging: Staging | None = None,
+    verify: bool = False,
+) -> PendingSave | None:
+    """Write the state of a run; every process must call it. What comes back, ``in_background``, is still being written."""
+    strategy = runner.strategy
+    state: dict[str, Any] = strategy.state_dict()
+    if not save_optimizer:
+        state = {key: value for key, value in state.items() if not key.startswith("optim.")}
+    elif runner.optim_wrapper is not None:
+        state["optim.wrapper"] = runner.optim_wrapper.state_dict()
+    if save_param_scheduler:
+        state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
+    state["loop"] = runner.train_loop.state_dict()
+    state["data"] = data_facts(runner, state["loop"]).model_dump()
+    state["processes"] = runner.world_size
+    state.update(module_state(runner))
+    state["aliases"] = aliases(runner)  # exports write tied tensors under all of their names
+    state["message_hub"] = runner.message_hub.state_dict()
+    state["meta"] = {
+        "experiment_name": runner.experiment_name,
+        "seed": runner.seed,
+        "time": datetime.datetime.now().isoformat(timespec="seconds"),
+        **{key: state["loop"][key] for key in ("epoch", "iter")},
+        **(meta or {}),
+    }
+    hooks = _hook_states(runner)
+    state["hooks"] = {name: sorted(part) for name, part in hooks.items() if part}
+    state.update({key: value for part in hooks.values() for key, value in part.items()})
+    view = SavedView(state)
+    runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
+    state.update(_flatten(view.apply(), "extra"))
+    if runner.rank > 0:  # of buffers rank 0's averages count, as its buffers do
+        own = {name for name, _ in strategy.module.named_buffers()}
+        state = {key: value for key, value in state.items() if key.partition(f"{_SEPARATOR}averaged.")[2] not in own}
+    options: dict[str, Any] = dict(
+        per_rank={
+            "rng": rng_state(),
+            "own_losses": runner.message_hub.own_losses(),
+            "loader": runner.train_loop.data.loader_state(),
+        },
+        written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
+        is_latest=view.has_optimizer,  # only such a one can be resumed
+        verify=verify,
+        staging=staging,
+        finite=keys_to_keep_finite(runner, state),
+        timeout_s=float(strategy.config.timeout_s),
+    )
+    if in_background:
+        return save_in_background(path, state, **options)
+    save_checkpoint(path, state, **options)
+    return None
+
+
+def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
+    """Bring a run to where the checkpoint was written; every process must call it.
+
+    Args:
+        runner: the run.
+        path: the checkpoint.
+        options: which pieces are left out; those are not looked at.
+
+    Raises:
+        CheckpointError: a piece is missing or damaged, or does not fit the model, the optimizer or the data; it says under
+            which name the piece can be left out.
+    """
+    checkpoint = Checkpoint.open(path)
+    _warn_if_marked(runner, checkpoint)
+    values, strategy, loop = checkpoint.values, runner.strategy, runner.train_loop
+    missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
+    if missing:
+        lacks = " and no ".join(missing.values())
+        raise CheckpointError(f"{path}: cannot be resumed, it has no {lacks}; {advice(*missing)}")
+    saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
+    prepare(runner, checkpoint)
+    with piece(path, "optim", "optimizer"):
+        template = strategy.load_template(saved)
+    absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
+    live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
+    _, _, report = match_weights(checkpoint, live, strategy.aliases())
+    if report:
+        raise CheckpointError(f"{path}: does not fit the model: {report}")
+    with piece(path, "loop"):
+        check_counts(values["loop"])
+        place = begin_epoch_anew(loop.data, values["loop"])
+    if options.data:
+        with piece(path, "data", "data"):
+            place = continue_epoch(runner, values["data"], values["loop"])
+            load_loader(runner, values.get("loader", ()), place)
+
+    hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
+    source, extra = extra_template(runner, checkpoint)
+    source.load({**template, **hooks, **extra})
+
+    with piece(path, "optim", "optimizer"):
+        plain = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
+        with telling_what_differs(runner), nullcontext() if options.param_scheduler else schedules_anew(runner):
+            strategy.load_state_dict({**plain, **template})
+            if options.optimizer and runner.optim_wrapper is not None:
+                check_optimizer(runner, values)
+                runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
+    finish(runner, source.values, extra)
+    if options.param_scheduler:
+        with piece(path, "scheduler", "param_scheduler"):
+            load_schedulers(runner, values.get("scheduler", {}), set_values=not options.optimizer)
+    with piece(path, "loop"):
+        loop.load_state_dict(place)
+    if options.logs:
+        with piece(path, "message_hub", "logs"):
+            runner.message_hub.load_state_dict(values["message_hub"], values["own_losses"])
+    if options.hooks:
+        _load_hooks(runner, path, {**values, **hooks})
+    if options.random:
+        with piece(path, "rng", "random"):
+            load_random(runner, values["rng"], values["processes"])
+
+
+def _wanted(runner: FlexibleRunner, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:
+    """The pieces that a run takes from a checkpoint, by the names under which they can be left out, and their keys."""
+    yield None, ("loop",)
+    if options.data:
+        yield "data", ("data",)
+    if options.random:
+        yield "random", ("rng", "processes")
+    if options.logs:
+        yield "logs", ("message_hub", "own_losses")
+    if options.optimizer:
+        yield "optimizer", ("optim.wrapper",)
+    if options.param_scheduler and any(runner.schedulers.values()):
+        yield "param_scheduler", ("scheduler",)
+    if options.hooks:
+        yield "hooks", ("hooks",)
+
+
+def _hook_tensors(runner: FlexibleRunner, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Where the tensors of hooks are loaded to: those of their states, and what they added by themselves."""
+    states = _hook_states(runner)
+    with piece(checkpoint.path, "hooks", "hooks"):
+        check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
+        saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
+    own = {key: value for state in states.values() for key, value in state.items() if isinstance(value, Tensor)}
+    new = {
+        key: torch.empty(info.shape, dtype=info.dtype)
+        for key, info in checkpoint.tensors.items()
+        if key.startswith(_EXTRA) or (key in saved and key not in own)
+    }
+    return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
+
+
+def _load_hooks(runner: FlexibleRunner, path: Path, loaded: Mapping[str, Any]) -> None:
+    for name, hook in _named_hooks(runner):
+        if found := _unflatten(loaded, f"hook.{name}"):
+            with piece(path, f"hook.{name}", "hooks"):
+                hook.load_state_dict(found)
+    added = _unflatten(loaded, "extra")
+    runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
+
+
+def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
+    """Fill the model with the weights of a file or checkpoint; every process must call it.
+
+    Raises:
+        CheckpointError: with ``strict``, if any name or shape does not fit; always, if nothing fits.
+    """
+    opened = open_weights(path)
+    _warn_if_marked(runner, opened)
+    if (methods := own_loading(runner.strategy.module)) and not is_checkpoint(path):
+        runner.logger.warning(
+            f"{path}: is read by names and shapes, the model's own code for older files is not called: {', '.join(methods)}"
+        )
+    prepare(runner, opened)
+    opened, extra = extra_template(runner, opened, revise_keys)
+    source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
+    if report and (strict or not fits):
+        raise CheckpointError(f"{path}: does not fit the model: {report}")
+    source.load(fits)
+    opened.load(extra)
+    runner.strategy.load_state_dict(fits)
+    finish(runner, opened.values, extra)
+    if report:
+        runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")
+    for name, hook in _named_hooks(runner):
+        own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
+        found = {key: tensor for key, tensor in own.items() if key in opened.tensors}
+        if found and all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items()):
+            opened.load(found)
+            hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
+
+
+def _warn_if_marked(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
+    if checkpoint.nonfinite:
+        runner.logger.warning(
+            f"{checkpoint.path}: holds NaN or infinity in {what_is_not_finite(checkpoint.nonfinite)}, it was marked when it "
+            "was saved"
+        )
+
+
+def _live_model(runner: FlexibleRunner) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in runner.strategy.model_state().items()}
+
+
+def _named_hooks(runner: FlexibleRunner) -> Iterator[tuple[str, Any]]:
+    """Hooks with a name for their state: the class, numbered from the second of its kind on."""
+    seen: dict[str, int] = {}
+    for hook in runner.hooks:
+        kind = type(hook).__name__
+        number = seen[kind] = seen.get(kind, -1) + 1
+        yield (f"{kind}_{number}" if number else kind), hook
+
+
+def _hook_states(runner: FlexibleRunner) -> dict[str, dict[str, Any]]:
+    """The states of all hooks by the hooks' names, flat."""
+    return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, Mapping) and any(map(_has_tensor, value.values())))
+
+
+_SEPARATOR = "/"
+_EXTRA = "extra/"
+# A slash within a key, written as JSON pointers write it (RFC 6901).
+_ESCAPED = (("~", "~0"), ("/", "~1"))
+
+
+def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Nested mappings as one, down to tensors and plain values; names of parameters have dots, so parts get slashes."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{prefix}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
+        for plain, escaped in _ESCAPED:
+            key = key.replace(plain, escaped)
+        path = f"{prefix}{_SEPARATOR}{key}"
+        if isinstance(item, Mapping) and _has_tensor(item):
+            flat.update(_flatten(item, path))
+        else:
+            flat[path] = item
+    return flat
+
+
+def _unescape(key: str) -> str:
+    for plain, escaped in reversed(_ESCAPED):
+        key = key.replace(escaped, plain)
+    return key
+
+
+def _unflatten(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        if path.startswith(prefix + _SEPARATOR):
+            *outer, last = map(_unescape, path.removeprefix(prefix + _SEPARATOR).split(_SEPARATOR))
+            place = nested
+            for key in outer:
+                place = place.setdefault(key, {})
+            place[last] = value
+    return nested

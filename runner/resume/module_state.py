@@ -1,0 +1,109 @@
+"""What a checkpoint of a run has of modules beside weights: extra state, and buffers that appear in training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...core.checkpoint import Checkpoint
+from ...core.module_state import (
+    EXTRA,
+    extra_aliases,
+    extra_state,
+    keepers,
+    make_buffers,
+    set_extra_state,
+    tell_loaded,
+    torch_key,
+)
+
+if TYPE_CHECKING:
+    from ..runner import FlexibleRunner
+
+LATE = "late_buffers"
+_MODEL = "model."
+
+
+def module_state(runner: FlexibleRunner) -> dict[str, Any]:
+    """What a save adds for the modules: rank 0's extra state, and the names of buffers that setup had not seen."""
+    strategy = runner.strategy
+    # Every process asks its modules, whose answer may take messages.
+    state = extra_state(strategy.module)
+    parameters, buffers = strategy.appeared()
+    if parameters != runner.late_parameters:
+        runner.late_parameters = parameters
+        runner.logger.warning(
+            f"The model has parameters by now that it had not when the run was set up: {', '.join(parameters)}; no optimizer "
+            "trains them, and a run that resumes lacks them; make them in the constructor"
+        )
+    if runner.rank > 0:
+        state = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    return {**state, LATE: buffers}
+
+
+def aliases(runner: FlexibleRunner) -> dict[str, str]:
+    """Further names of tied parameters, and of modules with extra state."""
+    return {**runner.strategy.aliases(), **extra_aliases(runner.strategy.module)}
+
+
+def prepare(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
+    """Have the model register the buffers of a checkpoint that appeared in training, as it will itself."""
+    names = checkpoint.values.get(LATE, ())
+    tensors = checkpoint.tensors
+    shapes = {
+        name: (tensors[_MODEL + name].shape, tensors[_MODEL + name].dtype)
+        for name in (names if isinstance(names, list) else ())
+        if isinstance(name, str) and _MODEL + name in tensors
+    }
+    make_buffers(runner.strategy.module, shapes, runner.strategy.device)
+
+
+def extra_template(
+    runner: FlexibleRunner, checkpoint: Checkpoint, revise_keys: Sequence[tuple[str, str]] = ()
+) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """The extra state in a checkpoint under the names of the model's modules, and tensors to fill for it."""
+    module = runner.strategy.module
+    other_names, wanted = extra_aliases(module), {torch_key(name): name for name, _ in keepers(module)}
+    found: dict[str, str] = {}
+    for key in checkpoint.values:
+        if key.startswith(EXTRA):
+            name = torch_key(key.removeprefix(EXTRA))
+            for pattern, replacement in revise_keys:
+                name = re.sub(pattern, replacement, name)
+            found[other_names.get(name, name)] = key
+    for name in wanted.keys() - found.keys():
+        runner.logger.warning(f"{checkpoint.path}: has no {name}, of which the model keeps what it has")
+    for name in found.keys() - wanted.keys():
+        runner.logger.warning(f"{checkpoint.path}: {name} is left out, the model has no such extra state")
+    renamed = {found[name]: EXTRA + wanted[name] for name in found.keys() & wanted.keys()}
+    values = {key: value for key, value in checkpoint.values.items() if not key.startswith(EXTRA)}
+    values |= {new: checkpoint.values[old] for old, new in renamed.items()}
+    entries = {}
+    for key, entry in checkpoint.entries.items():
+        module_key, _, number = key.rpartition("/")
+        if not key.startswith(EXTRA):
+            entries[key] = entry
+        elif module_key in renamed:
+            entries[f"{renamed[module_key]}/{number}"] = entry
+    source = checkpoint.renamed(entries, values)
+    live = extra_state(module) if found else {}
+    template = {
+        key: torch.empty(info.shape, dtype=info.dtype, device=_device(live.get(key), runner.strategy.device))
+        for key, info in source.tensors.items()
+        if key.startswith(EXTRA)
+    }
+    return source, template
+
+
+def _device(live: Any, otherwise: torch.device) -> torch.device:
+    return live.device if isinstance(live, Tensor) else otherwise
+
+
+def finish(runner: FlexibleRunner, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Hand over the extra state, once the weights are there, and tell the modules that they are loaded."""
+    set_extra_state(runner.strategy.module, values, tensors)
+    tell_loaded(runner.strategy.module)
