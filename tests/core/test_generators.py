@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flextrain.core import generators
-from flextrain.core.generators import Watch
+from flextrain.core import generator_memory
+from flextrain.core.generators import RandomStream, Watch
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
@@ -37,15 +37,10 @@ def states() -> tuple[Any, ...]:
 def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """With the looks into memory, and without."""
     if request.param == "public":
-        monkeypatch.setattr(generators, "_ADDRESS", None)
-        monkeypatch.setattr(generators, "_python_peek", random.getstate)
-        monkeypatch.setattr(generators, "_torch_place", generators._whole)
+        monkeypatch.setattr(generator_memory, "_ADDRESS", None)
+        monkeypatch.setattr(generator_memory, "_python_look", random.getstate)
+        monkeypatch.setattr(generator_memory, "_torch_look", generator_memory._whole(torch.default_generator))
     return Watch()
-
-
-def test_the_looks_into_memory_are_in_use() -> None:
-    assert generators._ADDRESS is not None
-    assert generators._torch_place is generators._ends
 
 
 @pytest.mark.parametrize("others_draw", [False, True], ids=["alone", "beside others"])
@@ -105,3 +100,25 @@ def test_an_error_puts_back_what_was_drawn_until_then(watch: Watch) -> None:
     with pytest.raises(ZeroDivisionError), watch:
         fail()
     assert states() == before
+
+
+def test_a_stream_goes_on_where_it_ended_whatever_others_draw(watch: Watch) -> None:
+    def draws() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.rand(), torch.rand(1).item(), torch.randn(1).item()]
+
+    stream = RandomStream(7)
+    with stream:
+        expected = [draws(), draws(), draws()]
+    stream.begin(7)
+    found = []
+    for others_draw in (True, False, True):
+        if others_draw:
+            draws()
+        before = states()
+        with stream:
+            found.append(draws())
+        assert states() == before
+        with stream:
+            pass  # nothing is drawn, as by most data
+        assert states() == before
+    assert found == expected

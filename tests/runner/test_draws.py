@@ -456,7 +456,7 @@ def test_a_watch_sees_every_draw_and_undoes_it(draw: Callable[[], float]) -> Non
 
 
 def test_states_go_the_long_way_where_memory_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flextrain.core import generators
+    from flextrain.core import generator_memory as memory
 
     def drawn() -> list[float]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -467,10 +467,11 @@ def test_states_go_the_long_way_where_memory_is_laid_out_otherwise(monkeypatch: 
             found += [draw() for draw in DRAWS]
         return found
 
-    assert generators._ADDRESS is not None, "CPython lays it out as known"
+    assert memory._ADDRESS is not None, "CPython lays it out as known"
     quick = drawn()
-    monkeypatch.setattr(generators, "_ADDRESS", None)
-    monkeypatch.setattr(generators, "_python_peek", random.getstate)
+    monkeypatch.setattr(memory, "_ADDRESS", None)
+    monkeypatch.setattr(memory, "_python_look", random.getstate)
+    monkeypatch.setattr(memory, "_torch_look", memory._whole(torch.default_generator))
     assert drawn() == quick
     watch = Watch()
     with watch:
