@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .comm import collectives as dist
 from .errors import StrategyError
+from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_flatten, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 empty = torch.empty_like(param, device="meta")
                 deferred = type(param)(empty, requires_grad=param.requires_grad)
                 deferred.__dict__.update(param.__dict__)
-                module._parameters[name] = deferred
+                register(module, name, deferred)
                 self._registered.append(deferred.detach())
                 if storage_key(param) not in self._fresh:
                     self._tape.append((torch.ops.aten.copy_.default, (deferred.detach(), param.detach()), {}, None))
@@ -149,10 +148,10 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay.write_back()
 
 
-# Those of nn.init that do nothing to a tensor on the meta device; not every torch has the private one.
+# Those of nn.init that do nothing to a tensor on the meta device; not every torch has the private ones.
 _PASS_OVER_META: dict[str, Callable[..., Tensor]] = {
     name: getattr(nn.init, name)
-    for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", "_no_grad_trunc_normal_")
+    for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", *INITIALIZERS)
     if hasattr(nn.init, name)
 }
 _ALLOCATE = (
@@ -192,11 +191,6 @@ def _zeros(like: Tensor) -> Tensor:
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments that ask for the meta device, for the CPU."""
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == torch.device("meta") else kwargs
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What tells the memory of one tensor from that of another, views of one alike, as long as both live."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .comm.collectives import all_reduce, average_tensors
+from .torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
@@ -82,14 +83,14 @@ def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
     for group in _alike(grads):
         local = [_local(grad) for grad in group]
-        torch._foreach_clamp_min_(local, -clip_value)
-        torch._foreach_clamp_max_(local, clip_value)
+        foreach_clamp_min_(local, -clip_value)
+        foreach_clamp_max_(local, clip_value)
 
 
 def multiply(grads: list[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a number on the device, in place."""
     for group in _alike(grads):
-        torch._foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
+        foreach_mul_([_local(grad) for grad in group], factor.to(group[0].device))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .device import to_device
 from .errors import ConfigError
 from .registry import MODELS
+from .torch_private import DeviceFollower
 
 
 class Updates(Protocol):
@@ -26,7 +27,7 @@ class Updates(Protocol):
 
 
 @MODELS.register_module()
-class BaseDataPreprocessor(nn.Module):
+class BaseDataPreprocessor(DeviceFollower):
     """Brings a batch to the model's device; the place to subclass for normalisation or augmentation on the device.
 
     Args:
@@ -36,7 +37,6 @@ class BaseDataPreprocessor(nn.Module):
     def __init__(self, non_blocking: bool = True) -> None:
         super().__init__()
         self.non_blocking = non_blocking
-        self.device = torch.device("cpu")
 
     def cast_data(self, data: Any) -> Any:
         """``data`` with its tensors on this module's device."""
@@ -45,12 +45,6 @@ class BaseDataPreprocessor(nn.Module):
     def forward(self, data: Any, training: bool = False) -> Any:
         """What the model is called with, from what the dataloader gave."""
         return self.cast_data(data)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseDataPreprocessor:
-        # The module has no parameters to be asked where it is: follow every .to() by moving a probe.
-        self.device = fn(torch.empty(0, device=self.device)).device
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 class BaseModel(nn.Module):

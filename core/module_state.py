@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from .errors import CheckpointError, StrategyError
+from .torch_private import LOADING_METHODS, call_loaded_hooks, has_loading_hooks
 
 EXTRA = "extra_state."
 _TORCH = "_extra_state"
@@ -135,19 +136,18 @@ def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mappin
 def tell_loaded(model: nn.Module) -> None:
     """Call what modules have registered for the time after ``load_state_dict``, since their state has come another way."""
     for module in model.modules():
-        for hook in module._load_state_dict_post_hooks.values():
-            hook(module, _IncompatibleKeys([], []))
+        call_loaded_hooks(module)
 
 
 def own_loading(model: nn.Module) -> list[str]:
     """Names of the model's own code for loading a state dict, which is not called here: methods and hooks."""
     found = set()
     for module in model.modules():
-        for method in ("_load_from_state_dict", "load_state_dict"):
+        for method in LOADING_METHODS:
             home = next(kind for kind in type(module).__mro__ if method in vars(kind))
             if not home.__module__.startswith("torch."):
                 found.add(f"{home.__name__}.{method}")
-        if module._load_state_dict_pre_hooks:
+        if has_loading_hooks(module):
             found.add(f"a load_state_dict hook of {type(module).__name__}")
     return sorted(found)
 
@@ -211,5 +211,6 @@ def make_buffers(
             owner = model.get_submodule(path)
         except AttributeError:
             continue
-        if owner._buffers.get(leaf) is None and (leaf in owner._buffers or not hasattr(owner, leaf)):
-            owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))
+        if getattr(owner, leaf, None) is None:
+            with suppress(KeyError):  # an attribute that is no buffer
+                owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))

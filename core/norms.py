@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+from .torch_private import BATCH_NORM_BASE, NORM_BASE
+
+NORMS = (NORM_BASE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 """Everything of torch's that normalises: batch and instance normalisation of all dimensions, synchronised or lazy, and these."""
 
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
+BATCH_NORM = BATCH_NORM_BASE
 """Base of those that normalise over the samples of a batch."""
 
 
@@ -18,4 +20,4 @@ def is_norm(module: nn.Module) -> bool:
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether a module has running statistics, which forward changes in training: batch and instance normalisation may."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    return isinstance(module, NORM_BASE) and module.track_running_stats

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from .config import check_call
@@ -243,3 +244,17 @@ METRICS = Registry("metric", locations=["flextrain.runner.metrics.base"])
 HOOKS = Registry("hook", locations=["flextrain.runner.hooks"])
 LOOPS = Registry("loop", locations=["flextrain.runner.loops.train", "flextrain.runner.loops.evaluate"])
 REPORTERS = Registry("reporter", locations=["flextrain.runner.reporting"])
+
+
+@contextmanager
+def registrations_undone(module: str) -> Iterator[None]:
+    """Have every registry forget at the end what classes and functions of ``module`` were registered in between."""
+    registries = [value for value in globals().values() if isinstance(value, Registry)]
+    before = [dict(each._modules) for each in registries]
+    try:
+        yield
+    finally:
+        for each, names in zip(registries, before, strict=True):
+            own = {name for name, kind in each._modules.items() if getattr(kind, "__module__", "") == module}
+            for name in own - names.keys():
+                del each._modules[name]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,12 @@ from ..core.device import DEVICES, overflows_to_inf
 from ..core.errors import ConfigError, StrategyError, one_of
 from ..core.precision import DTYPES, Precision, autocast_computes_in
 from ..core.registry import OPTIM_WRAPPERS
+from ..core.torch_private import GroupedGradScaler
 from .wrapper import OptimWrapper
 
 
-class _LayoutScaler(GradScaler):
-    """torch's GradScaler for gradients of several layouts, which torch divides in one call that takes only one."""
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        groups = gradients.by_layout([p for group in optimizer.param_groups for p in group["params"]])
-        for group in groups:
-            part = cast(Any, SimpleNamespace(param_groups=[{"params": group}]))
-            for found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).values():
-                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-        return {found_inf.device: found_inf} if groups else {}
+def _by_layout(optimizer: Any) -> list[list[Tensor]]:
+    return gradients.by_layout([p for group in optimizer.param_groups for p in group["params"]])
 
 
 class LossScaler:
@@ -49,7 +39,7 @@ class LossScaler:
             arguments = {"init_scale": self._fixed}
         self._arguments = arguments
         self._device_type = device_type
-        self._scaler: GradScaler = _LayoutScaler(device_type, **arguments)
+        self._scaler: GradScaler = GroupedGradScaler(_by_layout, device_type, **arguments)
         self._applied = False
 
     def suit(self, own: Callable[..., GradScaler] | None, where: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 import pydantic
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -19,13 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..core.comm import collectives as dist
 from ..core.config import Config, PositiveInt
-from ..core.deferred import DeferredInit, Place, same_random_state, storage_key
+from ..core.deferred import DeferredInit, Place, same_random_state
 from ..core.errors import ConfigError, StrategyError, one_of, suggest
 from ..core.gradients import average
 from ..core.model import BaseModel, overrides
 from ..core.norms import keeps_statistics
 from ..core.precision import PrecisionReport, to_dtype
 from ..core.registry import STRATEGIES
+from ..core.torch_private import apply_to_tensors, settle_unit, storage_key
 from ..core.transforms import compile_in_place, module_filter
 from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Optim, Strategy, StrategyConfig, kept_gradients
@@ -308,9 +308,8 @@ class FSDPStrategy(Strategy):
             if not scalar.is_meta:
                 scalar.data = scalar.data.to(self.device)
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device)
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                setattr(module, name, buffer.to(self.device))
 
     # Wrapping
 
@@ -343,7 +342,7 @@ class FSDPStrategy(Strategy):
         if self._built:
             self._materialize(model)
         for unit in (*self._units, *roots):
-            _settle(unit)
+            settle_unit(unit)
         self._prefetch()
         self._log_units(model)
         for root in roots:
@@ -432,8 +431,8 @@ class FSDPStrategy(Strategy):
                 real = nn.Parameter(torch.zeros_like(scalar, device=self.device), requires_grad=scalar.requires_grad)
                 torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
         device = torch.device("cpu") if self.config.offloads else self.device
-        # As Module.to does, so that FSDP learns of the new memory at once; buffers have theirs already.
-        model._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
+        # Buffers have their memory already.
+        apply_to_tensors(model, lambda t: torch.zeros_like(t, device=device) if t.is_meta else t)
         places: dict[int, Place] = {}
         for name, built in self._built.items():
             target = model.get_parameter(name).detach()
@@ -527,9 +526,8 @@ def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """The units that share no parameter with a module outside of them; a shared one belongs to an outer unit."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(module)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(module)
     return [unit for unit in units if all(owners[id(p)] <= set(unit.modules()) for p in unit.parameters())]
 
 
@@ -555,17 +553,6 @@ def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _settle(unit: nn.Module) -> None:
-    """Have a unit's parts lie now where they will lie in training, since hooks keep hold of them.
-
-    Before 2.10 torch moves those that it pads at the first forward (pytorch/pytorch#163130).
-    """
-    if Version(torch.__version__) < Version("2.10"):
-        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group.lazy_init()
 
 
 def _gather(target: Tensor) -> Tensor:

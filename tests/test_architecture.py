@@ -12,10 +12,13 @@ import pytest
 import flextrain
 import flextrain.testing
 
+from .private_names import own_attributes, private_names_of_torch
+
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
 STRATEGY_FREE = ["core", "optim", "runner"]
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
+TORCH_PRIVATE = "flextrain.core.torch_private"
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 SNAPSHOT = Path(__file__).with_name("public_names.txt")
 
@@ -167,6 +170,16 @@ def checkpoint_imports(modules: Sources) -> list[str]:
     return found
 
 
+def private_torch_names(modules: Sources) -> list[str]:
+    inherited = {name for source in modules.values() for name in own_attributes(source)}
+    return [
+        f"{module}:{line} uses {name}"
+        for module, source in modules.items()
+        if module != TORCH_PRIVATE
+        for line, name in private_names_of_torch(source, inherited)
+    ]
+
+
 def public_names() -> list[str]:
     return [
         *(f"flextrain.{name}" for name in sorted(flextrain.__all__)),
@@ -196,6 +209,10 @@ def test_only_core_checkpoint_uses_torchs_checkpoint_library() -> None:
     assert checkpoint_imports(sources()) == []
 
 
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    assert private_torch_names(sources()) == []
+
+
 def test_the_public_names_are_those_of_the_snapshot() -> None:
     snapshot = SNAPSHOT.read_text().split()
     added = sorted(set(public_names()) - set(snapshot))
@@ -214,6 +231,7 @@ STRATEGIES = {
     "flextrain.strategies.ddp": "from .base import Strategy\nclass DDPStrategy(Strategy): ...",
 }
 DCP = "import torch.distributed.checkpoint as dcp"
+SCALER = "from torch.amp import GradScaler\nclass A(GradScaler):\n"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +250,35 @@ DCP = "import torch.distributed.checkpoint as dcp"
         (checkpoint_imports, "strategies.a", DCP, "imports torch.distributed.checkpoint"),
         (checkpoint_imports, "runner.a", "from torch.distributed import checkpoint", "torch.distributed.checkpoint"),
         (checkpoint_imports, "core.checkpoints", f"def f():\n    {DCP}", ":2 imports torch.distributed.checkpoint"),
+        (private_torch_names, "core.a", "import torch._utils", "uses torch._utils"),
+        (
+            private_torch_names,
+            "core.a",
+            "from torch.utils._pytree import tree_map",
+            "uses torch.utils._pytree.tree_map",
+        ),
+        (private_torch_names, "core.a", "from torch.nn.modules.norm import _X", "uses torch.nn.modules.norm._X"),
+        (private_torch_names, "optim.a", "import torch\ntorch._foreach_mul_([], 2)", ":2 uses torch._foreach_mul_"),
+        (private_torch_names, "core.a", "from torch import nn\nx = nn.modules._N", "uses torch.nn.modules._N"),
+        (private_torch_names, "core.a", "import torch\na = torch.ops.aten\na._to_copy", "uses torch.ops.aten._to_copy"),
+        (private_torch_names, "core.a", "import_module('torch.utils').a._b()", "uses torch.utils.a._b"),
+        (private_torch_names, "core.a", "def f(m):\n    return m._buffers", ":2 uses _buffers"),
+        (private_torch_names, "runner.a", "loader._iterator = None", "uses _iterator"),
+        (private_torch_names, "runner.a", "getattr(loader, '_iterator')", "uses '_iterator'"),
+        (private_torch_names, "runner.a", "vars(loader).update(_iterator=None)", "uses _iterator="),
+        (private_torch_names, "strategies.a", "unit._get_fsdp_state()", "uses _get_fsdp_state"),
+        (
+            private_torch_names,
+            "optim.a",
+            f"{SCALER}    def _unscale_grads_(self): ...",
+            "uses torch.amp.GradScaler._unsc",
+        ),
+        (
+            private_torch_names,
+            "optim.a",
+            f"{SCALER}    def f(self): self._scale = 1",
+            "uses torch.amp.GradScaler._scale",
+        ),
     ],
 )
 def test_the_lints_find_what_they_look_for(lint: object, module: str, source: str, message: str) -> None:
@@ -246,8 +293,12 @@ def test_the_lints_allow_what_is_allowed() -> None:
         "flextrain.runner.a": downwards,
         "flextrain.core.checkpoint": DCP,
         "flextrain.testing.a": "from ..strategies.ddp import DDPStrategy",
+        "flextrain.core.torch_private": "import torch._utils",
+        "flextrain.core.b": "import torch\nclass A:\n    def f(self): self._step()\n    def _step(self): torch.__version__",
+        "flextrain.core.c": "from .b import A\nclass B(A):\n    def g(self): self._step()",
     }
     assert upward_imports(modules) == named_strategies(modules) == checkpoint_imports(modules) == []
+    assert private_torch_names(modules) == []
 
 
 def test_circles_are_found_through_packages_and_not_through_types() -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_private import TO_COPY, wrapper_subclass
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle."""
 
@@ -65,7 +67,7 @@ class FlatShard(Tensor):
             raise ValueError(f"local: must be one-dimensional and contiguous, has shape {tuple(local.shape)}")
         if start < 0 or start + local.numel() > math.prod(shape):
             raise ValueError(f"start: {start} to {start + local.numel()} lies outside of shape {tuple(shape)}")
-        shard: FlatShard = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+        shard: FlatShard = wrapper_subclass(cls, shape, local)
         shard._local, shard.start = local.detach(), start
         return shard
 
@@ -125,7 +127,7 @@ _ELEMENTWISE = frozenset(
         _aten.detach.default,
         _aten.alias.default,
         _aten.clone.default,
-        _aten._to_copy.default,
+        TO_COPY,
         _aten.copy_.default,
         _aten.empty_like.default,
         _aten.zeros_like.default,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..torch_private import default_store
 from .collectives import get_rank, get_world_size
 from .rendezvous import await_key
 
@@ -48,8 +49,7 @@ class _Call:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.rank = name, number, get_rank()
-        # The one private name: the store that the group itself was formed with.
-        self.store: Any = dist.distributed_c10d._get_default_store()
+        self.store: Any = default_store()
         self._verdict = f"flextrain call {number} verdict"
 
     def wait(self, timeout_s: float) -> str | None:

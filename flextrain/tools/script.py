@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import registry
 from ..core.errors import ConfigError
+from ..core.registry import registrations_undone
 from ..runner.runner import FlexibleRunner
 
 
@@ -40,7 +40,8 @@ def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dic
         raise ConfigError(f"script: {script} is no file")
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
-    with _as_main(module, [str(path), *arguments]), _registries_restored():
+    # Modules that the script imports are not run again, so what they registered stays.
+    with _as_main(module, [str(path), *arguments]), registrations_undone("__main__"):
         yield _found(module, path)
 
 
@@ -98,20 +99,3 @@ def _as_main(module: types.ModuleType, argv: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
-
-
-@contextlib.contextmanager
-def _registries_restored() -> Iterator[None]:
-    """A script that registers its classes would find the names taken when it is run again in the same process.
-
-    Modules that it imports are not run again, so what they registered stays.
-    """
-    found = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
-    before = [dict(each._modules) for each in found]
-    try:
-        yield
-    finally:
-        for each, names in zip(found, before, strict=True):
-            own = {name for name, kind in each._modules.items() if getattr(kind, "__module__", "") == "__main__"}
-            for name in own - names.keys():
-                del each._modules[name]

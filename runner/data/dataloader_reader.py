@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
+from ...core.torch_private import KEPT_ITERATOR
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import Repeatable, follows_span
 from .user_loaders import resampled
@@ -93,7 +94,7 @@ class Feed:
 
     def close(self) -> None:
         """End workers that would stay for the next epoch."""
-        self._read._iterator = None
+        setattr(self._read, KEPT_ITERATOR, None)
 
     def _turns_from(self, seed: int, epoch: int, start: int) -> Iterator[Turn]:
         if self.repeatable is not None:

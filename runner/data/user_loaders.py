@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...core.errors import ConfigError
+from ...core.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, ShardedSampler
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -69,11 +69,11 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:
     """Whether an attribute reads this very loader, so that a copy of it would not be read."""
     return any(
-        isinstance(part, _BaseDataLoaderIter)
+        isinstance(part, LOADER_ITERATOR)
         or getattr(part, "__self__", None) is loader
         or any(value is loader for value in getattr(part, "__dict__", {}).values())
         for name, part in vars(loader).items()
-        if name != "_iterator"
+        if name != KEPT_ITERATOR
     )
 
 
@@ -86,7 +86,7 @@ def resampled(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
     """
     copied = copy.copy(loader)
     # torch refuses to set the samplers of a loader that is built.
-    vars(copied).update(sampling, generator=torch.Generator(), _iterator=None)
+    vars(copied).update(sampling, generator=torch.Generator(), **{KEPT_ITERATOR: None})
     return copied
 
 
@@ -98,7 +98,7 @@ def goes_its_own_way(loader: Any) -> bool:
     return any(own) and not _only_counts(loader)
 
 
-_READING = ("__iter__", "__len__", "_get_iterator")
+_READING = ("__iter__", "__len__", MAKE_ITERATOR)
 
 
 def _only_counts(loader: DataLoader[Any]) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...core.torch_private import foreach_copy_, foreach_lerp_
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -49,7 +51,7 @@ class WeightAverage:
         alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
         if alike:
             averages, tensors = map(list, zip(*alike, strict=True))
-            torch._foreach_lerp_(averages, tensors, weight)
+            foreach_lerp_(averages, tensors, weight)
         for average, tensor in pairs:
             if average.dtype != tensor.dtype:
                 average.lerp_(tensor.to(average.dtype), weight)
@@ -80,7 +82,7 @@ class WeightAverage:
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    torch._foreach_copy_(list(map(_local, to)), list(map(_local, source)))
+    foreach_copy_(list(map(_local, to)), list(map(_local, source)))
 
 
 def _local(tensor: Tensor) -> Tensor:

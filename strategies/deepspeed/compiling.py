@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import StrategyError
+from ...core.torch_private import build_folder
 
 logger = logging.getLogger("flextrain")
 
@@ -60,12 +61,6 @@ def announced(patience_s: float) -> Iterator[None]:
         yield
     finally:
         builder.jit_load = load
-
-
-def build_folder(name: str) -> Path:
-    """Where torch compiles the extension of this name."""
-    # No public name for it: below TORCH_EXTENSIONS_DIR, or a folder for this Python and this kind of torch.
-    return Path(importlib.import_module("torch.utils.cpp_extension")._get_build_directory(name, verbose=False))
 
 
 def await_lock(folder: Path, patience_s: float) -> None:

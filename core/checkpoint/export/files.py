@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...module_state import unpack
+from ...torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 from ..directory import DTYPE_NAMES, sync_directory
 from .extra_state import ExtraState
 
@@ -162,8 +163,8 @@ class _Described:
         meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         arguments: tuple[Any, ...] = (self.storage, 0, weight.shape, meta.stride(), False, OrderedDict())
         if weight.dtype in _STORAGES:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, weight.dtype, None)
+            return REBUILD_TENSOR, arguments
+        return REBUILD_TENSOR_OF_DTYPE, (*arguments, weight.dtype, None)
 
 
 class _Pickler(pickle.Pickler):
