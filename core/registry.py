@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from .config import check_call
 from .errors import ConfigError, suggest
+from .registering_modules import REGISTERING_MODULES
 
 T = TypeVar("T")
 Factory = Callable[..., Any]
@@ -22,7 +23,8 @@ class Registry:
 
     Args:
         name: the kind, singular, for messages ("optimizer").
-        locations: modules that register this kind when imported; loaded at the first look-up.
+        locations: modules that register this kind when imported, loaded at the first look-up; default: those that the
+            front door names for this kind.
         entry_points: entry point group through which installed packages add names.
     """
 
@@ -30,12 +32,12 @@ class Registry:
         self,
         name: str,
         *,
-        locations: Iterable[str] = (),
+        locations: Iterable[str] | None = None,
         entry_points: str | None = None,
     ) -> None:
         self.name = name
         self._modules: dict[str, Factory] = {}
-        self._locations = list(locations)
+        self._locations = None if locations is None else list(locations)
         self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
         self._entry_points = entry_points
 
@@ -157,6 +159,8 @@ class Registry:
         return None
 
     def _load(self) -> None:
+        if self._locations is None:
+            self._locations = list(REGISTERING_MODULES.get(self.name, ()))
         while self._locations:
             importlib.import_module(self._locations.pop())
 
@@ -235,15 +239,15 @@ FUNCTIONS = Registry("function")
 FUNCTIONS.add_lookup(_function, lambda: ["default_collate"])
 OPTIMIZERS = Registry("optimizer")
 OPTIMIZERS.add_lookup(_torch_optimizer, _torch_optimizer_names)
-OPTIM_WRAPPERS = Registry("optimizer wrapper", locations=["flextrain.optim", "flextrain.strategies"])
-OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor", locations=["flextrain.optim"])
-PARAM_SCHEDULERS = Registry("parameter scheduler", locations=["flextrain.optim.schedulers"])
-STRATEGIES = Registry("strategy", locations=["flextrain.strategies"], entry_points="flextrain.strategies")
-DATA_SAMPLERS = Registry("sampler", locations=["flextrain.runner.data.dataloaders"])
-METRICS = Registry("metric", locations=["flextrain.runner.metrics.base"])
-HOOKS = Registry("hook", locations=["flextrain.runner.hooks"])
-LOOPS = Registry("loop", locations=["flextrain.runner.loops.train", "flextrain.runner.loops.evaluate"])
-REPORTERS = Registry("reporter", locations=["flextrain.runner.reporting"])
+OPTIM_WRAPPERS = Registry("optimizer wrapper")
+OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor")
+PARAM_SCHEDULERS = Registry("parameter scheduler")
+STRATEGIES = Registry("strategy", entry_points="flextrain.strategies")
+DATA_SAMPLERS = Registry("sampler")
+METRICS = Registry("metric")
+HOOKS = Registry("hook")
+LOOPS = Registry("loop")
+REPORTERS = Registry("reporter")
 
 
 @contextmanager

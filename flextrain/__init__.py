@@ -9,6 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .core.registering_modules import REGISTERING_MODULES
+from .core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .core.device import DeviceSpec as DeviceSpec
     from .core.device import register_device as register_device
@@ -50,7 +53,20 @@ if TYPE_CHECKING:
     from .strategies.npu import NPUStrategy as NPUStrategy
     from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
 
-__version__ = "0.1.0"
+REGISTERING_MODULES.update(
+    {
+        "optimizer wrapper": (f"{__name__}.optim", f"{__name__}.strategies"),
+        "optimizer wrapper constructor": (f"{__name__}.optim",),
+        "parameter scheduler": (f"{__name__}.optim.schedulers",),
+        "strategy": (f"{__name__}.strategies",),
+        "function": (f"{__name__}.runner.data.dataloaders",),
+        "sampler": (f"{__name__}.runner.data.samplers",),
+        "metric": (f"{__name__}.runner.metrics.base",),
+        "hook": (f"{__name__}.runner.hooks",),
+        "loop": (f"{__name__}.runner.loops.train", f"{__name__}.runner.loops.evaluate"),
+        "reporter": (f"{__name__}.runner.reporting",),
+    }
+)
 
 # tests/test_packaging.py holds this table and the imports above against each other.
 _HOMES = {

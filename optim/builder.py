@@ -8,11 +8,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError, nearest
-from ..core.overriding import refuse_unused
+from ..core.overriding import overridden, refuse_unused
 from ..core.registry import OPTIM_WRAPPERS
+from .update_guard import UpdateGuard
 from .wrapper import OptimWrapper
 from .wrapper_dict import OptimWrapperDict
 
+_DECIDE_ABOUT_UPDATES = ("step", "backward")
 _NEVER_CALLED = {
     "initialize_count_status": "begin(index, size) says which micro-batch of its window comes next",
 }
@@ -65,3 +67,19 @@ def _one(cfg: Any, where: str) -> OptimWrapper:
     wrapper = build_optim_wrapper(cfg, where)
     assert isinstance(wrapper, OptimWrapper)
     return wrapper
+
+
+def guard_updates(optim: OptimWrapper | OptimWrapperDict, *, skips: bool) -> None:
+    """Have updates left out whose loss or gradients are not finite, or, without ``skips``, made as any other.
+
+    Raises:
+        ConfigError: a wrapper of somebody's own decides about updates itself.
+    """
+    for wrapper in optim.wrappers.values():
+        if skips and (own := overridden(wrapper, *_DECIDE_ABOUT_UPDATES)):
+            kind: Any = type(wrapper)
+            raise ConfigError(
+                f'env_cfg.nonfinite: "skip" has no hold on {kind.__name__}, which defines {own[0]} anew; choose "warn" or '
+                '"raise"'
+            )
+        wrapper.guard = UpdateGuard() if skips else None

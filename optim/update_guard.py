@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core import gradients
 from ..core.comm.collectives import all_reduce
-from ..core.errors import ConfigError
-from ..core.overriding import overridden
-
-if TYPE_CHECKING:
-    from .wrapper import OptimWrapper
-    from .wrapper_dict import OptimWrapperDict
-
-_DECIDED_HERE = ("step", "backward")
 
 
 class UpdateGuard:
@@ -55,19 +46,3 @@ class UpdateGuard:
         is_good = self._verdict is None or bool(self._verdict.isfinite())
         self.left_out += not is_good
         return is_good
-
-
-def guard_updates(optim: OptimWrapper | OptimWrapperDict, *, skips: bool) -> None:
-    """Have updates left out whose loss or gradients are not finite, or, without ``skips``, made as any other.
-
-    Raises:
-        ConfigError: a wrapper of somebody's own decides about updates itself.
-    """
-    for wrapper in optim.wrappers.values():
-        if skips and (own := overridden(wrapper, *_DECIDED_HERE)):
-            kind: Any = type(wrapper)
-            raise ConfigError(
-                f'env_cfg.nonfinite: "skip" has no hold on {kind.__name__}, which defines {own[0]} anew; choose "warn" or '
-                '"raise"'
-            )
-        wrapper.guard = UpdateGuard() if skips else None

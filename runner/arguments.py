@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..optim.builder import build_optim_wrapper
-from ..optim.update_guard import guard_updates
+from ..optim.builder import build_optim_wrapper, guard_updates
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
@@ -16,13 +15,14 @@ from ..strategies.builder import build_strategy
 from . import configuration
 from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks
+from .options import FixedOptions, check_options
 
 
 @dataclass(frozen=True)
 class Checked:
     """What is known of a run before a process group or a model exists."""
 
-    options: configuration.FixedOptions
+    options: FixedOptions
     strategy: Strategy
     optim_wrapper: OptimWrapper | OptimWrapperDict | None
     hooks: list[tuple[Hook, int]]
@@ -36,7 +36,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
     Raises:
         ConfigError: naming the first that is wrong.
     """
-    options = configuration.check_options({key: given[key] for key in configuration.FixedOptions.model_fields})
+    options = check_options({key: given[key] for key in FixedOptions.model_fields})
     configuration.check_cfg(options.cfg)
     if given["default_scope"] not in (None, "flextrain", "mmengine"):
         raise ConfigError(

@@ -18,8 +18,8 @@ from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
-from .configuration import Environment
 from .loops.train import TrainLoop
+from .options import Environment
 
 logger = logging.getLogger("flextrain")
 

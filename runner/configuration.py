@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import torch
 from torch import nn
 
-from ..core.checkpoint import place
-from ..core.checkpoint.directory import replaced
-from ..core.checkpoint.paths import reaching
 from ..core.checkpoint.untrusted import one_line
-from ..core.config import Config, PositiveInt, check_call, validate
-from ..core.errors import CheckpointError, ConfigError, suggest
+from ..core.config import check_call
+from ..core.errors import ConfigError, suggest
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
 from ..optim.schedulers import check_param_schedulers
@@ -28,151 +22,8 @@ from .data.user_loaders import batch_size
 from .loops.evaluate import EvalLoop
 from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from .metrics.base import check_evaluator
+from .options import FixedOptions
 from .reporting import build_log_processor, build_reporters, check_log_level
-
-
-class AutoScaleLR(Config):
-    """``auto_scale_lr``: learning rates are multiplied by the real batch size over the one that they were chosen for."""
-
-    base_batch_size: PositiveInt
-    """Samples per update, over all processes, that the learning rate was chosen for."""
-    enable: bool = True
-    """False turns it off."""
-
-
-class Randomness(Config):
-    """``randomness``."""
-
-    seed: int | None = None
-    """Of Python, NumPy and torch; None draws one, which is logged."""
-    diff_rank_seed: bool = False
-    """Add the rank to the seed."""
-    deterministic: bool = False
-    """Deterministic kernels only."""
-
-
-class MultiProcessing(Config):
-    """``env_cfg.mp_cfg``."""
-
-    mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """How dataloader workers are started; None is Python's default."""
-    opencv_num_threads: int | None = pydantic.Field(default=None, ge=0)
-    """Threads of OpenCV in each process."""
-
-
-class Group(Config):
-    """``env_cfg.dist_cfg``."""
-
-    backend: str | None = None
-    """Process-group back end; None is the device's."""
-    timeout: float | int | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a process waits for others."""
-
-
-class Environment(Config):
-    """``env_cfg``."""
-
-    cudnn_benchmark: bool = False
-    """Let cuDNN try its algorithms for every new shape."""
-    mp_cfg: MultiProcessing = MultiProcessing()
-    """Worker processes."""
-    dist_cfg: Group = Group()
-    """The process group."""
-    resource_limit: PositiveInt = 4096
-    """Open files that the process may have, at least."""
-    nonfinite: Literal["warn", "raise", "skip", "ignore"] = "warn"
-    """What happens when a loss or a gradient norm is NaN or infinite; see NonFiniteHook."""
-
-
-class Resume(Config):
-    """``resume`` as a dict: where from, and what of the checkpoint is left out. The model and the counters never are."""
-
-    path: str | Path | None = None
-    """The checkpoint; None: the newest in the work directory, if there is one."""
-    optimizer: bool = True
-    """Its state for each parameter, its settings (learning rates among them) and the loss scale."""
-    param_scheduler: bool = True
-    """How far the schedules are."""
-    random: bool = True
-    """The random states of the processes."""
-    hooks: bool = True
-    """What hooks have saved: averaged weights, the best scores, the patience of early stopping."""
-    logs: bool = True
-    """The history of the figures that log lines smooth."""
-    data: bool = True
-    """The place in the epoch and the seed of its order; without it the epoch under way begins anew."""
-
-
-class FixedOptions(Config):
-    """The arguments of a runner that are plain values."""
-
-    work_dir: str | Path
-    experiment_name: str | None = None
-    load_from: str | Path | None = None
-    resume: bool | str | Path | Resume = False
-    launcher: str | None = None
-    auto_scale_lr: AutoScaleLR | None = None
-    randomness: Randomness
-    env_cfg: Environment
-    compile: bool | dict[str, Any] | None = None
-    cfg: dict[str, Any] | None = None
-
-    @property
-    def resume_options(self) -> Resume | None:
-        """``resume`` in its full form; None: nothing is resumed."""
-        if isinstance(self.resume, Resume):
-            return self.resume
-        if isinstance(self.resume, bool):
-            return Resume() if self.resume else None
-        return Resume(path=self.resume)
-
-
-def check_options(given: Mapping[str, Any]) -> FixedOptions:
-    """The plain arguments, checked.
-
-    Raises:
-        ConfigError: naming the argument.
-    """
-    data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
-    parts: dict[str, type[Config]] = {
-        "auto_scale_lr": AutoScaleLR,
-        "randomness": Randomness,
-        "env_cfg": Environment,
-        "resume": Resume,
-    }
-    for key, model in parts.items():
-        if isinstance(data[key], Mapping):
-            data[key] = validate(model, data[key], key)
-    try:
-        options = validate(FixedOptions, data, "runner")
-    except ConfigError as error:
-        raise ConfigError(str(error).removeprefix("runner.")) from None
-    resumed = options.resume_options
-    for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
-        # A replacement that was killed between its two renames is undone when the checkpoint is opened.
-        if path is not None and not _is_there(path):
-            raise ConfigError(f'{key}: "{path}" does not exist')
-    if "://" in str(options.work_dir):
-        raise ConfigError(
-            f'work_dir: "{options.work_dir}" is not allowed, logs need a local folder; CheckpointHook.out_dir may be a URL'
-        )
-    folder = Path(options.work_dir).absolute()
-    # Path.is_file raises, before Python 3.14, where a folder may not be entered.
-    if file := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):  # noqa: PTH113
-        raise ConfigError(f'work_dir: "{file}" is a file, give a folder')
-    if options.load_from is not None and resumed is not None and resumed.path is not None:
-        raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
-    return options
-
-
-def _is_there(path: str | Path) -> bool:
-    try:
-        found = place(path)
-        with reaching(found):
-            return found.exists() or replaced(found).exists()
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-
 
 _WRAPPING = "give strategy=dict(type=..., {})"
 _IN_CFG = {

@@ -16,7 +16,7 @@ from ..core.errors import CheckpointError
 from .reporting.console import IN_FILE
 
 if TYPE_CHECKING:
-    from .runner import FlexibleRunner
+    from .run import Run
 
 
 class Terminated(SystemExit):
@@ -65,15 +65,30 @@ def terminable() -> Iterator[Termination]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def say_how_it_ended(runner: FlexibleRunner, error: BaseException, has_place: bool) -> None:
+def tell_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
+    """Tell the log and every hook, also when another one fails at it; the first error is the one that is raised.
+
+    Args:
+        run: the run.
+        error: what ended it.
+        has_place: whether training had what it begins with, so that it stands somewhere.
+    """
+    try:
+        run.finish_saving()
+    except CheckpointError as second:
+        run.logger.error(str(second))
+    _log_how_it_ended(run, error, has_place)
+    for method in run.hook_calls["on_exception"]:
+        try:
+            method(run, exception=error)
+        except Exception as second:  # reported, and must not hide the error that it follows
+            run.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)
+
+
+def _log_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
     """Log what ended the run and what to resume from; of a failure the traceback too, but not on the console.
 
     The interpreter prints that there, or the program has caught the exception.
-
-    Args:
-        runner: the run.
-        error: what ended it.
-        has_place: whether training had what it begins with, so that it stands somewhere.
     """
     level, what, reason = logging.INFO, f"Ended by {type(error).__name__}", ""
     if isinstance(error, Terminated):
@@ -84,16 +99,16 @@ def say_how_it_ended(runner: FlexibleRunner, error: BaseException, has_place: bo
         first_line = str(error).strip().partition("\n")[0]
         level, what, reason = logging.ERROR, "Failed", f": {type(error).__name__}: {first_line}"
     if has_place:
-        what += f" after epoch {runner.epoch}, iteration {runner.iter}"
-        if runner.rank == 0:
-            reason += f"; {_advice(runner)}"
+        what += f" after epoch {run.epoch}, iteration {run.iter}"
+        if run.rank == 0:
+            reason += f"; {_advice(run)}"
     failed = level == logging.ERROR
-    runner.logger.log(level, what + reason, exc_info=error if failed else None, extra={IN_FILE: failed})
+    run.logger.log(level, what + reason, exc_info=error if failed else None, extra={IN_FILE: failed})
 
 
-def _advice(runner: FlexibleRunner) -> str:
+def _advice(run: Run) -> str:
     try:
-        newest = find_latest(runner.checkpoint_dir)
+        newest = find_latest(run.checkpoint_dir)
     except CheckpointError as error:
         return str(error)
     return f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"

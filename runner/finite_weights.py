@@ -12,12 +12,12 @@ from ..core.finite import nonfinite
 from ..core.norms import keeps_statistics
 
 if TYPE_CHECKING:
-    from .runner import FlexibleRunner
+    from .run import Run
 
 _STATE, _AVERAGED = "optim.state.", "averaged."
 
 
-def trained_names(runner: FlexibleRunner) -> set[str]:
+def trained_names(runner: Run) -> set[str]:
     """The names of what training changes: parameters that are not frozen, and running statistics."""
     module = runner.strategy.module
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -27,7 +27,7 @@ def trained_names(runner: FlexibleRunner) -> set[str]:
     return names
 
 
-def keys_to_keep_finite(runner: FlexibleRunner, state: Mapping[str, Any]) -> set[str]:
+def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:
     """Of the keys of a checkpoint, those with which nobody can go on once they hold NaN or infinity.
 
     What training changes, the optimizer's state of it, and averages. A buffer or a frozen parameter may be a mask of minus
@@ -47,18 +47,18 @@ def keys_to_keep_finite(runner: FlexibleRunner, state: Mapping[str, Any]) -> set
     }
 
 
-def own_nonfinite(runner: FlexibleRunner) -> list[str]:
+def own_nonfinite(runner: Run) -> list[str]:
     """The names of the weights, statistics and averages of which this process's part is not finite."""
     return nonfinite(_watched(runner))
 
 
-def nonfinite_weights(runner: FlexibleRunner) -> list[str]:
+def nonfinite_weights(runner: Run) -> list[str]:
     """The same over all processes, which all have to call it."""
     found = {name for names in dist.all_gather_object(own_nonfinite(runner)) for name in names}
     return [name for name in _watched(runner) if name in found]
 
 
-def _watched(runner: FlexibleRunner) -> dict[str, Tensor]:
+def _watched(runner: Run) -> dict[str, Tensor]:
     names = trained_names(runner)
     watched = {name: tensor for name, tensor in runner.strategy.model_state().items() if name in names}
     for state in (hook.state_dict() for hook in runner.hooks if hook.holds_weights):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flextrain import STRATEGIES, ConfigError
 from flextrain.cli import main
-from flextrain.runner.configuration import batch_size
+from flextrain.runner.data.user_loaders import batch_size
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.tools.script import runner_arguments
 from flextrain.tools.shared_batches import shared_loader

@@ -25,7 +25,7 @@ from .hook import Hook
 from .unsupported import refuse
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -133,18 +133,18 @@ class CheckpointHook(Hook):
     def _unit(self) -> str:
         return "epoch" if self.by_epoch else "iter"
 
-    def out_dir(self, runner: FlexibleRunner) -> Path:
+    def out_dir(self, runner: Run) -> Path:
         """The folder that checkpoints are saved to."""
         work_dir = Path(runner.work_dir)
         return work_dir if self._parent is None else self._parent / work_dir.name
 
-    def checkpoint_dir(self, runner: FlexibleRunner) -> Path:
+    def checkpoint_dir(self, runner: Run) -> Path:
         """See Hook."""
         return self.out_dir(runner)
 
     # When
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """See that checkpoints can be written where they shall be, and take over what a resumed run had kept."""
         if self._parent is not None:  # the runner has seen to its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
@@ -159,7 +159,7 @@ class CheckpointHook(Hook):
             self._marked += [self._kept.pop()] if is_bad else []
         self._prune(runner)
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Run) -> None:
         """Save if it is due."""
         if self.by_epoch and (
             self.every_n_epochs(runner, self.interval, self.save_begin)
@@ -169,7 +169,7 @@ class CheckpointHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -183,7 +183,7 @@ class CheckpointHook(Hook):
         ):
             self._save_checkpoint(runner)
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Save those that are best now; only in training."""
         if not self._is_training:
             return
@@ -193,7 +193,7 @@ class CheckpointHook(Hook):
             return
         self._save_best_checkpoint(runner, metrics)
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """Save the last state of a training that was stopped early."""
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
@@ -201,25 +201,25 @@ class CheckpointHook(Hook):
         self._settle(runner)
         self._is_training = False
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """A validation that comes later is not part of training."""
         self._is_training = False
 
     # What. The three names with _save_ are MMEngine's, and what a subclass makes of them is called.
 
-    def _save_checkpoint(self, runner: FlexibleRunner) -> None:
+    def _save_checkpoint(self, runner: Run) -> None:
         if self.by_epoch:
             self._save_checkpoint_with_step(runner, runner.epoch + 1, {"epoch": runner.epoch + 1, "iter": runner.iter})
         else:
             self._save_checkpoint_with_step(runner, runner.iter + 1, {"epoch": runner.epoch, "iter": runner.iter + 1})
 
-    def _save_best_checkpoint(self, runner: FlexibleRunner, metrics: dict[str, Any]) -> None:
+    def _save_best_checkpoint(self, runner: Run, metrics: dict[str, Any]) -> None:
         number = runner.epoch if self.by_epoch else runner.iter
         for key, score in self._best.improved(metrics):
             name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
             self._save_best(runner, key, score, name)
 
-    def _save_checkpoint_with_step(self, runner: FlexibleRunner, step: int, meta: dict[str, int]) -> None:
+    def _save_checkpoint_with_step(self, runner: Run, step: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %s", counted(step, self._unit))
         self._settle(runner)
         # Saved a second time, it must not count as two, of which the older has to go.
@@ -232,7 +232,7 @@ class CheckpointHook(Hook):
         self._when_complete(lambda: self._sort_in(runner, step))
 
     def _write(
-        self, runner: FlexibleRunner, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
+        self, runner: Run, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
     ) -> None:
         runner.save_checkpoint(
             self.out_dir(runner),
@@ -251,14 +251,14 @@ class CheckpointHook(Hook):
         else:
             deletion()
 
-    def _settle(self, runner: FlexibleRunner, wait: bool = True) -> None:
+    def _settle(self, runner: Run, wait: bool = True) -> None:
         """Delete what is due once nothing is being written."""
         if runner.finish_saving(wait):
             deletions, self._deletions = self._deletions, []
             for deletion in deletions:
                 deletion()
 
-    def _save_best(self, runner: FlexibleRunner, key: str, score: float, name: str) -> None:
+    def _save_best(self, runner: Run, key: str, score: float, name: str) -> None:
         if marked := nonfinite_weights(runner):
             runner.logger.warning(
                 f"CheckpointHook.save_best: {key} = {score:.4f} would be the best, of weights with NaN or infinity in "
@@ -276,17 +276,17 @@ class CheckpointHook(Hook):
             self._when_complete(lambda: self._remove(runner, folder / str(previous)))
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
 
-    def _sort_in(self, runner: FlexibleRunner, number: int) -> None:
+    def _sort_in(self, runner: Run, number: int) -> None:
         """Count a checkpoint that is complete by now among the good ones, or among the marked ones; and prune."""
         if number in self._kept and runner.is_marked(self._path(runner, number)):
             self._kept.remove(number)
             self._marked.append(number)
         self._prune(runner)
 
-    def _path(self, runner: FlexibleRunner, number: int) -> Path:
+    def _path(self, runner: Run, number: int) -> Path:
         return self.out_dir(runner) / self.filename_tmpl.format(number)
 
-    def _prune(self, runner: FlexibleRunner) -> None:
+    def _prune(self, runner: Run) -> None:
         """Delete the oldest checkpoints of this run while there are too many; of the marked ones only the newest stays."""
         if self.max_keep_ckpts < 1:
             return
@@ -297,7 +297,7 @@ class CheckpointHook(Hook):
                 if self._remove(runner, self._path(runner, number)):
                     numbers.remove(number)
 
-    def _remove(self, runner: FlexibleRunner, path: Path) -> bool:
+    def _remove(self, runner: Run, path: Path) -> bool:
         """Delete a checkpoint on rank 0, unless ``latest`` names it; False: it stays."""
         # Every rank answers alike without asking rank 0: the file is read after a save that all have left.
         if _is_latest(path):
@@ -309,7 +309,7 @@ class CheckpointHook(Hook):
                 runner.logger.warning("Checkpoint %s could not be deleted: %s", path, error)
         return True
 
-    def _keep_others(self, runner: FlexibleRunner) -> None:
+    def _keep_others(self, runner: Run) -> None:
         """Raise ConfigError if checkpoints of another run would be replaced and nobody has agreed to that.
 
         A run that was to be resumed, and found nothing to begin with, goes on with what is its own.
@@ -328,7 +328,7 @@ class CheckpointHook(Hook):
             )
         runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
 
-    def _in_the_way(self, runner: FlexibleRunner, folder: Path) -> list[str]:
+    def _in_the_way(self, runner: Run, folder: Path) -> list[str]:
         """The checkpoints that are there under names which this run comes to."""
         last = runner.max_epochs if self.by_epoch else runner.max_iters
         before, after = self.filename_tmpl.split("{}")
@@ -352,7 +352,7 @@ class CheckpointHook(Hook):
         self._best.load_state_dict(state["best"])
 
 
-def _comes_from_elsewhere(runner: FlexibleRunner, folder: Path) -> bool:
+def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
     """Whether the run goes on from a checkpoint in another folder, so that those in ``folder`` are not its own."""
     resumed = runner.options.resume_options
     source = None if resumed is None else resumed.path or runner.options.load_from

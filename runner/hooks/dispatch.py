@@ -11,7 +11,7 @@ from .hook import Hook
 from .priority import Priority, get_priority
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 HookCall = Callable[..., None]
 
@@ -84,7 +84,7 @@ class HookDispatcher:
         self._insert(hook, get_priority(given, f"{type(hook).__name__}.priority"))
         self.refresh()
 
-    def call(self, point: str, runner: FlexibleRunner, **kwargs: Any) -> None:
+    def call(self, point: str, runner: Run, **kwargs: Any) -> None:
         """Run every hook that overrides ``point``."""
         for method in self[point]:
             method(runner, **kwargs)

@@ -11,7 +11,7 @@ from .hook import Hook
 from .metric_rules import check_rule, infer_rule, is_better, worst
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -52,19 +52,19 @@ class EarlyStoppingHook(Hook):
         self.best_score = worst(self.rule)
         self._is_training = False
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """From now on metrics count."""
         self._is_training = True
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """A validation that comes later is not part of training."""
         self._is_training = False
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """A validation that comes later is not part of training."""
         self._is_training = False
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Judge the metric."""
         if not self._is_training:
             return

@@ -13,7 +13,7 @@ from .averaging import WeightAverage
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 AverageType = Literal["ExponentialMovingAverage", "StochasticWeightAverage", "MomentumAnnealingEMA"]
 _PREFIX = "averaged."
@@ -69,12 +69,12 @@ class EMAHook(Hook):
         self._average: WeightAverage | None = None
         self._updates = 0
 
-    def before_run(self, runner: FlexibleRunner) -> None:
+    def before_run(self, runner: Run) -> None:
         """Make room for the averages; until the first update they mean nothing."""
         if self._average is None:
             self._average = WeightAverage(_averaged(runner, self.update_buffers))
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Check that the average will start at all; training that starts from loaded weights averages anew."""
         if runner.iter == 0:
             self._updates = 0
@@ -87,7 +87,7 @@ class EMAHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -102,27 +102,27 @@ class EMAHook(Hook):
             self._get().lerp_to_model(self._weight(self._updates))
         self._updates += 1
 
-    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """The averages take the weights' place."""
         self._swap_in(runner)
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """The weights come back."""
         self._swap_out(runner)
 
-    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+    def before_test_epoch(self, runner: Run) -> None:
         """The averages take the weights' place."""
         self._swap_in(runner)
 
-    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """The weights come back."""
         self._swap_out(runner)
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """The weights come back, if validation or testing did not get to its end."""
         self._swap_out(runner)
 
-    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
         """The weights come back, if somebody saves while the averages are in their place."""
         self._swap_out(runner)
 
@@ -155,24 +155,24 @@ class EMAHook(Hook):
         assert self._average is not None, "before_run makes it"
         return self._average
 
-    def _has_begun(self, runner: FlexibleRunner) -> bool:
+    def _has_begun(self, runner: Run) -> bool:
         if self.begin_epoch:
             return runner.epoch + 1 >= self.begin_epoch
         return runner.iter + 1 >= self.begin_iter
 
-    def _swap_in(self, runner: FlexibleRunner) -> None:
+    def _swap_in(self, runner: Run) -> None:
         # Before the first update the averages are weights of long ago.
         if self._average is not None and self._updates:
             self._average.swap_in()
             _refresh(runner)
 
-    def _swap_out(self, runner: FlexibleRunner) -> None:
+    def _swap_out(self, runner: Run) -> None:
         if self._average is not None and self._average.is_swapped_in:
             self._average.swap_out()
             _refresh(runner)
 
 
-def _averaged(runner: FlexibleRunner, with_buffers: bool) -> dict[str, Tensor]:
+def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
     """The live tensors that are averaged, by canonical name."""
     strategy = runner.strategy
     parameters = {name for name, _ in strategy.module.named_parameters()}
@@ -183,7 +183,7 @@ def _averaged(runner: FlexibleRunner, with_buffers: bool) -> dict[str, Tensor]:
     }
 
 
-def _refresh(runner: FlexibleRunner) -> None:
+def _refresh(runner: Run) -> None:
     """Make half-precision weights follow their masters."""
     if runner.optim_wrapper is not None:
         for wrapper in runner.optim_wrapper.wrappers.values():

@@ -9,7 +9,7 @@ from ...core.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -29,19 +29,19 @@ class EmptyCacheHook(Hook):
         self._does_after_epoch = after_epoch
         self._does_after_iter = after_iter
 
-    def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def before_epoch(self, runner: Run, mode: str = "train") -> None:
         """Empty the cache if asked to."""
         if self._does_before_epoch:
             empty_cache(runner.strategy.device)
 
-    def after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def after_epoch(self, runner: Run, mode: str = "train") -> None:
         """Empty the cache if asked to."""
         if self._does_after_epoch:
             empty_cache(runner.strategy.device)
 
     def after_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Any = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .priority import Priority
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 class Hook:
@@ -17,6 +17,8 @@ class Hook:
 
     A point of one mode (``before_train_iter``) calls the group form (``before_iter``), which is told the mode, unless it
     is overridden. Points that no hook overrides cost nothing at run time.
+
+    ``runner`` is the FlexibleRunner; it has no type here, so that a hook may give it that one, or ``Run``.
 
     In ``after_train_iter`` of the first iteration ``runner.iter`` is 0. An iteration is one optimizer update; where
     several micro-batches make one, ``data_batch`` is the list of them.
@@ -26,84 +28,84 @@ class Hook:
     holds_weights: bool = False
     """Whether its state is weights of the model, which ``load_from`` takes over with the model's own."""
 
-    def checkpoint_dir(self, runner: FlexibleRunner) -> Path | None:
+    def checkpoint_dir(self, runner: Any) -> Path | None:
         """The folder that it saves checkpoints to, where ``resume=True`` looks for the newest; None: it saves none."""
         return None
 
     # The whole job
 
-    def before_run(self, runner: FlexibleRunner) -> None:
+    def before_run(self, runner: Any) -> None:
         """Before anything is loaded; the model and the optimizer exist."""
 
-    def after_run(self, runner: FlexibleRunner) -> None:
+    def after_run(self, runner: Any) -> None:
         """At the very end of train(), val() or test()."""
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Any, exception: BaseException) -> None:
         """Instead of the points that are left, when train(), val() or test() ends with ``exception``."""
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Any) -> None:
         """After loading and resuming, before the first iteration."""
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Any) -> None:
         """After the last iteration and its validation."""
 
-    def before_val(self, runner: FlexibleRunner) -> None:
+    def before_val(self, runner: Any) -> None:
         """Before each pass over the validation data."""
 
-    def after_val(self, runner: FlexibleRunner) -> None:
+    def after_val(self, runner: Any) -> None:
         """After each pass over the validation data."""
 
-    def before_test(self, runner: FlexibleRunner) -> None:
+    def before_test(self, runner: Any) -> None:
         """Before the pass over the test data."""
 
-    def after_test(self, runner: FlexibleRunner) -> None:
+    def after_test(self, runner: Any) -> None:
         """After the pass over the test data."""
 
-    def before_save_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """On every rank, before ``checkpoint`` is written; plain values and tensors may be added, under keys of their own.
 
         It also holds ``meta``, ``message_hub``, ``state_dict`` and, where they are saved, ``optimizer`` and
         ``param_schedulers``; ``SavedView`` says what may be changed of them. The weights are the live ones.
         """
 
-    def after_load_checkpoint(self, runner: FlexibleRunner, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """On every rank, after a run was resumed; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
 
     # Epochs
 
-    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+    def before_train_epoch(self, runner: Any) -> None:
         """Before the first iteration of an epoch; once for a loop without epochs."""
         self._before_epoch(runner, mode="train")
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Any) -> None:
         """After the last iteration of an epoch, before ``runner.epoch`` moves."""
         self._after_epoch(runner, mode="train")
 
-    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+    def before_val_epoch(self, runner: Any) -> None:
         """Before the first validation batch."""
         self._before_epoch(runner, mode="val")
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
         """After the last validation batch, with the metrics; the same ones on every rank."""
         self._after_epoch(runner, mode="val")
 
-    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+    def before_test_epoch(self, runner: Any) -> None:
         """Before the first test batch."""
         self._before_epoch(runner, mode="test")
 
-    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
         """After the last test batch, with the metrics; the same ones on every rank."""
         self._after_epoch(runner, mode="test")
 
     # Iterations
 
-    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Before an update; ``batch_idx`` counts updates from the start of the epoch."""
         self._before_iter(runner, batch_idx, data_batch, mode="train")
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Any,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -111,40 +113,40 @@ class Hook:
         """After an update; ``outputs`` holds 0-dim tensors that are still on the device."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="train")
 
-    def before_val_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Before a validation batch."""
         self._before_iter(runner, batch_idx, data_batch, mode="val")
 
     def after_val_iter(
-        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """After a validation batch, with what the model predicted."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="val")
 
-    def before_test_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Before a test batch."""
         self._before_iter(runner, batch_idx, data_batch, mode="test")
 
     def after_test_iter(
-        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """After a test batch, with what the model predicted."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
 
     # Group forms, for all three modes. The names with an underscore are MMEngine's.
 
-    def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def before_epoch(self, runner: Any, mode: str = "train") -> None:
         """Before every epoch; ``mode`` is train, val or test."""
 
-    def after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def after_epoch(self, runner: Any, mode: str = "train") -> None:
         """After every epoch; ``mode`` is train, val or test."""
 
-    def before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+    def before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         """Before every iteration; ``mode`` is train, val or test."""
 
     def after_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Any,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Any = None,
@@ -152,18 +154,18 @@ class Hook:
     ) -> None:
         """After every iteration; ``mode`` is train, val or test."""
 
-    def _before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def _before_epoch(self, runner: Any, mode: str = "train") -> None:
         self.before_epoch(runner, mode=mode)
 
-    def _after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def _after_epoch(self, runner: Any, mode: str = "train") -> None:
         self.after_epoch(runner, mode=mode)
 
-    def _before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+    def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         self.before_iter(runner, batch_idx, data_batch, mode=mode)
 
     def _after_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Any,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Any = None,
@@ -182,12 +184,12 @@ class Hook:
 
     # Questions that hooks ask
 
-    def every_n_epochs(self, runner: FlexibleRunner, n: int, start: int = 0) -> bool:
+    def every_n_epochs(self, runner: Run, n: int, start: int = 0) -> bool:
         """Whether the epoch that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
         count = runner.epoch + 1 - start
         return n > 0 and count >= 0 and count % n == 0
 
-    def every_n_train_iters(self, runner: FlexibleRunner, n: int, start: int = 0) -> bool:
+    def every_n_train_iters(self, runner: Run, n: int, start: int = 0) -> bool:
         """Whether the iteration that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
         count = runner.iter + 1 - start
         return n > 0 and count >= 0 and count % n == 0
@@ -206,10 +208,10 @@ class Hook:
         """
         return batch_idx + 1 == (dataloader if isinstance(dataloader, int) else len(dataloader))
 
-    def is_last_train_epoch(self, runner: FlexibleRunner) -> bool:
+    def is_last_train_epoch(self, runner: Run) -> bool:
         """Whether training ends with this epoch."""
         return runner.epoch + 1 == runner.max_epochs
 
-    def is_last_train_iter(self, runner: FlexibleRunner) -> bool:
+    def is_last_train_iter(self, runner: Run) -> bool:
         """Whether training ends with this iteration."""
         return runner.iter + 1 == runner.max_iters

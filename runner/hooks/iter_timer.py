@@ -12,7 +12,7 @@ from ..reporting.log_processor import num_batches
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -33,35 +33,35 @@ class IterTimerHook(Hook):
         self._done = self._eval_done = 0
         self._start = 0
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Start anew, from a resumed iteration too."""
         self._start, self._done, self._seconds = runner.iter, 0, 0.0
         self._data_times = runner.message_hub.history("train/data_time")
         self._times = runner.message_hub.history("train/time")
         self._last = time.perf_counter()
 
-    def before_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def before_epoch(self, runner: Run, mode: str = "train") -> None:
         """Start the clock, and offer the estimate."""
         runner.message_hub.compute_info("eta", partial(self._eta, runner))
         self._mode = mode
         self._eval_done, self._eval_seconds = 0, 0.0
         self._last = time.perf_counter()
 
-    def after_epoch(self, runner: FlexibleRunner, mode: str = "train") -> None:
+    def after_epoch(self, runner: Run, mode: str = "train") -> None:
         """After a validation the time left is that of the training again."""
         self._mode = "train"
 
-    def after_val(self, runner: FlexibleRunner) -> None:
+    def after_val(self, runner: Run) -> None:
         """What the end of a validation took is no part of the next iteration."""
         self._last = time.perf_counter()
 
-    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """The data are here."""
         self._data_times.append(time.perf_counter() - self._last)
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -74,13 +74,13 @@ class IterTimerHook(Hook):
         self._done += 1
         self._times.append(seconds)
 
-    def before_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+    def before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         """The data of a validation or test batch are here."""
         runner.message_hub.update_scalar(f"{mode}/data_time", time.perf_counter() - self._last)
 
     def after_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Any = None,
@@ -93,7 +93,7 @@ class IterTimerHook(Hook):
         self._eval_done += 1
         runner.message_hub.update_scalar(f"{mode}/time", seconds)
 
-    def _eta(self, runner: FlexibleRunner) -> float | None:
+    def _eta(self, runner: Run) -> float | None:
         """Seconds left; None before anything was done."""
         if self._mode != "train":
             done, seconds, length = self._eval_done, self._eval_seconds, num_batches(runner, self._mode)

@@ -20,7 +20,7 @@ from .hook import Hook
 from .unsupported import refuse
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -77,7 +77,7 @@ class LoggerHook(Hook):
         self._length = 0
         self._by_epoch = True
 
-    def _open(self, runner: FlexibleRunner) -> None:
+    def _open(self, runner: Run) -> None:
         """Open the reporters, once per run; not before there is something to report."""
         if self._is_open:
             return
@@ -88,7 +88,7 @@ class LoggerHook(Hook):
             for reporter in runner.reporters:
                 reporter.on_start(config)
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Open the reporters and show the bar."""
         self._open(runner)
         self._by_epoch = runner.train_loop.by_epoch
@@ -97,7 +97,7 @@ class LoggerHook(Hook):
             self._bar = ProgressBar(runner)
             self._bar.start()
 
-    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+    def before_train_epoch(self, runner: Run) -> None:
         """Note how long the epoch is, and have enough history kept; a resumed one may have another length than the next."""
         loop = runner.train_loop
         runner.log_processor.prepare(runner, "train")
@@ -105,7 +105,7 @@ class LoggerHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -120,30 +120,30 @@ class LoggerHook(Hook):
             log = runner.log_processor.later_log_after_iter(runner, batch_idx, "train")
             self._lines.put(partial(self._write, runner, log, done))
 
-    def _write(self, runner: FlexibleRunner, log: Callable[[], tuple[dict[str, Any], str]], step: int) -> None:
+    def _write(self, runner: Run, log: Callable[[], tuple[dict[str, Any], str]], step: int) -> None:
         record, line = log()
         runner.logger.info(line)
         self._report(runner, record, step, "train")
         if self._bar is not None:
             self._bar.update(record)
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Run) -> None:
         """Nothing waits while something else than training goes on."""
         self._lines.flush()
 
-    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Have enough history kept."""
         self._open(runner)
         self._lines.flush()
         runner.log_processor.prepare(runner, "val")
 
-    def before_test_epoch(self, runner: FlexibleRunner) -> None:
+    def before_test_epoch(self, runner: Run) -> None:
         """Have enough history kept."""
         self._open(runner)
         runner.log_processor.prepare(runner, "test")
 
     def after_val_iter(
-        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+        self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """A line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
@@ -152,20 +152,20 @@ class LoggerHook(Hook):
             self._bar.evaluate("val", batch_idx + 1, num_batches(runner, "val"))
 
     def after_test_iter(
-        self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+        self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """A line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """A line with the metrics, and a record."""
         record, line = runner.log_processor.get_log_after_epoch(runner, num_batches(runner, "val"), "val")
         runner.logger.info(line)
         counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
         self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
 
-    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """A line with the metrics, and ``<timestamp>.json`` with them in the log folder."""
         processor = runner.log_processor
         record, line = processor.get_log_after_epoch(runner, num_batches(runner, "test"), "test", with_non_scalar=True)
@@ -175,23 +175,23 @@ class LoggerHook(Hook):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plain(record)) + "\n", encoding="utf-8")
 
-    def after_run(self, runner: FlexibleRunner) -> None:
+    def after_run(self, runner: Run) -> None:
         """Close what is open, and copy the logs if asked to."""
         self._close(runner)
         if self.out_dir is not None and runner.rank == 0:
             # Below the log folder's own name, so that a second run's do not replace the first one's.
             self._copy(runner, self.out_dir / Path(runner.work_dir).name / Path(runner.log_dir).name)
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Give the terminal back and write what is pending."""
         self._close(runner)
 
-    def _report(self, runner: FlexibleRunner, record: dict[str, Any], step: int, mode: str) -> None:
+    def _report(self, runner: Run, record: dict[str, Any], step: int, mode: str) -> None:
         if runner.rank == 0:
             for reporter in runner.reporters:
                 reporter.on_scalars(record, step, mode)
 
-    def _close(self, runner: FlexibleRunner) -> None:
+    def _close(self, runner: Run) -> None:
         self._is_open = False
         with contextlib.ExitStack() as parts:  # the last first, and all of them whatever one raises
             if runner.rank == 0:
@@ -202,7 +202,7 @@ class LoggerHook(Hook):
                 self._bar = None
             parts.callback(self._lines.close)
 
-    def _copy(self, runner: FlexibleRunner, target: Path) -> None:
+    def _copy(self, runner: Run, target: Path) -> None:
         source = Path(runner.log_dir)
         for path in sorted(source.rglob("*")):
             if path.is_file() and path.name.endswith(self.out_suffix):

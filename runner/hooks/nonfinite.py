@@ -17,7 +17,7 @@ from .logger import LoggerHook
 from .nonfinite_origin import find_origin
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 _QUIET_LOOKS = 10
 _LEFT_OUT = "such updates are left out"
@@ -61,7 +61,7 @@ class NonFiniteHook(Hook):
         self._bad_look: Look | None = None
         self._left_out = 0
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Look at what comes from now on."""
         action = runner.options.env_cfg.nonfinite
         self._raises, self._skips = action == "raise", action == "skip"
@@ -75,7 +75,7 @@ class NonFiniteHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -89,7 +89,7 @@ class NonFiniteHook(Hook):
         if runner.message_hub.readings != self._readings:
             self._look(runner, runner.iter + 1)
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """Look at the end, and say so if it is a bad one."""
         if self._waited:
             runner.message_hub.fetch("train/", reduce=AVERAGED)
@@ -101,11 +101,11 @@ class NonFiniteHook(Hook):
                 runner.logger.error(f"Training ended with NaN or infinity in {where}; {_last_good(runner)}")
         self._batch = None
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Let go of the batch."""
         self._batch = None
 
-    def _look(self, runner: FlexibleRunner, iteration: int) -> None:
+    def _look(self, runner: Run, iteration: int) -> None:
         assert self._witness is not None, "before_train makes it"
         self._readings, self._waited = runner.message_hub.readings, 0
         look = self._witness.look(iteration)
@@ -122,7 +122,7 @@ class NonFiniteHook(Hook):
         elif self._episode.passes():
             runner.logger.warning(f"Iteration {iteration}: losses and gradient norms are finite again")
 
-    def _report(self, runner: FlexibleRunner, look: Look, iteration: int) -> None:
+    def _report(self, runner: Run, look: Look, iteration: int) -> None:
         own = (look.own, own_nonfinite(runner))
         by_rank = all_gather_object(own) if look.is_agreed else [own]
         findings = [found for found, _ in by_rank]
@@ -139,7 +139,7 @@ class NonFiniteHook(Hook):
         runner.logger.warning(f"{what}; {state}; {advice}")
 
 
-def _left_out(runner: FlexibleRunner) -> int:
+def _left_out(runner: Run) -> int:
     """How many updates the guards have not let through."""
     wrappers = runner.optim_wrapper.wrappers.values() if runner.optim_wrapper else ()
     return sum(wrapper.guard.left_out for wrapper in wrappers if wrapper.guard is not None)
@@ -188,7 +188,7 @@ def _in_words(findings: Sequence[Sequence[Finding]], ranks: Sequence[int], look:
         yield f"likewise in {len(bad)} of the last {look.iterations} iterations"
 
 
-def _last_good(runner: FlexibleRunner) -> str:
+def _last_good(runner: Run) -> str:
     try:
         found = find_latest(runner.checkpoint_dir)
     except CheckpointError as error:

@@ -15,10 +15,10 @@ from ...core.finite import nonfinite
 from ..finite_weights import nonfinite_weights
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
-def find_origin(runner: FlexibleRunner, batch: Any) -> str:
+def find_origin(runner: Run, batch: Any) -> str:
     """Where it begins, as the end of a sentence, the same on every rank; all of them have to call it.
 
     Random numbers are others than they were. The run cannot go on afterwards: gradients and statistics have changed.
@@ -52,7 +52,7 @@ class _Run(NamedTuple):
     error: str | None
 
 
-def _run_again(runner: FlexibleRunner, window: list[Any]) -> _Run:
+def _run_again(runner: Run, window: list[Any]) -> _Run:
     error = None
     with _watching(runner.strategy.module, bool(runner.strategy.config.compile)) as seen:
         try:
@@ -106,7 +106,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _first_with(weights: list[str], run: _Run, runner: FlexibleRunner) -> str:
+def _first_with(weights: list[str], run: _Run, runner: Run) -> str:
     """The first module in forward that has some of the ``weights`` of its own."""
     own = {
         _title(prefix, part): [name for name in weights if name.rpartition(".")[0] == prefix]
@@ -120,7 +120,7 @@ def _first_with(weights: list[str], run: _Run, runner: FlexibleRunner) -> str:
     )
 
 
-def _in_backward(runner: FlexibleRunner, window: list[Any]) -> str:
+def _in_backward(runner: Run, window: list[Any]) -> str:
     """The gradients that are not finite, when forward is."""
     again = "weights are finite, and every output is when the batch is run again"
     if not runner.stepper.differentiate(window):

@@ -9,7 +9,7 @@ from ...core.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -25,7 +25,7 @@ class ParamSchedulerHook(Hook):
         self._by_iter: list[Any] = []
         self._by_epoch: list[Any] = []
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Sort the schedulers by what they count."""
         given = runner.param_schedulers or []
         schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
@@ -34,7 +34,7 @@ class ParamSchedulerHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -44,21 +44,21 @@ class ParamSchedulerHook(Hook):
             if not scheduler.optimizer.last_step.skipped:
                 scheduler.step()
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Run) -> None:
         """Step those that count epochs."""
         for scheduler in self._by_epoch:
             scheduler.step()
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Give the metrics to those that judge them; only in training."""
         for scheduler in self._by_epoch:
             if scheduler.need_val_args:
                 scheduler.step(metrics or {})
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """A validation that comes later is not part of training."""
         self._by_iter, self._by_epoch = [], []
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """A validation that comes later is not part of training."""
         self._by_iter, self._by_epoch = [], []

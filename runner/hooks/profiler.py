@@ -14,7 +14,7 @@ from ...core.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 _WHERE = "ProfilerHook"
 
@@ -78,7 +78,7 @@ class ProfilerHook(Hook):
         self._done = 0
         self._traces = 0
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Start recording."""
         limit = runner.max_epochs if self.by_epoch else runner.max_iters
         if self.profile_times > limit:
@@ -95,7 +95,7 @@ class ProfilerHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -108,16 +108,16 @@ class ProfilerHook(Hook):
         if not self.by_epoch and self._done == self.profile_times:
             self._stop()
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Run) -> None:
         """Stop after the first epoch."""
         if self.by_epoch:
             self._stop()
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """Stop if training was shorter than was asked for."""
         self._stop()
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Stop; what was recorded until then is written."""
         self._stop()
 
@@ -126,7 +126,7 @@ class ProfilerHook(Hook):
             running, self._profiler = self._profiler, None
             running.stop()
 
-    def _trace_handler(self, runner: FlexibleRunner) -> Callable[[Any], None]:
+    def _trace_handler(self, runner: Run) -> Callable[[Any], None]:
         handler = self._make_handler(runner)
 
         def on_trace_ready(profile: Any) -> None:
@@ -140,7 +140,7 @@ class ProfilerHook(Hook):
 
         return on_trace_ready
 
-    def _make_handler(self, runner: FlexibleRunner) -> Callable[[Any], None] | None:
+    def _make_handler(self, runner: Run) -> Callable[[Any], None] | None:
         if not isinstance(self._on_trace_ready, dict):
             return self._on_trace_ready
         options = {key: value for key, value in self._on_trace_ready.items() if key != "type"}

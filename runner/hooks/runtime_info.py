@@ -14,7 +14,7 @@ from ..reporting.history import HistoryBuffer
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -32,11 +32,11 @@ class RuntimeInfoHook(Hook):
         self._outputs: dict[str, HistoryBuffer] = {}
         self._stages: list[str] = []
 
-    def before_run(self, runner: FlexibleRunner) -> None:
+    def before_run(self, runner: Run) -> None:
         """Note the experiment's name."""
         runner.message_hub.update_info("experiment_name", runner.experiment_name, resumed=False)
 
-    def before_train(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: Run) -> None:
         """Note where training begins and how long it will be."""
         self._enter(runner, "train")
         hub, optim = runner.message_hub, runner.optim_wrapper
@@ -59,11 +59,11 @@ class RuntimeInfoHook(Hook):
         if meta is not None:
             hub.update_info("dataset_meta", meta)
 
-    def after_train(self, runner: FlexibleRunner) -> None:
+    def after_train(self, runner: Run) -> None:
         """Note that training is over."""
         self._leave(runner)
 
-    def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Note the learning rate of each optimizer's first group."""
         for history, wrapper in self._rates:
             history.append(wrapper.param_groups[0]["lr"])
@@ -73,7 +73,7 @@ class RuntimeInfoHook(Hook):
 
     def after_train_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         batch_idx: int,
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
@@ -88,40 +88,40 @@ class RuntimeInfoHook(Hook):
                     runner.message_hub.update_scalar(f"train/{key}", value)
                     histories[key] = runner.message_hub.history(f"train/{key}")
 
-    def before_val(self, runner: FlexibleRunner) -> None:
+    def before_val(self, runner: Run) -> None:
         """Note that validation runs."""
         self._enter(runner, "val")
 
-    def after_val(self, runner: FlexibleRunner) -> None:
+    def after_val(self, runner: Run) -> None:
         """Note what runs again."""
         self._leave(runner)
 
-    def after_val_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics."""
         _keep(runner, "val", metrics)
 
-    def before_test(self, runner: FlexibleRunner) -> None:
+    def before_test(self, runner: Run) -> None:
         """Note that testing runs."""
         self._enter(runner, "test")
 
-    def after_test(self, runner: FlexibleRunner) -> None:
+    def after_test(self, runner: Run) -> None:
         """Note that testing is over."""
         self._leave(runner)
 
-    def after_test_epoch(self, runner: FlexibleRunner, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics."""
         _keep(runner, "test", metrics)
 
-    def on_exception(self, runner: FlexibleRunner, exception: BaseException) -> None:
+    def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Note that nothing runs any more."""
         self._stages = []
         runner.message_hub.pop_info("loop_stage")
 
-    def _enter(self, runner: FlexibleRunner, stage: str) -> None:
+    def _enter(self, runner: Run, stage: str) -> None:
         self._stages.append(stage)
         runner.message_hub.update_info("loop_stage", stage, resumed=False)
 
-    def _leave(self, runner: FlexibleRunner) -> None:
+    def _leave(self, runner: Run) -> None:
         del self._stages[-1:]
         if self._stages:
             runner.message_hub.update_info("loop_stage", self._stages[-1], resumed=False)
@@ -129,7 +129,7 @@ class RuntimeInfoHook(Hook):
             runner.message_hub.pop_info("loop_stage")
 
 
-def _keep(runner: FlexibleRunner, mode: str, metrics: Mapping[str, Any] | None) -> None:
+def _keep(runner: Run, mode: str, metrics: Mapping[str, Any] | None) -> None:
     for key, value in (metrics or {}).items():
         if isinstance(value, (bool, int, float)) or getattr(value, "size", None) == 1 or _is_one_element(value):
             runner.message_hub.update_scalar(f"{mode}/{key}", value)

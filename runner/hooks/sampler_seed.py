@@ -8,7 +8,7 @@ from ...core.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -17,7 +17,7 @@ class DistSamplerSeedHook(Hook):
 
     priority = "NORMAL"
 
-    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+    def before_train_epoch(self, runner: Run) -> None:
         """Call ``set_epoch`` of the sampler, or of the sampler in the batch sampler, if there is one.
 
         The training data call it too, and that of the loader and of the dataset, before they are read.

@@ -9,7 +9,7 @@ from ...core.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 @HOOKS.register_module()
@@ -24,17 +24,17 @@ class SyncBuffersHook(Hook):
     def __init__(self) -> None:
         self._is_fresh = False
 
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
+    def after_train_epoch(self, runner: Run) -> None:
         """Average, and spare the validation that follows."""
         self._average(runner)
         self._is_fresh = True
 
-    def before_val_epoch(self, runner: FlexibleRunner) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Average, unless that was just done."""
         if not self._is_fresh:
             self._average(runner)
         self._is_fresh = False
 
-    def _average(self, runner: FlexibleRunner) -> None:
+    def _average(self, runner: Run) -> None:
         if runner.world_size > 1:
             average_tensors([b for b in runner.strategy.module.buffers() if b.is_floating_point()])

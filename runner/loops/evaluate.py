@@ -18,7 +18,7 @@ from .lockstep import until_all_end
 from .train import BaseLoop
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 EVALUATION = -1
 """The epoch whose random numbers are drawn for data of evaluation: the same every time."""
@@ -37,7 +37,7 @@ class EvalLoop(BaseLoop):
 
     mode = "val"
 
-    def __init__(self, runner: FlexibleRunner, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
+    def __init__(self, runner: Run, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self.fp16 = fp16

@@ -13,7 +13,7 @@ from ...core.registry import LOOPS
 from ..data.dataloaders import TrainData
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 class BaseLoop:
@@ -24,7 +24,7 @@ class BaseLoop:
         dataloader: built, and split over processes.
     """
 
-    def __init__(self, runner: FlexibleRunner, dataloader: Iterable[Any]) -> None:
+    def __init__(self, runner: Run, dataloader: Iterable[Any]) -> None:
         self.runner = runner
         self.dataloader = dataloader
 
@@ -47,7 +47,7 @@ class TrainLoop(BaseLoop):
 
     def __init__(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         dataloader: Iterable[Any],
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1,
@@ -177,7 +177,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     def __init__(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         dataloader: Iterable[Any],
         max_epochs: PositiveInt,
         val_begin: PositiveInt = 1,
@@ -261,7 +261,7 @@ class IterBasedTrainLoop(TrainLoop):
 
     def __init__(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         dataloader: Iterable[Any],
         max_iters: PositiveInt,
         val_begin: PositiveInt = 1,

@@ -22,7 +22,7 @@ from .history import HistoryBuffer
 from .message_hub import AVERAGED, MessageHub
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 Mode = Literal["train", "val", "test"]
 
@@ -117,7 +117,7 @@ class LogProcessor:
         self._plans: dict[str, _Plan] = {}
         self._memory, self._memory_read = 0, -math.inf
 
-    def prepare(self, runner: FlexibleRunner, mode: Mode) -> None:
+    def prepare(self, runner: Run, mode: Mode) -> None:
         """Have the message hub keep as much history as the statistics of ``mode`` need."""
         hub, length = runner.message_hub, self._length(runner, mode)
         hub.retain_all(self.window_size)
@@ -129,25 +129,21 @@ class LogProcessor:
                 size = length if cfg.window_size == "epoch" else cfg.window_size
                 hub.retain(f"{mode}/{cfg.name}", size if isinstance(size, int) else None)
 
-    def get_log_after_iter(self, runner: FlexibleRunner, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
+    def get_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
         """The record and the line of an iteration; in training every rank must call it, at the same iterations.
 
         The training loss is the mean over the ranks; everything else is this rank's.
         """
         return self._take_figures(runner, batch_idx, mode)()
 
-    def later_log_after_iter(
-        self, runner: FlexibleRunner, batch_idx: int, mode: Mode
-    ) -> Callable[[], tuple[dict[str, Any], str]]:
+    def later_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> Callable[[], tuple[dict[str, Any], str]]:
         """The figures are taken now; what is returned makes ``get_log_after_iter``'s record and line of them."""
         if type(self).get_log_after_iter is not LogProcessor.get_log_after_iter:
             log = self.get_log_after_iter(runner, batch_idx, mode)
             return lambda: log
         return self._take_figures(runner, batch_idx, mode)
 
-    def _take_figures(
-        self, runner: FlexibleRunner, batch_idx: int, mode: Mode
-    ) -> Callable[[], tuple[dict[str, Any], str]]:
+    def _take_figures(self, runner: Run, batch_idx: int, mode: Mode) -> Callable[[], tuple[dict[str, Any], str]]:
         hub = runner.message_hub
         hub.fetch(f"{mode}/", reduce=AVERAGED if mode == "train" else None)
         plan = self._plan(hub, mode)
@@ -160,7 +156,7 @@ class LogProcessor:
 
     def _log_of_iter(
         self,
-        runner: FlexibleRunner,
+        runner: Run,
         mode: Mode,
         batch_idx: int,
         tag: dict[str, float],
@@ -188,7 +184,7 @@ class LogProcessor:
         return record, f"{self._header(runner, mode, done, epoch)}  {'  '.join(fields)}"
 
     def get_log_after_epoch(
-        self, runner: FlexibleRunner, batch_idx: int, mode: Mode, with_non_scalar: bool = False
+        self, runner: Run, batch_idx: int, mode: Mode, with_non_scalar: bool = False
     ) -> tuple[dict[str, Any], str]:
         """The record and the line of a validation or test pass of ``batch_idx`` batches."""
         hub = runner.message_hub
@@ -207,14 +203,14 @@ class LogProcessor:
 
     # The parts of a line
 
-    def _peak_memory(self, runner: FlexibleRunner) -> int:
+    def _peak_memory(self, runner: Run) -> int:
         """In MiB, asked for once per second: it takes longer than the rest of a line."""
         now = time.monotonic()
         if now - self._memory_read > 1:
             self._memory, self._memory_read = int(memory_mb(runner.strategy.device)), now
         return self._memory
 
-    def _header(self, runner: FlexibleRunner, mode: Mode, done: int, epoch: int) -> str:
+    def _header(self, runner: Run, mode: Mode, done: int, epoch: int) -> str:
         length = runner.max_iters if mode == "train" and not self.by_epoch else self._length(runner, mode)
         place = f"[{done:>{len(str(length))}}/{length}]"
         if not self.by_epoch:
@@ -223,7 +219,7 @@ class LogProcessor:
             return f"Epoch(test) {place}"
         return f"Epoch({mode}) [{epoch}]{place}"
 
-    def _epoch(self, runner: FlexibleRunner, mode: Mode) -> int:
+    def _epoch(self, runner: Run, mode: Mode) -> int:
         # Validation comes after its epoch was counted.
         return runner.epoch + 1 if mode == "train" else runner.epoch
 
@@ -267,13 +263,13 @@ class LogProcessor:
             plan.size, plan.scalars = size, shown
         return plan
 
-    def _length(self, runner: FlexibleRunner, mode: Mode) -> int:
+    def _length(self, runner: Run, mode: Mode) -> int:
         if mode == "train":
             return runner.train_loop.epoch_length
         return num_batches(runner, mode)
 
 
-def num_batches(runner: FlexibleRunner, mode: str) -> int:
+def num_batches(runner: Run, mode: str) -> int:
     """Batches of this process in a pass over the validation or test data."""
     loop = runner.val_loop if mode == "val" else runner.test_loop
     assert loop is not None, "the pass is under way"

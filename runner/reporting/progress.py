@@ -20,7 +20,7 @@ from ..data.user_loaders import batch_size
 from .console import console_handler
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 def is_interactive(console: Console | None = None) -> bool:
@@ -36,7 +36,7 @@ class ProgressBar:
     appear above it.
     """
 
-    def __init__(self, runner: FlexibleRunner, console: Console | None = None) -> None:
+    def __init__(self, runner: Run, console: Console | None = None) -> None:
         self._runner = runner
         self._batch_size = _batch_size(runner)
         self._tag: Mapping[str, Any] = {}
@@ -127,7 +127,7 @@ def _forget_bar() -> None:
             setattr(sys, name, stream.rich_proxied_file)
 
 
-def _batch_size(runner: FlexibleRunner) -> int | None:
+def _batch_size(runner: Run) -> int | None:
     """Samples per iteration over all ranks; None when the loader does not say."""
     size = batch_size(runner.train_dataloader)
     if size is None:

@@ -25,8 +25,8 @@ from ...core.checkpoint import (
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
 from ...core.seed import rng_state
-from ..configuration import Resume
 from ..finite_weights import keys_to_keep_finite
+from ..options import Resume
 from .hook_view import SavedView
 from .module_state import aliases, extra_template, finish, module_state, prepare
 from .pieces import (
@@ -46,11 +46,11 @@ from .pieces import (
 )
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 def save(
-    runner: FlexibleRunner,
+    runner: Run,
     path: Path,
     *,
     save_optimizer: bool = True,
@@ -110,7 +110,7 @@ def save(
     return None
 
 
-def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
+def resume(runner: Run, path: Path, options: Resume) -> None:
     """Bring a run to where the checkpoint was written; every process must call it.
 
     Args:
@@ -173,7 +173,7 @@ def resume(runner: FlexibleRunner, path: Path, options: Resume) -> None:
             load_random(runner, values["rng"], values["processes"])
 
 
-def _wanted(runner: FlexibleRunner, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:
+def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:
     """The pieces that a run takes from a checkpoint, by the names under which they can be left out, and their keys."""
     yield None, ("loop",)
     if options.data:
@@ -190,7 +190,7 @@ def _wanted(runner: FlexibleRunner, options: Resume) -> Iterator[tuple[str | Non
         yield "hooks", ("hooks",)
 
 
-def _hook_tensors(runner: FlexibleRunner, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Where the tensors of hooks are loaded to: those of their states, and what they added by themselves."""
     states = _hook_states(runner)
     with piece(checkpoint.path, "hooks", "hooks"):
@@ -205,7 +205,7 @@ def _hook_tensors(runner: FlexibleRunner, checkpoint: Checkpoint) -> dict[str, T
     return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
 
 
-def _load_hooks(runner: FlexibleRunner, path: Path, loaded: Mapping[str, Any]) -> None:
+def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
     for name, hook in _named_hooks(runner):
         if found := _unflatten(loaded, f"hook.{name}"):
             with piece(path, f"hook.{name}", "hooks"):
@@ -214,7 +214,7 @@ def _load_hooks(runner: FlexibleRunner, path: Path, loaded: Mapping[str, Any]) -
     runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
 
 
-def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
+def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
     """Fill the model with the weights of a file or checkpoint; every process must call it.
 
     Raises:
@@ -245,7 +245,7 @@ def load_weights(runner: FlexibleRunner, path: Path, *, strict: bool, revise_key
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
 
 
-def _warn_if_marked(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
+def _warn_if_marked(runner: Run, checkpoint: Checkpoint) -> None:
     if checkpoint.nonfinite:
         runner.logger.warning(
             f"{checkpoint.path}: holds NaN or infinity in {what_is_not_finite(checkpoint.nonfinite)}, it was marked when it "
@@ -253,11 +253,11 @@ def _warn_if_marked(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
         )
 
 
-def _live_model(runner: FlexibleRunner) -> dict[str, Tensor]:
+def _live_model(runner: Run) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in runner.strategy.model_state().items()}
 
 
-def _named_hooks(runner: FlexibleRunner) -> Iterator[tuple[str, Any]]:
+def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
     """Hooks with a name for their state: the class, numbered from the second of its kind on."""
     seen: dict[str, int] = {}
     for hook in runner.hooks:
@@ -266,7 +266,7 @@ def _named_hooks(runner: FlexibleRunner) -> Iterator[tuple[str, Any]]:
         yield (f"{kind}_{number}" if number else kind), hook
 
 
-def _hook_states(runner: FlexibleRunner) -> dict[str, dict[str, Any]]:
+def _hook_states(runner: Run) -> dict[str, dict[str, Any]]:
     """The states of all hooks by the hooks' names, flat."""
     return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
 

@@ -22,13 +22,13 @@ from ...core.module_state import (
 )
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 LATE = "late_buffers"
 _MODEL = "model."
 
 
-def module_state(runner: FlexibleRunner) -> dict[str, Any]:
+def module_state(runner: Run) -> dict[str, Any]:
     """What a save adds for the modules: rank 0's extra state, and the names of buffers that setup had not seen."""
     strategy = runner.strategy
     # Every process asks its modules, whose answer may take messages.
@@ -45,12 +45,12 @@ def module_state(runner: FlexibleRunner) -> dict[str, Any]:
     return {**state, LATE: buffers}
 
 
-def aliases(runner: FlexibleRunner) -> dict[str, str]:
+def aliases(runner: Run) -> dict[str, str]:
     """Further names of tied parameters, and of modules with extra state."""
     return {**runner.strategy.aliases(), **extra_aliases(runner.strategy.module)}
 
 
-def prepare(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
+def prepare(runner: Run, checkpoint: Checkpoint) -> None:
     """Have the model register the buffers of a checkpoint that appeared in training, as it will itself."""
     names = checkpoint.values.get(LATE, ())
     tensors = checkpoint.tensors
@@ -63,7 +63,7 @@ def prepare(runner: FlexibleRunner, checkpoint: Checkpoint) -> None:
 
 
 def extra_template(
-    runner: FlexibleRunner, checkpoint: Checkpoint, revise_keys: Sequence[tuple[str, str]] = ()
+    runner: Run, checkpoint: Checkpoint, revise_keys: Sequence[tuple[str, str]] = ()
 ) -> tuple[Checkpoint, dict[str, Tensor]]:
     """The extra state in a checkpoint under the names of the model's modules, and tensors to fill for it."""
     module = runner.strategy.module
@@ -103,7 +103,7 @@ def _device(live: Any, otherwise: torch.device) -> torch.device:
     return live.device if isinstance(live, Tensor) else otherwise
 
 
-def finish(runner: FlexibleRunner, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def finish(runner: Run, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Hand over the extra state, once the weights are there, and tell the modules that they are loaded."""
     set_extra_state(runner.strategy.module, values, tensors)
     tell_loaded(runner.strategy.module)

@@ -18,7 +18,7 @@ from ..data.samplers import DefaultSampler
 from ..data.user_loaders import batch_size
 
 if TYPE_CHECKING:
-    from ..runner import FlexibleRunner
+    from ..run import Run
 
 
 _WITHOUT = {
@@ -93,7 +93,7 @@ _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
 _BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
 
 
-def data_facts(runner: FlexibleRunner, loop: Mapping[str, Any]) -> DataFacts:
+def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
     """The facts now, with the loop where its state says."""
     data = runner.train_loop.data
     sampler = data.splittable
@@ -126,7 +126,7 @@ def begin_epoch_anew(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]
     return _at_the_end(data, loop) if loop["left"] == 0 else {**loop, "inner": 0}
 
 
-def continue_epoch(runner: FlexibleRunner, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
+def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
     """The loop's state with its place in the data counted in the updates of this run.
 
     With flextrain's samplers and torch's batches the epoch goes on with the next sample in whatever batches there are now,
@@ -173,7 +173,7 @@ def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
         )
 
 
-def _split_anew(runner: FlexibleRunner, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
+def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
     data = runner.train_loop.data
     sampler, shards = data.splittable, runner.strategy.data_shard[1]
     if isinstance(sampler, DefaultSampler) and not sampler.round_up and (sampler.num_samples - position) % shards:
@@ -190,7 +190,7 @@ def _split_anew(runner: FlexibleRunner, position: int, loop: Mapping[str, Any], 
     return {**loop, "inner": inner}
 
 
-def _say_what_changed(runner: FlexibleRunner, then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
+def _say_what_changed(runner: Run, then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
     reasons = [f"{key} {getattr(then, key)} -> {getattr(now, key)}" for key in changed if key != "epoch_length"]
     runner.logger.warning(
         f"An epoch has {now.epoch_length} iterations now, it had {then.epoch_length} ({', '.join(reasons) or 'other data'}): "
@@ -198,7 +198,7 @@ def _say_what_changed(runner: FlexibleRunner, then: DataFacts, now: DataFacts, c
     )
 
 
-def load_loader(runner: FlexibleRunner, states: Sequence[Any], loop: Mapping[str, Any]) -> None:
+def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> None:
     """Let a training loader that has a state of its own go on there.
 
     Raises:
@@ -229,7 +229,7 @@ def load_loader(runner: FlexibleRunner, states: Sequence[Any], loop: Mapping[str
 # The optimizer
 
 
-def check_optimizer(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
+def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
     """See that every parameter has the settings that the checkpoint has under its name, whatever group it is in now.
 
     Raises:
@@ -257,7 +257,7 @@ def check_optimizer(runner: FlexibleRunner, values: Mapping[str, Any]) -> None:
         runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
 
 
-def _settings(runner: FlexibleRunner) -> dict[str, Any]:
+def _settings(runner: Run) -> dict[str, Any]:
     return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(_GROUP)}
 
 
@@ -276,7 +276,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def check_hooks(
-    runner: FlexibleRunner, saved: Mapping[str, Sequence[str]], present: Container[str], own: Mapping[str, Any]
+    runner: Run, saved: Mapping[str, Sequence[str]], present: Container[str], own: Mapping[str, Any]
 ) -> None:
     """See that what the hooks had saved is all there, and say which hooks are new and which are gone.
 
@@ -302,7 +302,7 @@ def check_hooks(
 # Schedules
 
 
-def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]], set_values: bool) -> None:
+def load_schedulers(runner: Run, saved: Mapping[str, Sequence[Any]], set_values: bool) -> None:
     """Let every scheduler go on; the configuration has to have those that the checkpoint has, in the same order.
 
     Args:
@@ -329,7 +329,7 @@ def load_schedulers(runner: FlexibleRunner, saved: Mapping[str, Sequence[Any]], 
 
 
 @contextmanager
-def schedules_anew(runner: FlexibleRunner) -> Iterator[None]:
+def schedules_anew(runner: Run) -> Iterator[None]:
     """What schedulers have set stays when the optimizer's state comes back: they start afresh, and count on it."""
     own = [(scheduler, scheduler.get_values()) for group in runner.schedulers.values() for scheduler in group]
     yield
@@ -338,7 +338,7 @@ def schedules_anew(runner: FlexibleRunner) -> Iterator[None]:
 
 
 @contextmanager
-def telling_what_differs(runner: FlexibleRunner) -> Iterator[None]:
+def telling_what_differs(runner: Run) -> Iterator[None]:
     """Log the optimizers' settings which are not those of the configuration any more."""
     before = _settings(runner)
     yield
@@ -360,7 +360,7 @@ def telling_what_differs(runner: FlexibleRunner) -> Iterator[None]:
 # Random states
 
 
-def load_random(runner: FlexibleRunner, states: Sequence[Any], written_by: int) -> None:
+def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
     """Give every process its random state back; among another number of processes every one begins a new stream.
 
     Raises:

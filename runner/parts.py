@@ -1,0 +1,236 @@
+"""Parts: what a run consists of, built when it is first asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import ConfigError
+from ..core.registry import LOOPS
+from ..core.version import __version__
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+from ..strategies.base import Strategy
+from .arguments import Checked
+from .build import build_model, build_schedulers, scale_lr
+from .configuration import train_loop_class
+from .data.dataloaders import build_dataloader
+from .data.user_loaders import batch_size
+from .hooks import Hook, HookDispatcher
+from .hooks.build import build_hook, priority_of
+from .loops.evaluate import EvalLoop
+from .loops.step import Stepper
+from .loops.train import VALIDATION_KEYS, TrainLoop
+from .options import FixedOptions
+from .reporting import MessageHub, Reporter
+
+
+class Parts:
+    """The parts of a run and the facts that follow from them; the base of FlexibleRunner.
+
+    Args:
+        given: the runner's arguments.
+        checked: what was made of them.
+    """
+
+    experiment_name: str
+    timestamp: str
+    work_dir: str
+    log_dir: str
+    seed: int
+    logger: logging.Logger
+    message_hub: MessageHub
+    log_processor: Any
+    reporters: list[Reporter]
+
+    def __init__(self, given: Mapping[str, Any], checked: Checked) -> None:
+        self._given, self._trains = given, checked.trains
+        self.options: FixedOptions = checked.options
+        self.strategy: Strategy = checked.strategy
+        self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = checked.optim_wrapper
+        self.hook_calls = HookDispatcher()
+        self.schedulers: dict[str, list[Any]] = {}
+        self.late_parameters: list[str] = []  # those that the log has named
+        self._model: nn.Module | None = None
+        self._stepper: Stepper | None = None
+        self._train_loop: TrainLoop | None = None
+        self._val_loop: EvalLoop | None = None
+        self._test_loop: EvalLoop | None = None
+
+    # Facts
+
+    @property
+    def version(self) -> str:
+        """flextrain's version."""
+        return __version__
+
+    @property
+    def cfg(self) -> dict[str, Any]:
+        """What the runner was given, and the seed in use, for the record."""
+        own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
+        return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.strategy.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world_size > 1
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update."""
+        return self.optim_wrapper.accumulate if self.optim_wrapper else 1
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._train_loop.epoch if self._train_loop else 0
+
+    @property
+    def iter(self) -> int:
+        """Updates done."""
+        return self._train_loop.iter if self._train_loop else 0
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs to do."""
+        return self.train_loop.max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """Updates to do."""
+        return self.train_loop.max_iters
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks in the order in which they run."""
+        return self.hook_calls.hooks
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints are saved: the work directory, unless a hook saves them elsewhere."""
+        return next((path for hook in self.hooks if (path := hook.checkpoint_dir(self))), Path(self.work_dir))
+
+    @property
+    def param_schedulers(self) -> Any:
+        """The parameter schedulers: a list, or a dict of lists for several optimizers."""
+        return self.schedulers if isinstance(self.optim_wrapper, OptimWrapperDict) else self.schedulers.get("", [])
+
+    # Parts
+
+    @property
+    def model(self) -> nn.Module:
+        """What is called in training: the user's module, or the strategy's wrapper of it."""
+        self._setup_model()
+        assert self._model is not None
+        return self._model
+
+    @property
+    def stepper(self) -> Stepper:
+        """Calls the model the way it wants to be called."""
+        self._setup_model()
+        assert self._stepper is not None
+        return self._stepper
+
+    @property
+    def train_loop(self) -> TrainLoop:
+        """The training loop."""
+        if self._train_loop is None:
+            if not self._trains:
+                raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
+            loader = self._build_dataloader("train")
+            kind, kwargs = train_loop_class(self._given["train_cfg"])
+            # MMEngine's configurations have such keys whether there is validation or not.
+            if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
+                names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
+                self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
+            self._train_loop = kind(runner=self, dataloader=loader, **kwargs)
+        return self._train_loop
+
+    @property
+    def val_loop(self) -> EvalLoop | None:
+        """The validation loop; None when validation is not configured."""
+        if self._val_loop is None and self._given["val_dataloader"] is not None:
+            self._val_loop = self._build_eval_loop("val")
+        return self._val_loop
+
+    @property
+    def test_loop(self) -> EvalLoop | None:
+        """The test loop; None when testing is not configured."""
+        if self._test_loop is None and self._given["test_dataloader"] is not None:
+            self._test_loop = self._build_eval_loop("test")
+        return self._test_loop
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training data: a DataLoader, or what was given in its place."""
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The validation data."""
+        return self.val_loop.dataloader if self.val_loop else None
+
+    @property
+    def test_dataloader(self) -> Any:
+        """The test data."""
+        return self.test_loop.dataloader if self.test_loop else None
+
+    def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
+        """Add a hook; behind those of the same priority."""
+        built = build_hook(hook, "hook")
+        self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
+
+    # How they are built
+
+    def _build_dataloader(self, mode: str) -> Any:
+        return build_dataloader(
+            self._given[f"{mode}_dataloader"],
+            training=mode == "train",
+            seed=self.seed,
+            shard=self.strategy.data_shard,
+            where=f"{mode}_dataloader",
+            logger=self.logger,
+        )
+
+    def _build_eval_loop(self, mode: str) -> EvalLoop:
+        loader, cfg = self._build_dataloader(mode), dict(self._given[f"{mode}_cfg"])
+        kind = LOOPS.get(cfg.pop("type", "ValLoop" if mode == "val" else "TestLoop"), f"{mode}_cfg.type")
+        loop: EvalLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **cfg)
+        return loop
+
+    def _setup_model(self) -> None:
+        """Build the model and hand it, with the optimizer, to the strategy; once."""
+        if self._model is not None:
+            return
+        given = self._given
+        model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
+        self._model, optim = self.strategy.setup(model, self.optim_wrapper)
+        self.optim_wrapper = optim
+        if self._train_loop is not None:  # a strategy may have options that say how many micro-batches an update has
+            self._train_loop.data.accumulate = self.accumulate
+        self._stepper = Stepper(self.strategy, self._model, optim)
+        self.logger.info(f"Precision: {self.strategy.precision_report()}")
+        scale = self.options.auto_scale_lr
+        if optim is not None and scale is not None and scale.enable:
+            size, shards = batch_size(self.train_dataloader), self.strategy.data_shard[1]
+            self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
+
+    def _setup_schedulers(self) -> None:
+        # An epoch may be shorter than this process's data.
+        self.train_loop.data.meet(float(self.strategy.config.timeout_s))
+        if not self.schedulers and self.optim_wrapper is not None:
+            self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
