@@ -6,8 +6,7 @@ for the tensor ``extra_state.<name>/0``. Tuples come back as tuples, keys of dic
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from .errors import CheckpointError, StrategyError
+from .json_values import add_to, pack, taken_from, unpack
 from .torch_private import LOADING_METHODS, call_loaded_hooks, has_loading_hooks
 
 EXTRA = "extra_state."
@@ -58,61 +58,13 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in keepers(model):
         tensors: list[Tensor] = []
-        found[EXTRA + name] = pack(module.get_extra_state(), f"model.{torch_key(name)}", _is_whole, tensors)
+        found[EXTRA + name] = pack(module.get_extra_state(), f"model.{torch_key(name)}", add_to(tensors, _is_whole))
         found |= {f"{EXTRA}{name}/{i}": tensor.detach() for i, tensor in enumerate(tensors)}
     return found
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
-
-
-def pack(value: Any, where: str, is_tensor: Callable[[Any], bool], tensors: list[Any]) -> Any:
-    """A value as JSON can hold it; its tensors are added to ``tensors`` and stand in it by their number.
-
-    Raises:
-        CheckpointError: something in it is neither plain nor a tensor; it names the place.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if is_tensor(value):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if kind is list:
-        return [pack(item, f"{where}[{i}]", is_tensor, tensors) for i, item in enumerate(value)]
-    if kind is tuple:
-        return {"tuple": [pack(item, f"{where}[{i}]", is_tensor, tensors) for i, item in enumerate(value)]}
-    if kind in (dict, OrderedDict):
-        return {
-            "dict": [
-                [pack(key, f"{where}, a key", is_tensor, tensors), pack(item, f"{where}[{key!r}]", is_tensor, tensors)]
-                for key, item in value.items()
-            ]
-        }
-    raise CheckpointError(
-        f"{where}: is a {kind.__name__}, which cannot be saved; give tensors, plain values, and dicts, lists and tuples of them"
-    )
-
-
-def unpack(packed: Any, tensor: Callable[[int], Any]) -> Any:
-    """The reverse of ``pack``, with ``tensor(i)`` in the place of the tensor of that number.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is nothing that ``pack`` has made.
-    """
-    if isinstance(packed, list):
-        return [unpack(item, tensor) for item in packed]
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, content),) = packed.items()
-    if kind == "tensor":
-        return tensor(int(content))
-    if kind == "tuple":
-        return tuple(unpack(item, tensor) for item in content)
-    if kind == "dict":
-        return {unpack(key, tensor): unpack(item, tensor) for key, item in content}
-    raise ValueError(f"there is no {kind}")
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -125,7 +77,7 @@ def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mappin
         if (key := EXTRA + name) not in values:
             continue
         try:
-            module.set_extra_state(unpack(values[key], lambda i, key=key: tensors[f"{key}/{i}"]))  # type: ignore[misc]
+            module.set_extra_state(unpack(values[key], taken_from(lambda i, key=key: tensors[f"{key}/{i}"])))  # type: ignore[misc]
         except Exception as error:  # of somebody else's code, or of a damaged value
             reason = " ".join(str(error).split())
             raise CheckpointError(

@@ -1,13 +1,17 @@
-"""Parts of a safetensors file, read straight to where they belong.
+"""Safetensors files: written tensor by tensor, and read in parts straight to where they belong.
 
-The safetensors package maps files into memory; what is read then takes memory twice, and other storage than a local disk
-cannot be mapped at all.
+The safetensors package wants all tensors of a file in memory at once to write it. It maps what it reads: that takes memory
+twice, and other storage than a local disk cannot be mapped at all.
+
+Source of the file format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .directory import DTYPES
+from .directory import DTYPE_NAMES, DTYPES, FileEntry, check_length, write_file
 from .load.partial_read import Fetch, Part
 from .untrusted import MAX_JSON_BYTES, one_line
 
@@ -33,10 +37,42 @@ class _Entry:
     """In the file."""
 
 
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    values: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write a file down to the disk, holding one tensor at a time in memory; returns its size and checksum.
+
+    Args:
+        path: of the file; one that is there is overwritten.
+        tensors: dtype and shape of each, by name.
+        values: the tensors in the same order.
+        metadata: what the file says of itself.
+
+    Raises:
+        CheckpointError: the header would be too long to read.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    check_length(path, text)
+    text += b" " * (-len(text) % 8)
+    return write_file(path, itertools.chain((len(text).to_bytes(8, "little"), text), map(bytes_of, values)))
+
+
+def bytes_of(tensor: Tensor) -> memoryview | bytes:
+    """The values of a tensor as they stand in a file; contiguous ones on the CPU share their memory."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
 class SafetensorsFile(Fetch):
     """An open safetensors file.
-
-    Source of the file format: https://huggingface.co/docs/safetensors
 
     Raises:
         CheckpointError: its header is not one.

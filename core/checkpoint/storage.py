@@ -5,11 +5,7 @@ DCP plans who writes and reads which rectangle of which tensor; these classes on
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,11 +30,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from . import directory
-from .directory import DTYPE_NAMES, DTYPES, FileEntry, TensorEntry
+from .directory import DTYPES, FileEntry, TensorEntry
 from .load.partial_read import Fetch
 from .paths import is_local
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, write_safetensors
 
 
 def name_in_file(item: WriteItem) -> str:
@@ -50,31 +45,13 @@ def name_in_file(item: WriteItem) -> str:
 
 
 def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor]) -> FileEntry:
-    """Write rectangles of tensors to one safetensors file, holding one at a time in memory.
-
-    Source of the file format: https://huggingface.co/docs/safetensors
-    """
-    header: dict[str, Any] = {}
-    end = 0
+    """Write rectangles of tensors to one safetensors file, holding one at a time in memory."""
+    pieces = {}
     for item in items:
         data = item.tensor_data
         assert data is not None
-        dtype = data.properties.dtype
-        begin, end = end, end + math.prod(data.chunk.sizes) * dtype.itemsize
-        header[name_in_file(item)] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(data.chunk.sizes),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    directory.check_length(path, text)
-    text += b" " * (-len(text) % 8)
-    return directory.write_file(path, itertools.chain((struct.pack("<Q", len(text)), text), map(_bytes_of, tensors)))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview | bytes:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        pieces[name_in_file(item)] = data.properties.dtype, tuple(data.chunk.sizes)
+    return write_safetensors(path, pieces, tensors)
 
 
 Source = Callable[[str], AbstractContextManager[Fetch]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.generators import RandomStream
-from ...core.plain import pack, unpack
+from ...core.json_values import pack, unpack
 from .samplers import ShardedSampler
 from .user_loaders import keeps_place, name_of
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flextrain import CheckpointError, FlexibleRunner
-from flextrain.core.checkpoint import export_weights, open_weights, save_checkpoint
+from flextrain.core.checkpoint import export_weights, open_weights, safetensors_file, save_checkpoint
 from flextrain.core.checkpoint.export import files
 
 from .test_sources import same, tensors
@@ -271,14 +271,15 @@ def test_nothing_is_left_of_an_export_that_failed(
 ) -> None:
     (tmp_path / name).write_bytes(b"what was there")
     calls = iter(range(100))
-    write = files._write
+    bytes_of = safetensors_file.bytes_of
 
-    def fails(file: Any, tensor: Tensor) -> None:
+    def fails(tensor: Tensor) -> Any:
         if next(calls) == 3:
             raise error
-        write(file, tensor)
+        return bytes_of(tensor)
 
-    monkeypatch.setattr(files, "_write", fails)
+    monkeypatch.setattr(files, "bytes_of", fails)
+    monkeypatch.setattr(safetensors_file, "bytes_of", fails)
     kind = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind):
         export_weights(checkpoint, tmp_path / name, replace=True)

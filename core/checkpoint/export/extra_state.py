@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
-from ...module_state import EXTRA, torch_key, unpack
+from ...json_values import taken_from, unpack
+from ...module_state import EXTRA, torch_key
 from ..load.checkpoint import Checkpoint
 
 
@@ -56,7 +58,7 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
             continue
         tensors: dict[int, StoredTensor] = {}
         try:
-            unpack(value, lambda i, key=key, tensors=tensors: tensors.setdefault(i, _tensor(source, f"{key}/{i}")))  # type: ignore[misc]
+            unpack(value, taken_from(partial(_noted, tensors, source, key)))
             ordered = tuple(tensors[i] for i in range(len(tensors)))
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{source.path}: {key} is damaged, {error}") from None
@@ -66,6 +68,10 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
             names += [alias for alias, first in aliases.items() if first == name]
         found += [ExtraState(each, value, ordered) for each in names]
     return found
+
+
+def _noted(tensors: dict[int, StoredTensor], source: Checkpoint, key: str, number: int) -> StoredTensor:
+    return tensors.setdefault(number, _tensor(source, f"{key}/{number}"))
 
 
 def _tensor(source: Checkpoint, key: str) -> StoredTensor:

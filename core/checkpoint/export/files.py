@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import struct
@@ -12,15 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...module_state import unpack
+from ...json_values import taken_from, unpack
 from ...torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
-from ..directory import DTYPE_NAMES, sync_directory
+from ..directory import sync_directory
+from ..safetensors_file import bytes_of
 from .extra_state import ExtraState
 
 # torch aligns tensors in its zip files to this many bytes.
@@ -39,9 +39,6 @@ class Weight(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def nbytes(self) -> int: ...
-
-
-_Weight = TypeVar("_Weight", bound=Weight)
 
 
 class Pending:
@@ -71,27 +68,6 @@ class Pending:
             raise CheckpointError(f"{self.path}: could not be written, {error.strerror or error}") from error
 
 
-def write_safetensors(path: Path, weights: Sequence[_Weight], fetch: Callable[[_Weight], Tensor]) -> None:
-    """Write one safetensors file.
-
-    Source of the format: https://huggingface.co/docs/safetensors
-    """
-    # Transformers reads no file that does not say for whom it is.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for weight in weights:
-        begin, end = end, end + weight.nbytes
-        place = {"dtype": DTYPE_NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
-        header[weight.name] = place
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for weight in weights:
-            _write(file, fetch(weight))
-
-
 def write_torch(
     path: Path,
     weights: Sequence[Weight],
@@ -113,7 +89,7 @@ def write_torch(
     for number, (key, tensor) in enumerate(parts.items(), len(weights)):
         described[key] = _Described(_Storage(str(number), tensor), tensor)
     for state in extra:
-        content[state.name] = unpack(state.value, lambda i, state=state: described[state.tensors[i].key])  # type: ignore[misc]
+        content[state.name] = unpack(state.value, taken_from(lambda i, state=state: described[state.tensors[i].key]))  # type: ignore[misc]
     weights = [*weights, *parts.values()]
     text = io.BytesIO()
     _Pickler(text, protocol=2).dump(content)
@@ -127,8 +103,7 @@ def write_torch(
 
 
 def _write(file: IO[bytes], tensor: Tensor) -> None:
-    flat = tensor.contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    data = bytes_of(tensor)
     for begin in range(0, len(data), _WRITE_BYTES):
         file.write(data[begin : begin + _WRITE_BYTES])
 

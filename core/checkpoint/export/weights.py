@@ -22,8 +22,9 @@ from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import reading
 from ..nonfinite_mark import what_is_not_finite
+from ..safetensors_file import write_safetensors
 from .extra_state import StoredTensor, extra_states
-from .files import Pending, write_safetensors, write_torch
+from .files import Pending, write_torch
 
 _logger = logging.getLogger("flextrain")
 
@@ -85,7 +86,7 @@ def export_weights(
         with reading(source) as reader, Pending(path) as pending:
             fetch = _fetch(reader.read)
             if suffix == _SUFFIX:
-                write_safetensors(pending, _with_aliases([*names, *_bare(source, path, tied)], aliases), fetch)
+                _write(pending, _with_aliases([*names, *_bare(source, path, tied)], aliases), fetch)
             else:
                 write_torch(pending, names, aliases, fetch, extra_states(source, tied))
         return [path]
@@ -174,6 +175,11 @@ def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[StoredTensor
     return lambda weight: read(weight.key, weight.dtype)
 
 
+def _write(path: Path, weights: Sequence[StoredTensor], fetch: Callable[[StoredTensor], Tensor]) -> None:
+    # Transformers reads no file that does not say for whom it is.
+    write_safetensors(path, {w.name: (w.dtype, w.shape) for w in weights}, map(fetch, weights), {"format": "pt"})
+
+
 def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTensor], limit: int | None) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
@@ -185,7 +191,7 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTens
     with reading(source) as reader:
         for file, shard in zip(files, shards, strict=True):
             with Pending(file) as pending:
-                write_safetensors(pending, shard, _fetch(reader.read))
+                _write(pending, shard, _fetch(reader.read))
     if len(shards) > 1:
         total = sum(weight.nbytes for weight in weights)
         places = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}

@@ -10,7 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
-from ...module_state import EXTRA, module_of, pack
+from ...json_values import add_to, pack
+from ...module_state import EXTRA, module_of
 from ..load.checkpoint import Checkpoint
 from ..load.partial_read import Fetch
 from ..storage import mapped_source
@@ -74,7 +75,7 @@ def _extra_state(path: Path, content: Mapping[Any, Any]) -> tuple[dict[str, Any]
         tensors: list[StoredTensor] = []
         with suppress(CheckpointError):  # the model will say that it misses it
             values[EXTRA + module] = pack(
-                value, f"{path}: {name}", lambda part: isinstance(part, StoredTensor), tensors
+                value, f"{path}: {name}", add_to(tensors, lambda part: isinstance(part, StoredTensor))
             )
             found |= {f"{EXTRA}{module}/{i}": tensor for i, tensor in enumerate(tensors)}
     return values, found

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flextrain import CheckpointError
-from flextrain.core.plain import pack, unpack
+from flextrain.core.json_values import add_to, pack, taken_from, unpack
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3).t(),
@@ -63,3 +63,17 @@ def test_what_is_neither_is_named(value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"^state\['a'\]\[1\]: {type(value).__name__} cannot be saved") as caught:
         pack({"a": (0, value)}, "state")
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_may_be_kept_elsewhere() -> None:
+    tensors: list[torch.Tensor] = []
+    word = add_to(tensors, lambda value: isinstance(value, torch.Tensor))
+    packed = json.loads(json.dumps(pack({"x": (TENSORS[0], [TENSORS[1]])}, "state", word)))
+    assert packed == {"dict": [["x", {"tuple": [{"tensor": 0}, [{"tensor": 1}]]}]]}
+    found = unpack(packed, taken_from(tensors.__getitem__))
+    assert found["x"][0] is TENSORS[0]
+    assert found["x"][1][0] is TENSORS[1]
+    with pytest.raises(CheckpointError, match=r"state\[0\]: bytes cannot be saved"):
+        pack([b"x"], "state", word)
+    with pytest.raises(ValueError, match="there is no bytes"):
+        unpack({"bytes": "eA=="}, taken_from(tensors.__getitem__))

@@ -1,0 +1,132 @@
+"""Foreign state as JSON: tuples, keys that are no text, and what JSON has no word for at all.
+
+A value without a word is an object of one entry, named after its kind: ``{"tuple": [1, 2]}``. Mappings come back as dicts.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+
+Word = dict[str, Any]
+"""An object of one entry, from a kind to what says which one of it."""
+
+
+def as_text(value: Any) -> Word | None:
+    """A tensor, an array or bytes with all that is in them; None for anything else."""
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _text(bytes(value))}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        array = np.asarray(value)
+        return {"array": [array.dtype.str, list(array.shape), _text(array.tobytes())]}
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        tensor = value.detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]}
+    return None
+
+
+def from_text(kind: str, content: Any) -> Any:
+    """What ``as_text`` was given."""
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "array":
+        dtype, shape, text = content
+        return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()[()]
+    if kind == "tensor":
+        dtype, shape, text = content
+        data = (
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            if text
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return data.view(getattr(torch, dtype)).reshape(shape)
+    raise ValueError(f"there is no {kind}")
+
+
+def add_to(tensors: list[Any], is_tensor: Callable[[Any], bool]) -> Callable[[Any], Word | None]:
+    """A word for every tensor: its number in ``tensors``, which are kept elsewhere."""
+
+    def word(value: Any) -> Word | None:
+        if not is_tensor(value):
+            return None
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+
+    return word
+
+
+def taken_from(tensor: Callable[[int], Any]) -> Callable[[str, Any], Any]:
+    """The reverse of ``add_to``: ``tensor(i)`` gives the tensor of that number."""
+
+    def value(kind: str, content: Any) -> Any:
+        if kind != "tensor":
+            raise ValueError(f"there is no {kind}")
+        return tensor(int(content))
+
+    return value
+
+
+def pack(value: Any, where: str, word: Callable[[Any], Word | None] = as_text) -> Any:
+    """``value`` as JSON can hold it; ``unpack`` gives back an equal one.
+
+    Args:
+        value: plain values, dicts, lists and tuples, and whatever ``word`` has a word for.
+        where: for the message.
+        word: what stands for other values; None: they cannot be saved.
+
+    Raises:
+        CheckpointError: it holds something else; it names the place.
+    """
+    if value is None or type(value) in _PLAIN:
+        return value
+    if type(value) is list:
+        return [pack(item, f"{where}[{i}]", word) for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [pack(item, f"{where}[{i}]", word) for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {
+            "dict": [[pack(key, f"{where}, a key", word), pack(item, f"{where}[{key!r}]", word)] for key, item in items]
+        }
+    if (found := word(value)) is not None:
+        return found
+    raise CheckpointError(
+        f"{where}: {type(value).__name__} cannot be saved, give tensors, plain values, and dicts, lists and tuples of them"
+    )
+
+
+def unpack(packed: Any, meaning: Callable[[str, Any], Any] = from_text) -> Any:
+    """What ``pack`` was given.
+
+    Args:
+        packed: what JSON held.
+        meaning: the reverse of ``word``, from the kind and what is said of it.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: it is nothing that ``pack`` has made.
+    """
+    if isinstance(packed, list):
+        return [unpack(item, meaning) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tuple":
+        return tuple(unpack(item, meaning) for item in content)
+    if kind == "dict":
+        return {unpack(key, meaning): unpack(item, meaning) for key, item in content}
+    return meaning(kind, content)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
