@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .directory import DTYPES
 from .load.checkpoint import Checkpoint
 from .load.whole_tensors import TensorReader, reading
+from .manifest import DTYPES
 
 # Differences are taken of so many elements at a time, in float64.
 _BLOCK = 2**20

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .directory import DTYPE_NAMES, Chunk, TensorEntry, check_file, read_manifest
+from .directory import check_file, read_manifest
+from .manifest import DTYPE_NAMES, Chunk, TensorEntry
 from .safetensors_file import SafetensorsFile
 
 

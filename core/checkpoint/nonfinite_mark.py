@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, counted
-from .directory import MANIFEST, is_checkpoint, read_manifest
+from .directory import is_checkpoint, read_manifest
+from .manifest import MANIFEST
 from .paths import place, reaching
 
 _NAMED = 3

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .directory import DTYPE_NAMES, DTYPES, FileEntry, check_length, write_file
+from .directory import check_length, write_file
 from .load.partial_read import Fetch, Part
+from .manifest import DTYPE_NAMES, DTYPES, FileEntry
 from .untrusted import MAX_JSON_BYTES, one_line
 
 # Of a tensor that has to be converted or moved to a device, so much is in memory beside it.

@@ -146,7 +146,7 @@ def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
 
 
 def _time(path: Path) -> str:
-    from ..core.checkpoint.directory import MANIFEST
+    from ..core.checkpoint.manifest import MANIFEST
 
     return datetime.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).isoformat(timespec="seconds")
 

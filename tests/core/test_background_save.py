@@ -32,6 +32,7 @@ from flextrain.core.checkpoint import (
     save_checkpoint,
     save_in_background,
 )
+from flextrain.core.checkpoint.manifest import MANIFEST, VALUES
 from flextrain.core.checkpoint.save import saving
 from flextrain.core.comm import collectives
 from flextrain.core.errors import CheckpointError
@@ -467,5 +468,5 @@ def test_processes_share_the_work_of_what_they_hold_alike(workers2: WorkerGroup,
     assert min(sizes) > 0.9 * max(sizes)
     assert sum(sizes) < 1.1 * 10 * 4000
     assert {file.name for file in (tmp_path / "a").iterdir()} == {
-        "rank-00000.safetensors", "rank-00001.safetensors", directory.VALUES, directory.MANIFEST
+        "rank-00000.safetensors", "rank-00001.safetensors", VALUES, MANIFEST
     }  # fmt: skip

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint
+from flextrain.core.checkpoint.manifest import MANIFEST
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
@@ -167,7 +168,7 @@ def test_when_one_process_cannot_read_all_raise(workers2: WorkerGroup, tmp_path:
     shard.write_bytes(bytes(shard.stat().st_size))
     for heard in workers2.run(read_own_part, path):
         assert f"{shard}: is damaged, its checksum is" in heard
-    manifest = json.loads((path / directory.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     del manifest["xxh3"]
     manifest["files"][shard.name] = directory.file_entry(shard).model_dump()
     directory.seal(path, json.dumps(manifest).encode())

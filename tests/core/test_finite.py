@@ -24,6 +24,7 @@ from flextrain.core.checkpoint import (
     save_in_background,
     what_is_not_finite,
 )
+from flextrain.core.checkpoint.manifest import MANIFEST
 from flextrain.core.errors import CheckpointError
 from flextrain.core.finite import nonfinite
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_is_marked(tmp_path: Path, in_background: bool) -> None:
 
     save("a", state())
     assert staging.nonfinite == ()
-    assert "nonfinite" not in json.loads((tmp_path / "a" / directory.MANIFEST).read_text()), "older versions read it"
+    assert "nonfinite" not in json.loads((tmp_path / "a" / MANIFEST).read_text()), "older versions read it"
     save("b", state(**BAD))
     assert staging.nonfinite == ("model.a",)
     assert find_latest(tmp_path) == tmp_path / "a"
@@ -100,7 +101,7 @@ def test_what_may_be_infinite_marks_nothing(tmp_path: Path) -> None:
 def test_a_mark_of_what_is_not_there(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "a", state(**BAD), finite={"model.a"})
     mark_latest(path)
-    manifest = json.loads((path / directory.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     del manifest["xxh3"]
     manifest["nonfinite"] = ["model.z"]
     directory.seal(path, json.dumps(manifest).encode())

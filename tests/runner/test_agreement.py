@@ -162,7 +162,7 @@ def other_interval(rank: int) -> dict[str, Any]:
         (other_rate, "optim_wrapper.optimizer.lr: is 0.1 on rank 0 and 1.1 on rank 1"),
         (other_accumulation, "optim_wrapper.accumulative_counts: is 1 on rank 0 and 2 on rank 1"),
         (other_length, "train_cfg.max_epochs: is 1 on rank 0 and 2 on rank 1"),
-        (other_strategy, "strategy.type: is flextrain.strategies.ddp.DDPStrategy on rank 0 and flextrain.strategies.fsdp.FSDPStrategy on rank 1"),
+        (other_strategy, "strategy.type: is flextrain.strategies.ddp.DDPStrategy on rank 0 and flextrain.strategies.fsdp.strategy.FSDPStrategy on rank 1"),
         (other_option, "strategy.find_unused_parameters: is False on rank 0 and True on rank 1"),
         (other_seed, "randomness.seed: is 0 on rank 0 and 1 on rank 1"),
         (no_validation, "val_dataloader: is given on rank 0 and not given on rank 1"),

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner
 from flextrain.core.checkpoint import directory
+from flextrain.core.checkpoint.manifest import MANIFEST, VALUES
 from flextrain.runner.hooks import Hook
 
 SGD = dict(type="SGD", lr=0.1, momentum=0.9)
@@ -184,13 +185,11 @@ def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
 
 def change_values(path: Path, change: Callable[[Any], Any]) -> None:
     """Change the plain values of a checkpoint, whose checksums stay right."""
-    values = json.loads((path / directory.VALUES).read_text())
+    values = json.loads((path / VALUES).read_text())
     change(values)
-    manifest = json.loads((path / directory.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     del manifest["xxh3"]
-    manifest["files"][directory.VALUES] = directory.write_file(
-        path / directory.VALUES, json.dumps(values).encode()
-    ).model_dump()
+    manifest["files"][VALUES] = directory.write_file(path / VALUES, json.dumps(values).encode()).model_dump()
     directory.seal(path, json.dumps(manifest).encode())
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, one_of, suggest
-from ..directory import DTYPES, sync_directory
+from ..directory import sync_directory
 from ..foreign.stored_tensors import MODEL
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import reading
+from ..manifest import DTYPES
 from ..nonfinite_mark import what_is_not_finite
 from ..safetensors_file import write_safetensors
 from .extra_state import StoredTensor, extra_states

@@ -8,8 +8,8 @@ from pathlib import Path
 import pydantic
 
 from ...errors import CheckpointError
-from ..directory import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
 from ..load.checkpoint import Checkpoint
+from ..manifest import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
 from ..untrusted import one_line
 from .torch_files import StoredTensor
 

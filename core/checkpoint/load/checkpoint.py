@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ...comm.collectives import all_gather_object, get_rank, get_world_size
 from ...errors import CheckpointError
 from .. import directory
-from ..directory import DTYPES, FileEntry, TensorEntry
+from ..manifest import DTYPES, VALUES, FileEntry, TensorEntry
 from ..paths import place
 from ..planners import ShardLoadPlanner
 from ..storage import ChunkReader, Source, checkpoint_source
@@ -67,11 +67,11 @@ class Checkpoint:
         """
         path = place(path)
         manifest = directory.read_manifest(path)
-        directory.check_file(path / directory.VALUES, manifest.files[directory.VALUES])
-        values = read_json(path / directory.VALUES)
+        directory.check_file(path / VALUES, manifest.files[VALUES])
+        values = read_json(path / VALUES)
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path / directory.VALUES}: is damaged, it is no mapping")
-        shards = {name: entry for name, entry in manifest.files.items() if name != directory.VALUES}
+            raise CheckpointError(f"{path / VALUES}: is damaged, it is no mapping")
+        shards = {name: entry for name, entry in manifest.files.items() if name != VALUES}
         return cls(path, manifest.tensors, values, checkpoint_source(path), shards, manifest.nonfinite)
 
     @property

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError, nearest
 from ...module_state import EXTRA, module_of
-from ..directory import TensorEntry, is_checkpoint
+from ..directory import is_checkpoint
 from ..foreign import deepspeed, hugging_face
 from ..foreign.single_file import open_file
 from ..foreign.stored_tensors import MODEL
+from ..manifest import TensorEntry
 from ..paths import is_local, place
 from .checkpoint import Checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..directory import DTYPES, Chunk
+from ..manifest import DTYPES, Chunk
 from .checkpoint import Checkpoint
 from .partial_read import Fetch
 

@@ -27,7 +27,7 @@ from ...comm.collectives import get_rank, get_world_size
 from ...errors import CheckpointError
 from ...finite import nonfinite
 from .. import directory
-from ..directory import DTYPE_NAMES, Chunk, FileEntry, Manifest, TensorEntry
+from ..manifest import DTYPE_NAMES, VALUES, Chunk, FileEntry, Manifest, TensorEntry
 from ..paths import is_local, place
 from ..planners import ShardSavePlanner, layout_of
 from ..storage import name_in_file, write_shard
@@ -268,7 +268,7 @@ class _Save:
     def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
         per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
         self._text = directory.to_json(self._values | per_rank, "checkpoint")
-        directory.check_length(self.path / directory.VALUES, self._text)
+        directory.check_length(self.path / VALUES, self._text)
         marks = {mark for mark, _ in offers}
         return [(str(directory.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
 
@@ -348,7 +348,7 @@ class _Save:
         if found := self._replicas.difference([part.replicas for part in written]):
             raise CheckpointError(f"{found}; what every process keeps has to be equal, or rank 0's alone")
         folder = self._folder
-        files = {directory.VALUES: directory.write_file(folder / directory.VALUES, self._text)}
+        files = {VALUES: directory.write_file(folder / VALUES, self._text)}
         files |= dict(part.file for part in written if part.file is not None)
         marked = tuple(sorted({key for part in written for key in part.nonfinite}))
         manifest = Manifest(

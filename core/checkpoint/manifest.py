@@ -1,0 +1,120 @@
+"""The index of a checkpoint: its files, and for each tensor dtype, shape and the rectangles that it is stored in."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pydantic
+import torch
+
+from .untrusted import check_disjoint, check_shape
+
+FORMAT, VERSION = "flextrain-checkpoint", 1
+MANIFEST, VALUES = "manifest.json", "values.json"
+SHARD = re.compile(r"rank-\d{5}\.safetensors")
+
+# As safetensors calls them.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Chunk(_Strict):
+    """A rectangle of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    name: str
+    """The rectangle's name within the file."""
+
+    @pydantic.field_validator("file")
+    @classmethod
+    def _inside(cls, file: str) -> str:
+        if not SHARD.fullmatch(file):
+            raise ValueError(f'"{file}" is no name of a shard')
+        return file
+
+
+class TensorEntry(_Strict):
+    """A tensor of the checkpoint."""
+
+    dtype: str
+    """A name in DTYPES."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @pydantic.field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"tensors of {dtype} cannot be read")
+        return dtype
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> TensorEntry:
+        check_shape(self.shape)
+        # What no piece covers would stay as the memory was before.
+        if sum(math.prod(chunk.shape) for chunk in self.chunks) != math.prod(self.shape):
+            raise ValueError("its pieces are not all there")
+        for chunk in self.chunks:
+            ends = zip(chunk.offsets, chunk.shape, self.shape, strict=True)
+            if any(offset < 0 or length < 0 or offset + length > size for offset, length, size in ends):
+                raise ValueError("a piece lies outside of it")
+        check_disjoint([(chunk.offsets, chunk.shape) for chunk in self.chunks])
+        return self
+
+
+class FileEntry(_Strict):
+    """A file of the checkpoint, as it was written."""
+
+    size: int
+    """In bytes."""
+    xxh3: str
+    """Checksum of all of it: XXH3 with 64 bits, sixteen hexadecimal digits."""
+
+
+class Manifest(_Strict):
+    """The index of a checkpoint; its presence is what makes a directory one."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    written_by: dict[str, str | int]
+    """Versions, strategy and world size, for people; nothing is decided by it."""
+    files: dict[str, FileEntry]
+    nonfinite: tuple[str, ...] = ()
+    """Keys of tensors that training should have kept finite and that hold NaN or infinity; written if there are any."""
+    tensors: dict[str, TensorEntry]
+
+    @pydantic.model_validator(mode="after")
+    def _held(self) -> Manifest:
+        # Memory is taken for what is declared here before any of it is read.
+        declared = dict.fromkeys(self.files, 0)
+        for key, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file not in declared:
+                    raise ValueError(f"{key} is in {chunk.file}, which is not listed")
+                declared[chunk.file] += math.prod(chunk.shape) * DTYPES[entry.dtype].itemsize
+        for file, size in declared.items():
+            if size > self.files[file].size:
+                raise ValueError(f"{file} has {self.files[file].size} bytes and would hold tensors of {size}")
+        if stray := next((key for key in self.nonfinite if key not in self.tensors), None):
+            raise ValueError(f"{stray} is marked and not there")
+        return self

@@ -1,0 +1,10 @@
+"""Fully sharded data parallelism: every process keeps a part of each parameter."""
+
+from __future__ import annotations
+
+from .config import FSDPConfig, MixedPrecision
+from .model_wrapper import WrapperConfig
+from .strategy import FSDPStrategy
+from .units import repeated_blocks
+
+__all__ = ["FSDPConfig", "FSDPStrategy", "MixedPrecision", "WrapperConfig", "repeated_blocks"]

@@ -1,0 +1,118 @@
+"""Options of FSDPStrategy, and which of them exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pydantic
+import torch
+
+from ...core.config import Config, PositiveInt
+from ...core.errors import ConfigError
+from ...core.precision import to_dtype
+from ..base import StrategyConfig
+from .model_wrapper import WrapperConfig
+
+
+class MixedPrecision(Config):
+    """Dtypes by name ("bfloat16") or as torch's; parameters are stored and updated in float32."""
+
+    param_dtype: str | torch.dtype | None = None
+    """Of forward and backward, and of the parameters that are gathered for them."""
+    reduce_dtype: str | torch.dtype | None = None
+    """In which gradients are reduced; None: float32."""
+    output_dtype: str | torch.dtype | None = None
+    """Of what the model returns; None: float32."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of every unit to param_dtype."""
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> MixedPrecision:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if (value := getattr(self, key)) is not None:
+                to_dtype(value, f"strategy.mixed_precision.{key}")
+        if self.param_dtype is not None and to_dtype(self.param_dtype, "") is torch.float16:
+            raise ConfigError(
+                "strategy.mixed_precision.param_dtype: float16 needs loss scaling, choose bfloat16, or "
+                'optim_wrapper=dict(type="AmpOptimWrapper", dtype="float16")'
+            )
+        return self
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of one of the keys; float32 where none is given."""
+        value = getattr(self, key)
+        return torch.float32 if value is None else to_dtype(value, f"strategy.mixed_precision.{key}")
+
+
+class FSDPConfig(StrategyConfig):
+    """Options of FSDPStrategy."""
+
+    model_wrapper: WrapperConfig | None = None
+    """MMEngine's place for ``auto_wrap_policy`` and the like."""
+    wrap: Literal["blocks"] | list[str] | Callable[..., bool] | None = None
+    """Which submodules are units, gathered and freed at once: "blocks" (the repeated ones), names of classes, or a function
+    of the submodule. None: the model as a whole is one."""
+    reshard_after_forward: bool | int | None = None
+    """Free gathered parameters between forward and backward; an int: keep them on groups of so many processes. None: for
+    every unit but the outermost, which backward begins with."""
+    mixed_precision: MixedPrecision | None = None
+    """Compute in another dtype than float32; faster than AmpOptimWrapper."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the memory of the host."""
+    replicate_size: PositiveInt = 1
+    """Copies of the sharded model (hybrid sharding): each is spread over world_size / replicate_size processes."""
+    prefetch: PositiveInt | None = None
+    """Units that are gathered ahead of the one that computes; None: torch's own choice, one."""
+    reduce_every_micro_batch: bool = False
+    """While micro-batches accumulate, reduce the gradients of each at once: saves memory and costs communication."""
+    skip_init_weights: bool = False
+    """Leave the parameters of a model given as dict or callable at zero, because a checkpoint is loaded."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, given: Any) -> Any:
+        for key in ("state_dict_cfg", "optim_state_dict_cfg"):
+            if isinstance(given, dict) and given.get(key) is not None:
+                raise ConfigError(f"strategy.{key}: checkpoints are sharded and fit every strategy, leave it out")
+        if isinstance(given, dict):
+            return {
+                key: value for key, value in given.items() if not key.endswith("state_dict_cfg") or value is not None
+            }
+        return given
+
+    @pydantic.model_validator(mode="after")
+    def _one_home(self) -> FSDPConfig:
+        if self.skip_init_weights and self.exclude_frozen_parameters:
+            raise ConfigError(
+                "strategy.exclude_frozen_parameters: a checkpoint without them leaves them at zero with "
+                "strategy.skip_init_weights=True, give one of them"
+            )
+        inner = self.model_wrapper
+        if inner is None:
+            return self
+        if inner.auto_wrap_policy is not None and self.wrap is not None:
+            raise ConfigError("strategy.model_wrapper.auto_wrap_policy: strategy.wrap is given too, give one of them")
+        if inner.reshards is not None and self.reshard_after_forward not in (None, inner.reshards):
+            raise ConfigError(
+                "strategy.model_wrapper.sharding_strategy: disagrees with "
+                f"strategy.reshard_after_forward={self.reshard_after_forward}, give one of them"
+            )
+        if inner.mixed_precision is not None:
+            raise ConfigError(
+                "strategy.model_wrapper.mixed_precision: give strategy.mixed_precision=dict(param_dtype=..., "
+                "reduce_dtype=...)"
+            )
+        return self
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are kept on the host, from both places."""
+        return self.cpu_offload or bool(self.model_wrapper and self.model_wrapper.offloads)
+
+    @property
+    def reshards(self) -> bool | int | None:
+        """What happens after forward, from both places."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.model_wrapper.reshards if self.model_wrapper else None

@@ -1,0 +1,261 @@
+"""Every process keeps a part of each parameter: fully sharded data parallelism through torch's fully_shard (FSDP2)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from ...core.comm import collectives as dist
+from ...core.errors import StrategyError
+from ...core.gradients import average
+from ...core.model import BaseModel
+from ...core.norms import keeps_statistics
+from ...core.precision import PrecisionReport
+from ...core.registry import STRATEGIES
+from ...core.torch_private import settle_unit
+from ...core.transforms import compile_in_place
+from ...optim.wrapper import OptimWrapper
+from ..base import NOTHING, Optim, Strategy, kept_gradients
+from ..sharded_optimizers import ShardedOptimizers
+from .config import FSDPConfig
+from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
+from .without_memory import ModelWithoutMemory
+
+_logger = logging.getLogger("flextrain")
+
+
+@STRATEGIES.register_module()
+class FSDPStrategy(Strategy):
+    """Parameters, gradients and optimizer state in parts, one per process; a unit is gathered while it computes.
+
+    A model given as dict or callable is never whole in any process: it is built without memory and initialised parameter
+    by parameter, with the values that an ordinary construction would give. A model given as an instance is sharded as it
+    is. Buffers are rank 0's at every update, as under DDP.
+
+    Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023;
+    https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    Config = FSDPConfig
+    config: FSDPConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._without_memory = ModelWithoutMemory(keep_zeros=self.config.skip_init_weights)
+        self._units: list[nn.Module] = []
+        self._scalars: set[nn.Parameter] = set()  # without a dimension to shard; whole in every process
+        self._roots: list[FSDPModule] = []
+        self._sharded: ShardedOptimizers | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """See Strategy; its parameters are the sharded ones, also after a forward that no backward followed."""
+        for root in self._roots:
+            root.reshard()
+        return super().module
+
+    def setup_environment(self) -> None:
+        """See Strategy; one process alone forms a group too, which a device mesh needs."""
+        super().setup_environment()
+        self._join_alone()
+
+    def _check_world(self, world_size: int) -> None:
+        if world_size % self.config.replicate_size:
+            raise StrategyError(
+                f"strategy.replicate_size: {self.config.replicate_size} does not divide the {world_size} processes"
+            )
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """See Strategy; parameters take no memory."""
+        return self._without_memory.context
+
+    def init_weights(self, model: BaseModel) -> None:
+        """See Strategy; noted like the constructor's doing."""
+        is_deferred = any(parameter.is_meta for parameter in model.parameters())
+        with self._without_memory.context if is_deferred else NOTHING:
+            model.init_weights()
+
+    def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
+        """See Strategy."""
+        self._without_memory.note(model)
+        called, optim = super().setup(model, optim)
+        for wrapper in optim.wrappers.values() if optim is not None else ():
+            assert self._sharded is not None
+            self._sharded.check(wrapper)
+            if self.world_size > 1:
+                own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
+                if own:
+                    wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars))  # type: ignore[misc]
+        return called, optim
+
+    def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        if self.precision.param is not None:
+            raise StrategyError(
+                f"optim_wrapper: stores parameters in {self.precision.param}, FSDPStrategy stores them in float32 and "
+                "computes in strategy.mixed_precision.param_dtype"
+            )
+        if self.config.mixed_precision is not None and self.precision.autocast:
+            raise StrategyError(
+                "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them; with "
+                "mixed_precision, OptimWrapper"
+            )
+        if self.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise StrategyError(
+                f'strategy.device: torch {torch.__version__} shards on accelerators only, "cpu" needs torch 2.7'
+            )
+        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+        if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
+            name = next(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+            raise StrategyError(
+                f"model.{name}: has no dimension, which FSDP needs torch 2.7 for; give it one of size 1"
+            )
+        if self.config.offloads and self.device.type == "cpu":
+            raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
+        if optim is not None:  # a model that is only evaluated has them from a checkpoint
+            self._without_memory.check_initialised()
+
+    def _place(self, model: nn.Module) -> None:
+        """See Strategy; the parameters of an instance are made equal and stay where they are until they are sharded."""
+        dist.broadcast_tensors([t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
+        for scalar in self._scalars:
+            if not scalar.is_meta:
+                scalar.data = scalar.data.to(self.device)
+        for module in model.modules():
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                setattr(module, name, buffer.to(self.device))
+
+    # Wrapping
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        mesh, reshard = self._mesh(), self.config.reshards
+        self._sharded = ShardedOptimizers(mesh)
+        roots = choose_roots(model)
+        self._units = [unit for unit in choose_units(model, self.config) if unit not in roots and unit is not model]
+        for unit in (*self._units, *roots):
+            check_one_dtype(unit)
+            options = self._options(outermost=unit in roots)
+            if any(parameter in self._scalars for parameter in unit.parameters()):
+                options["ignored_params"] = self._scalars
+            # Spelled out: torch 2.6 takes no None.
+            after = unit not in roots if reshard is None else reshard
+            fully_shard(unit, mesh=mesh, reshard_after_forward=after, **options)
+        self._roots = [cast(FSDPModule, root) for root in roots]
+        self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
+        for unit in (*self._units, *roots):
+            settle_unit(unit)
+        if self.config.prefetch is not None:
+            prefetch(self.module, self._units, self.config.prefetch)
+        self._log_units()
+        for root in roots:
+            root.register_forward_hook(_free_after_evaluation)
+            if any(keeps_statistics(module) for module in root.modules()) and self.world_size > 1:
+                root.register_forward_pre_hook(self._share_buffers)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        copies = self.config.replicate_size
+        if copies == 1:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        shape = (copies, self.world_size // copies)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _options(self, outermost: bool) -> dict[str, Any]:
+        mixed = self.config.mixed_precision
+        policy = MixedPrecisionPolicy()
+        if mixed is not None:
+            policy = MixedPrecisionPolicy(
+                param_dtype=mixed.dtype("param_dtype"),
+                reduce_dtype=mixed.dtype("reduce_dtype"),
+                # Between units the values stay in the dtype that is computed in.
+                output_dtype=mixed.dtype("output_dtype") if outermost else None,
+                cast_forward_inputs=mixed.cast_forward_inputs,
+            )
+        offload = CPUOffloadPolicy() if self.config.offloads else OffloadPolicy()
+        return {"mp_policy": policy, "offload_policy": offload}
+
+    def _log_units(self) -> None:
+        units = (*reversed(self._units), *(cast(nn.Module, root) for root in self._roots))
+        _logger.info(f"FSDP units with their parameters: {described(units)}")
+        if self.precision.autocast:
+            _logger.info(
+                f"Autocast to {self.precision.compute} gathers parameters in float32; "
+                "strategy.mixed_precision=dict(param_dtype=...) is faster and sends half as much"
+            )
+
+    def _compile(self, model: nn.Module) -> None:
+        options = self.config.compile if isinstance(self.config.compile, dict) else {}
+        compile_in_place(self._units or [cast(nn.Module, root) for root in self._roots], options)
+
+    # Around a micro-batch
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """See Strategy; casts are not kept, they would be a copy of the whole model."""
+        if not self.precision.autocast:
+            return NOTHING
+        return torch.autocast(self.device.type, self.precision.compute, cache_enabled=False)  # type: ignore[no-any-return,unused-ignore]
+
+    def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """See Strategy; FSDPModule.set_requires_gradient_sync."""
+        if enabled or self.config.reduce_every_micro_batch:
+            return NOTHING
+        return self._without_reduction()
+
+    @contextmanager
+    def _without_reduction(self) -> Iterator[None]:
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+
+    def drop_gradients(self) -> None:
+        """See Strategy."""
+        raise kept_gradients("FSDP")
+
+    def _share_buffers(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            dist.broadcast_tensors(
+                [b for m in module.modules() if keeps_statistics(m) for b in m.buffers(recurse=False)]
+            )
+
+    # State
+
+    def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
+        found = None if self._sharded is None else self._sharded.empty_state(wrapper, parameter, key, info)
+        return super()._state_like(wrapper, parameter, key, info) if found is None else found
+
+    # Precision
+
+    def precision_report(self) -> PrecisionReport:
+        """See Strategy."""
+        report, mixed = super().precision_report(), self.config.mixed_precision
+        if mixed is None:
+            return report
+        return PrecisionReport(
+            (mixed.dtype("param_dtype"),),
+            report.parameters,
+            report.masters,
+            (mixed.dtype("reduce_dtype"),),
+            report.optimizer_state,
+        )
+
+    def teardown(self) -> None:
+        """See Strategy."""
+        super().teardown()
+        self._units, self._roots = [], []
+
+
+def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:
+    """The outermost unit stays gathered for the backward to come; in evaluation there is none."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, root).reshard()

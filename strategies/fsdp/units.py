@@ -1,0 +1,142 @@
+"""Which submodules FSDP gathers and frees at once, and what is set up for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...core.errors import ConfigError, StrategyError
+from ...core.model import overrides
+from ...core.transforms import module_filter
+from .config import FSDPConfig
+
+
+def choose_roots(model: nn.Module) -> list[nn.Module]:
+    """What is called as a whole: the model, or each of its children if it has its own ``train_step``.
+
+    Raises:
+        StrategyError: such a model has parameters of its own, which belong to no child.
+    """
+    if not overrides(model, "train_step"):
+        return [model]
+    own = next((name for name, _ in model.named_parameters(recurse=False)), None)
+    if own is not None:
+        raise StrategyError(
+            f"model.{own}: belongs to {type(model).__name__} itself, whose train_step calls its children only; "
+            "move it into one of them"
+        )
+    return [child for child in model.children() if any(True for _ in child.parameters())]
+
+
+def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
+    """The units beside the model as a whole, inner ones first.
+
+    Raises:
+        ConfigError: what the configuration asks for accepts no submodule.
+    """
+    wrapper, wrap = config.model_wrapper, config.wrap
+    policy = wrapper.auto_wrap_policy if wrapper else None
+    if policy is not None:
+        where, units = "strategy.model_wrapper.auto_wrap_policy", list(_by_policy(model, policy)[0])
+    elif wrap == "blocks":
+        where, units = "strategy.wrap", repeated_blocks(model)
+    elif wrap is not None:
+        where = "strategy.wrap"
+        accepts = module_filter(cast(Any, wrap), model, where)
+        units = [module for module in reversed(list(model.modules())) if module is not model and accepts(module)]
+    else:
+        return []
+    if not units:
+        sizes = [(_numel(module), type(module).__name__) for module in model.modules() if module is not model]
+        size, name = max(sizes, default=(0, "none"))
+        raise ConfigError(
+            f"{where}: accepts no submodule of {type(model).__name__}, the largest is a {name} with {size:,} parameters; "
+            'give strategy.wrap=["<name of a class>"], or leave it out to make the model one unit'
+        )
+    return _without_ties(model, [unit for unit in units if any(True for _ in unit.parameters())])
+
+
+def check_one_dtype(unit: nn.Module) -> None:
+    """Raise StrategyError if the parameters of a unit, which are gathered together, differ in dtype."""
+    kinds = {parameter.dtype for parameter in unit.parameters()}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(map(str, kinds)))
+        raise StrategyError(f"model: {type(unit).__name__} has parameters of {names}, FSDP needs one dtype")
+
+
+def described(units: Iterable[nn.Module]) -> str:
+    """The units for a log line: how many there are of a class and a size, with their parameters."""
+    counts: dict[tuple[str, int], int] = {}
+    for unit in units:
+        name = type(unit).__name__.removeprefix("FSDP")
+        counts[name, _numel(unit)] = counts.get((name, _numel(unit)), 0) + 1
+    return ", ".join(f"{number} x {name} ({size:,})" for (name, size), number in counts.items())
+
+
+def prefetch(model: nn.Module, units: Sequence[nn.Module], ahead: int) -> None:
+    """Have ``ahead`` units gathered before the one that computes is through, in forward and in backward."""
+    # In the order of the model, which is the order of forward in all but unusual models.
+    order = [cast(FSDPModule, m) for m in model.modules() if any(m is unit for unit in units)]
+    for i, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(order[max(0, i - ahead) : i][::-1])
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost submodules that stand in a ModuleList or Sequential beside others of their class, and have parts."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and container not in inside:
+            kinds = [type(child) for child in container]
+            blocks = [c for c in container if kinds.count(type(c)) > 1 and any(True for _ in c.children())]
+            found += blocks
+            inside.update(part for block in blocks for part in block.modules())
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
+def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The units that share no parameter with a module outside of them; a shared one belongs to an outer unit."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(module)
+    return [unit for unit in units if all(owners[id(p)] <= set(unit.modules()) for p in unit.parameters())]
+
+
+def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.Module], int]:
+    """The submodules that a policy of torch.distributed.fsdp.wrap accepts, inner ones first, and their parameters' number.
+
+    Such a policy is asked with ``recurse=True`` whether to look into a module, and with ``recurse=False`` whether the module
+    is a unit, given the number of its parameters that no inner unit has.
+    """
+    size = _numel(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=size):
+        return [], 0
+    units: list[nn.Module] = []
+    taken = 0
+    for child in module.children():
+        inner, numel = _by_policy(child, policy)
+        units += [unit for unit in inner if unit not in units]
+        taken += numel
+    if policy(module=module, recurse=False, nonwrapped_numel=size - taken):
+        return [*units, module], size
+    return units, taken
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _settle(unit: nn.Module) -> None:
+    """Have a unit's parts lie now where they will lie in training, since hooks keep hold of them.
+
+    Before 2.10 torch moves those that it pads at the first forward (pytorch/pytorch#163130).
+    """
+    if Version(torch.__version__) < Version("2.10"):
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.lazy_init()

@@ -1,0 +1,89 @@
+"""A model that was built without memory: each process gets its part of every parameter, with the values of an ordinary one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ...core.comm import collectives as dist
+from ...core.deferred import DeferredInit, Place, same_random_state
+from ...core.errors import StrategyError
+from ...core.torch_private import apply_to_tensors, storage_key
+
+
+class ModelWithoutMemory:
+    """Builds a model on the meta device, and gives its parameters memory once they are sharded.
+
+    Args:
+        keep_zeros: leave the parameters at zero, because a checkpoint is loaded.
+    """
+
+    def __init__(self, keep_zeros: bool) -> None:
+        self.context = DeferredInit()
+        """In which the model is built, and initialises itself."""
+        self._keep_zeros = keep_zeros
+        self._built: dict[str, Tensor] = {}
+
+    def note(self, model: nn.Module) -> None:
+        """Note the parameters that are on the meta device, before they are sharded."""
+        self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
+
+    def check_initialised(self) -> None:
+        """Raise StrategyError if a parameter has no memory, and nothing gives it a value."""
+        if self._keep_zeros:
+            return
+        untouched = {name for name, built in self._built.items() if storage_key(built) not in self.context.touched}
+        if untouched:
+            raise StrategyError(
+                f"model.{min(untouched)}: is built without memory and nothing initialises it, do it in the constructor "
+                "or BaseModel's init_weights, or give the model as an instance"
+            )
+
+    def materialize(
+        self, model: nn.Module, scalars: Iterable[nn.Parameter], device: torch.device, *, on_host: bool
+    ) -> None:
+        """Give every parameter memory for this process's part of it, and the values that the constructor wanted.
+
+        Args:
+            model: with its parameters sharded.
+            scalars: the parameters that are whole on every process.
+            device: where ``scalars`` go, and the others too, unless they stay ``on_host``.
+        """
+        if not self._built:
+            return
+        for scalar in scalars:
+            if scalar.is_meta:  # in place, since several modules may have it
+                real = nn.Parameter(torch.zeros_like(scalar, device=device), requires_grad=scalar.requires_grad)
+                torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
+        home = torch.device("cpu") if on_host else device
+        # Buffers have their memory already.
+        apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
+        places: dict[int, Place] = {}
+        for name, built in self._built.items():
+            target = model.get_parameter(name).detach()
+            places[storage_key(built)] = Place(built, partial(_gather, target), partial(_scatter, target))
+        if not self._keep_zeros:
+            with same_random_state(dist.broadcast(torch.get_rng_state())):
+                self.context.replay(places)
+        self._built = {}
+
+
+def _gather(target: Tensor) -> Tensor:
+    return (target.full_tensor() if isinstance(target, DTensor) else target).cpu()
+
+
+def _scatter(target: Tensor, whole: Tensor) -> None:
+    """Keep this process's part of a tensor that every process has."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    for dim, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            parts = whole.chunk(target.device_mesh.size(dim), placement.dim)
+            place = target.device_mesh.get_local_rank(dim)
+            whole = parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
+    target.to_local().copy_(whole)
