@@ -1,4 +1,4 @@
-"""Plans of who writes and reads what, with FlatShard beside the layouts that torch knows."""
+"""Plans of who writes and reads what, with layouts that torch plans wrongly or not at all: those of several rectangles."""
 
 from __future__ import annotations
 
@@ -23,15 +23,29 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from ..errors import CheckpointError
+from ..rectangles import cut_more_than_once, rectangles
 from .flat_shard import FlatShard
 
 Parts = dict[tuple[int, ...], Tensor]
 
 
-def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, FlatShard]]:
-    """What torch's planners can plan, and the flat shards."""
-    flat = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
-    return {key: value for key, value in state.items() if key not in flat}, flat
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Parts]]:
+    """What torch's planners can plan, and the rectangles of the rest."""
+    parts = {key: found for key, value in state.items() if (found := _parts_of(key, value)) is not None}
+    return {key: value for key, value in state.items() if key not in parts}, parts
+
+
+def _parts_of(key: str, tensor: Any) -> Parts | None:
+    """This process's rectangles of a tensor; None where torch plans it rightly."""
+    if isinstance(tensor, FlatShard):
+        return tensor.parts()
+    if not (isinstance(tensor, DTensor) and cut_more_than_once(tensor)):
+        return None
+    try:
+        return rectangles(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{key}: {error}") from error
 
 
 def layout_of(key: str, tensor: Tensor) -> Any:
@@ -49,23 +63,23 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """torch's planner for saving, which a flat shard's rectangles join."""
+    """torch's planner for saving, which tensors of several rectangles join."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._flat: dict[str, FlatShard] = {}
+        self._own: dict[str, Tensor] = {}
         self._parts: dict[str, Parts] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take the flat shards out of what torch plans."""
-        rest, self._flat = _split(state_dict)
-        self._parts = {key: shard.parts() for key, shard in self._flat.items()}
+        """Take what has several rectangles out of what torch plans."""
+        rest, self._parts = _split(state_dict)
+        self._own = {key: state_dict[key] for key in self._parts}
         super().set_up_planner(rest, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """torch's plan, and one item for each rectangle."""
         plan = super().create_local_plan()
-        own = [item for key, shard in self._flat.items() for item in _write_items(key, shard, self._parts[key])]
+        own = [item for key, tensor in self._own.items() for item in _write_items(key, tensor, self._parts[key])]
         self.plan = dataclasses.replace(plan, items=[*plan.items, *own])
         return self.plan
 
@@ -77,14 +91,14 @@ class ShardSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
-def _write_items(key: str, shard: FlatShard, parts: Parts) -> list[WriteItem]:
-    properties = TensorProperties(dtype=shard.dtype)
+def _write_items(key: str, tensor: Tensor, parts: Parts) -> list[WriteItem]:
+    properties = TensorProperties(dtype=tensor.dtype)
     return [
         WriteItem(
             index=MetadataIndex(key, torch.Size(offsets)),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(offsets), part.size()), properties=properties, size=shard.size()
+                chunk=ChunkStorageMetadata(torch.Size(offsets), part.size()), properties=properties, size=tensor.size()
             ),
         )
         for offsets, part in parts.items()
@@ -92,16 +106,15 @@ def _write_items(key: str, shard: FlatShard, parts: Parts) -> list[WriteItem]:
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """torch's planner for loading, which fills a flat shard's rectangles in place."""
+    """torch's planner for loading, which fills several rectangles of a tensor in place."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts: dict[str, Parts] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the flat shards out of what torch plans."""
-        rest, flat = _split(state_dict)
-        self._parts = {key: shard.parts() for key, shard in flat.items()}
+        """Take what has several rectangles out of what torch plans."""
+        rest, self._parts = _split(state_dict)
         super().set_up_planner(rest, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.checkpoint import Checkpoint, FlatShard, save_checkpoint
 from ..core.comm import collectives as dist
+from ..core.rectangles import full_tensor
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
@@ -132,7 +133,9 @@ def whole_model(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, (DTensor, FlatShard)):
+    if isinstance(value, DTensor):
+        value = full_tensor(value)
+    elif isinstance(value, FlatShard):
         value = value.full_tensor()
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 

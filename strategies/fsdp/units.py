@@ -129,14 +129,3 @@ def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _settle(unit: nn.Module) -> None:
-    """Have a unit's parts lie now where they will lie in training, since hooks keep hold of them.
-
-    Before 2.10 torch moves those that it pads at the first forward (pytorch/pytorch#163130).
-    """
-    if Version(torch.__version__) < Version("2.10"):
-        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group.lazy_init()

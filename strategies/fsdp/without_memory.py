@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ...core.comm import collectives as dist
 from ...core.deferred import DeferredInit, Place, same_random_state
 from ...core.errors import StrategyError
+from ...core.rectangles import fill, full_tensor
 from ...core.torch_private import apply_to_tensors, storage_key
 
 
@@ -73,17 +74,12 @@ class ModelWithoutMemory:
 
 
 def _gather(target: Tensor) -> Tensor:
-    return (target.full_tensor() if isinstance(target, DTensor) else target).cpu()
+    return (full_tensor(target) if isinstance(target, DTensor) else target).cpu()
 
 
 def _scatter(target: Tensor, whole: Tensor) -> None:
     """Keep this process's part of a tensor that every process has."""
-    if not isinstance(target, DTensor):
+    if isinstance(target, DTensor):
+        fill(target, whole)
+    else:
         target.copy_(whole)
-        return
-    for dim, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            parts = whole.chunk(target.device_mesh.size(dim), placement.dim)
-            place = target.device_mesh.get_local_rank(dim)
-            whole = parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
-    target.to_local().copy_(whole)

@@ -26,7 +26,8 @@ from flextrain import (
 )
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.optim import ApexOptimWrapper
-from flextrain.strategies import SingleDeviceStrategy, fsdp
+from flextrain.strategies import SingleDeviceStrategy
+from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp, SmallModel
@@ -254,13 +255,13 @@ def test_what_is_freed_after_forward(
     """Said in full to torch, which takes no None in 2.6."""
     said: list[tuple[type[nn.Module], Any]] = []
 
-    @wraps(fsdp.fully_shard)
+    @wraps(fsdp_strategy.fully_shard)
     def watched(module: nn.Module, **given: Any) -> Any:
         said.append((type(module), given["reshard_after_forward"]))
         return sharded(module, **given)
 
-    sharded = fsdp.fully_shard
-    monkeypatch.setattr(fsdp, "fully_shard", watched)
+    sharded = fsdp_strategy.fully_shard
+    monkeypatch.setattr(fsdp_strategy, "fully_shard", watched)
     strategy, called, _ = prepared(wrap="blocks", **options)
     called(data(0))
     kept = [type(p) is nn.Parameter for p in called.blocks[0].parameters()]
