@@ -20,10 +20,8 @@ LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself 
 STRATEGY_FREE = ["core", "optim", "runner"]
 MAX_LINES, MEDIAN_LINES = 400, 120
 STILL_LONGER = {
-    "flextrain.core.checkpoint.directory",
     "flextrain.strategies.base",
     "flextrain.strategies.deepspeed.strategy",
-    "flextrain.strategies.fsdp",
     "flextrain.tools.doctor",
 }
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
