@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import sys
 import threading
@@ -27,8 +29,16 @@ LIBRARY_VARIABLES = (
     "TF2_BEHAVIOR",
 )
 THREAD_GRACE_S = 2.0
+# Imported once, in the process that all workers are forked from: most of them will use it.
+IMPORTS = [name for name in ("deepspeed",) if importlib.util.find_spec(name)]
 
 WorkerFactory = Callable[[int], WorkerGroup]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are for ever: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +47,7 @@ def workers() -> Iterator[WorkerFactory]:
     groups: dict[int, WorkerGroup] = {}
 
     def group_of(world_size: int) -> WorkerGroup:
-        return groups.setdefault(world_size, WorkerGroup(world_size))
+        return groups.setdefault(world_size, WorkerGroup(world_size, imports=IMPORTS))
 
     yield group_of
     for group in groups.values():

@@ -1,7 +1,4 @@
-"""The process at the other end of a WorkerGroup: answers calls until its parent goes away.
-
-Nothing here imports torch at the top: the parent imports this module too, and a worker sets its thread count first.
-"""
+"""The process at the other end of a WorkerGroup: answers calls until its parent goes away."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class Answer:
     raised_at: float = 0.0
 
 
-def serve(connection: Connection, log_file: str, stack_file: str) -> None:
+def serve(connection: Connection, log_file: str, stack_file: str, imports: tuple[str, ...]) -> None:
     """Answer calls until the parent closes the connection or ends."""
     os.setsid()  # its children die with it, and Ctrl-C reaches the parent only
     _redirect_output(log_file)
@@ -66,11 +63,9 @@ def serve(connection: Connection, log_file: str, stack_file: str) -> None:
     stacks = Path(stack_file).open("w")  # noqa: SIM115 - must stay open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # torch's modules are for ever: without them the collection after each call takes a tenth of the time
+    for name in imports:
+        importlib.import_module(name)
+    gc.freeze()  # modules are for ever: without them the collection after each call takes a tenth of the time
     connection.send_bytes(READY)
     while True:
         try:
@@ -133,11 +128,14 @@ def _clean_state(call: Call) -> Iterator[None]:
     os.chdir(call.cwd)
     sys.path[:] = call.path
     _reset_torch()
+    modules = len(sys.modules)
     try:
         yield
     finally:
         _leave_process_group()
         gc.collect()
+        if len(sys.modules) > modules:
+            gc.freeze()
 
 
 def _reset_torch() -> None:

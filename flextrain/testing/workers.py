@@ -15,15 +15,16 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import FlexTrainError
 from ._worker import READY, Answer, Call, _end_with_parent, serve
+from .loop import environ
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class WorkerError(FlexTrainError, RuntimeError):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     log: Path
     stacks: Path
@@ -70,18 +71,23 @@ class WorkerGroup:
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
     otherwise the variables, folder and import path that the caller has at the time of the call. The processes start at
-    the first ``run`` and are used again until ``close``; each computes with one thread.
+    the first ``run`` and are used again until ``close``; each computes with one thread. They are forked from one process
+    that has imported torch, unless they see accelerators, which do not outlive a fork.
 
     Args:
         world_size: number of processes.
         timeout_s: how long one ``run`` may take.
         accelerators: whether the processes see CUDA and Ascend devices; without, they are alike on every machine.
+        imports: modules that all processes will import: done once for all groups if the first of them names it.
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 60.0, *, accelerators: bool = False) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float = 60.0, *, accelerators: bool = False, imports: Sequence[str] = ()
+    ) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.accelerators = accelerators
+        self.imports = tuple(imports)
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
 
@@ -133,14 +139,20 @@ class WorkerGroup:
             self._folder = Path(tempfile.mkdtemp(prefix="flextrain-workers-"))
             # Registered after multiprocessing's own handler, so it runs before that one waits for the processes.
             atexit.register(self.close)
-        context = multiprocessing.get_context("spawn")
+        get_context = multiprocessing.get_context
+        context = get_context("spawn") if self.accelerators else get_context("forkserver")
+        context.set_forkserver_preload([serve.__module__, *self.imports])
         for rank in range(self.world_size):
             log, stacks = self._folder / f"rank{rank}.log", self._folder / f"rank{rank}.stacks"
             log.write_bytes(b"")
             ours, theirs = context.Pipe()
             # Not a daemon: data loaders inside need children of their own.
-            process = context.Process(target=serve, args=(theirs, str(log), str(stacks)), name=f"flextrain-rank{rank}")
-            process.start()
+            process = context.Process(
+                target=serve, args=(theirs, str(log), str(stacks), self.imports), name=f"flextrain-rank{rank}"
+            )
+            # Read by libraries when they are imported, which the process does that the others are forked from.
+            with environ(OMP_NUM_THREADS="1", **({} if self.accelerators else NO_ACCELERATORS)):
+                process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, log, stacks))
         answers = self._collect(START_TIMEOUT_S, expect_ready=True)

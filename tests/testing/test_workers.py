@@ -38,6 +38,7 @@ def sum_of_ranks(groups: int = 1, leave: bool = False) -> list[float]:
         value = torch.tensor(float(dist.get_rank() + 1))
         dist.all_reduce(value)
         sums.append(value.item())
+        dist.monitored_barrier()  # who closes a connection on which something comes in cuts the other's off
     if not leave:
         dist.destroy_process_group()
     return sums
@@ -49,6 +50,11 @@ def visible_accelerators() -> tuple[str | None, bool]:
 
 def pid() -> int:
     return os.getpid()
+
+
+def parent() -> tuple[int, bool]:
+    """The process that this one was forked from, and whether a module is there that nobody here has imported."""
+    return os.getppid(), "this" in sys.modules
 
 
 def is_clean() -> tuple[bool, bool, str, float, float, torch.dtype, int]:
@@ -231,6 +237,15 @@ def test_deaths_and_hangs_end_in_time_and_the_next_call_works() -> None:
 def test_results_that_cannot_travel_are_an_error(workers2: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match="cannot pickle"):
         workers2.run(unpicklable_result)
+
+
+def test_processes_are_forked_from_one_unless_they_see_accelerators(workers2: WorkerGroup) -> None:
+    with WorkerGroup(1, imports=["this"]) as group, WorkerGroup(1, accelerators=True) as with_accelerators:
+        ((forked_from, imported),) = group.run(parent)
+        assert [pid for pid, _ in workers2.run(parent)] == [forked_from] * 2
+        assert imported
+        assert forked_from != os.getpid()
+        assert with_accelerators.run(parent) == [(os.getpid(), False)]
 
 
 def test_data_loaders_may_start_processes(workers2: WorkerGroup) -> None:
