@@ -10,11 +10,12 @@ from torch import Tensor
 from ..core.comm import collectives as dist
 from ..core.finite import nonfinite
 from ..core.norms import keeps_statistics
+from ..optim.canonical import STATE
 
 if TYPE_CHECKING:
     from .run import Run
 
-_STATE, _AVERAGED = "optim.state.", "averaged."
+_AVERAGED = "averaged."
 
 
 def trained_names(runner: Run) -> set[str]:
@@ -41,7 +42,7 @@ def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:
         if isinstance(value, Tensor)
         and (
             key.removeprefix("model.") in names
-            or (key.startswith(_STATE) and value.dim() > 0)
+            or (key.startswith(STATE) and value.dim() > 0)
             or (hooks and key.startswith(hooks) and key.partition(_AVERAGED)[2] in names)
         )
     }

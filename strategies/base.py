@@ -15,11 +15,12 @@ from ..core.comm.agreement import description, first_difference
 from ..core.comm.matched_calls import roll_call
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
-from ..core.errors import CheckpointError, ConfigError, StrategyError
+from ..core.errors import ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, tensor_names
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
+from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -78,18 +79,8 @@ class StrategyConfig(Config):
         return options
 
 
-def _in_form_of(current: Any, value: Any) -> Any:
-    """A hyper-parameter as JSON gives it, as the tuple or tensor that the optimizer has for it."""
-    if isinstance(current, tuple):
-        return tuple(value)
-    return torch.full_like(current, value) if isinstance(current, Tensor) else value
-
-
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context that changes nothing; one for all, since every micro-batch enters two."""
-
-# How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
-_IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
 class Strategy:
@@ -381,12 +372,8 @@ class Strategy:
         state: dict[str, Any] = dict(self._offered())
         for name, wrapper, parameter, group in self._optimized():
             for key, value in wrapper.adapter.state_of(parameter).items():
-                state[f"optim.state.{name}.{key}"] = value
-            state[f"optim.group.{name}.optimizer"] = wrapper.adapter.name
-            for key, value in wrapper.adapter.settings_of(group).items():
-                if key not in _IMPLEMENTATION_KEYS:
-                    # torch takes a 0-dim tensor as learning rate, which the next run may want as a number.
-                    state[f"optim.group.{name}.{key}"] = value.item() if isinstance(value, Tensor) else value
+                state[f"{STATE}{name}.{key}"] = value
+            state |= hyper_parameters(wrapper.adapter, group, name)
         return state
 
     def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -402,8 +389,8 @@ class Strategy:
         template = {key: tensor for key, tensor in model.items() if key in saved}
         optimized = {name: (wrapper, parameter) for name, wrapper, parameter, _ in self._optimized()}
         for key, info in saved.items():
-            name, _, item = key.removeprefix("optim.state.").rpartition(".")
-            if key.startswith("optim.state.") and name in optimized and hasattr(info, "shape"):
+            prefix, name, item = split_key(key)
+            if prefix == STATE and name in optimized and hasattr(info, "shape"):
                 wrapper, parameter = optimized[name]
                 live = wrapper.adapter.state_of(parameter).get(item)
                 if isinstance(live, Tensor) and (tuple(live.shape), live.dtype) == (tuple(info.shape), info.dtype):
@@ -428,14 +415,13 @@ class Strategy:
             wrapper.refresh()
         if not any(key.startswith("optim.") for key in state):
             return
-        by_name: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "group": {}}
+        by_name: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUP: {}}
         for key, value in state.items():
-            if key.startswith(("optim.state.", "optim.group.")):
-                _, part, rest = key.split(".", 2)
-                name, _, item = rest.rpartition(".")
-                by_name[part].setdefault(name, {})[item] = value
+            prefix, name, item = split_key(key)
+            if prefix:
+                by_name[prefix].setdefault(name, {})[item] = value
         for wrapper in self.optim.wrappers.values() if self.optim else ():
-            self._load_optimizer(wrapper, by_name["state"], by_name["group"])
+            self._load_optimizer(wrapper, by_name[STATE], by_name[GROUP])
 
     def _load_optimizer(
         self, wrapper: OptimWrapper, states: dict[str, dict[str, Any]], hyper: dict[str, dict[str, Any]]
@@ -449,15 +435,7 @@ class Strategy:
                 name = names[id(parameter)]
                 if name in states:
                     packed["state"][index] = adapter.own_state(states[name])
-                values = dict(hyper.get(name, {}))
-                kind = values.pop("optimizer", adapter.name)
-                if kind != adapter.name:
-                    raise CheckpointError(
-                        f"optimizer: the checkpoint's is {kind}, the configuration's is {type(optimizer).__name__}; "
-                        "resume with the same one, or start from the weights alone with load_from"
-                    )
-                for key, value in adapter.own_settings(values).items():
-                    packed_group[key] = _in_form_of(group.get(key), value)
+                packed_group.update(restored_hyper_parameters(adapter, group, hyper.get(name, {})))
         adapter.load(packed)
 
     def _optimized(self) -> list[tuple[str, OptimWrapper, Tensor, dict[str, Any]]]:

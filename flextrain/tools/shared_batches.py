@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ..core.errors import ConfigError
 from ..core.generators import RandomStream
 from ..runner.data.dataloaders import build_dataloader
+from ..runner.data.epochs import tell_epoch
 from ..runner.data.user_loaders import goes_its_own_way, name_of
 
 WHERE = "train_dataloader"
@@ -66,7 +67,7 @@ class SameDraws(Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know."""
-        _tell_epoch(self.dataset, epoch)
+        tell_epoch(self.dataset, epoch)
 
 
 class GlobalBatches(Sampler[list[Any]]):
@@ -86,7 +87,7 @@ class GlobalBatches(Sampler[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the batch sampler, if it wants to know."""
-        _tell_epoch(self.batches, epoch)
+        tell_epoch(self.batches, epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         group: list[list[Any]] = []
@@ -112,12 +113,6 @@ class PartOf:
         index, count = self.shard
         size = len(samples) // count
         return self.collate(samples[index * size : (index + 1) * size])
-
-
-def _tell_epoch(part: Any, epoch: int) -> None:
-    set_epoch = getattr(part, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
 
 
 def without_workers(cfg: Any) -> Any:

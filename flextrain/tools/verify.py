@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError, FlexTrainError
+from ..optim.canonical import split_key
 from ..testing.workers import WorkerError, WorkerGroup
 from .markup import add_row
 from .parity import Job, Trace, train_alone, train_with
@@ -319,10 +320,7 @@ def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[Trace], 
 
 def _parameter(entry: str) -> str:
     """The parameter that an entry of the canonical state belongs to; empty for a loss or norm."""
-    for prefix in ("optim.state.", "optim.group."):
-        if entry.startswith(prefix):
-            return entry.removeprefix(prefix).rpartition(".")[0]
-    return entry.removeprefix("model.") if entry.startswith("model.") else ""
+    return split_key(entry)[1] or (entry.removeprefix("model.") if entry.startswith("model.") else "")
 
 
 def _number(value: float | None) -> str:

@@ -17,8 +17,9 @@ from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from ..loops.lockstep import InStep
 from .checks import check_dataloader, check_dataset, collate_function, is_config
 from .dataloader_reader import Feed
+from .epochs import tell_loader_epoch
 from .own_loader_reader import Reader
-from .sample_seeds import order_seed, tell_epoch
+from .sample_seeds import order_seed
 from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler
 from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
 
@@ -177,16 +178,15 @@ class TrainData:
         """Windows of one epoch."""
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
 
-    def nothing_read(self) -> ConfigError:
+    def no_batch(self) -> ConfigError:
         """What to raise when an epoch has no batch."""
         if self._reader is None:
-            return ConfigError(
-                "train_dataloader.dataset: gives no batch, it is empty or smaller than a dropped last batch"
-            )
-        others = "" if get_world_size() == 1 else ", or that of another process does"
-        return ConfigError(
-            f"train_dataloader: {name_of(self.loader)} gives no batch{others}; one that can be read once needs a reset()"
-        )
+            advice = "its dataset is empty or smaller than a dropped last batch"
+        elif get_world_size() == 1:
+            advice = "one that can be read once needs a reset()"
+        else:
+            advice = "here or on another process; one that can be read once needs a reset()"
+        return ConfigError(f"train_dataloader: {name_of(self.loader)} gives no batch, {advice}")
 
     # Several processes
 
@@ -366,8 +366,7 @@ class TrainData:
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """The batches of an epoch from window ``first`` up to window ``end``."""
-        for part in (self.loader, self._dataset, self._sampler, getattr(self.loader, "batch_sampler", None)):
-            tell_epoch(part, epoch)
+        tell_loader_epoch(self.loader, epoch)
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if self._feed is None:
             assert self._reader is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from ...core.generators import Watch, nth_seed, seed_generators
+from .epochs import tell_epoch
 
 
 class Turn(NamedTuple):
@@ -146,13 +147,6 @@ class WorkerInit:
 def order_seed(seed: int, epoch: int) -> int:
     """The seed of an epoch's order where that is not flextrain's; the same in all versions, whose checkpoints go on with it."""
     return seed + 1_000_003 * (epoch + 1)
-
-
-def tell_epoch(part: Any, epoch: int) -> None:
-    """Call ``set_epoch``, if it has one."""
-    set_epoch = getattr(part, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
 
 
 def as_read(batch: Any) -> Any:

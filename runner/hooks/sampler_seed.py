@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.registry import HOOKS
+from ..data.epochs import tell_loader_epoch
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -18,14 +19,8 @@ class DistSamplerSeedHook(Hook):
     priority = "NORMAL"
 
     def before_train_epoch(self, runner: Run) -> None:
-        """Call ``set_epoch`` of the sampler, or of the sampler in the batch sampler, if there is one.
+        """Call ``set_epoch`` wherever the training data have one.
 
-        The training data call it too, and that of the loader and of the dataset, before they are read.
+        They call it too, before they are read: this one is for loops of the user's own, which may read the loader.
         """
-        loader: Any = runner.train_dataloader
-        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            for candidate in (sampler, getattr(sampler, "sampler", None)):
-                set_epoch = getattr(candidate, "set_epoch", None)
-                if set_epoch is not None:
-                    set_epoch(runner.epoch)
-                    return
+        tell_loader_epoch(runner.train_dataloader, runner.epoch)

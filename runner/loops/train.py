@@ -75,6 +75,8 @@ class TrainLoop(BaseLoop):
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
         self._intervals = [val_interval, *(interval for _, interval in later)]
+        if self.data.epoch_length == 0:
+            raise self.data.no_batch()
 
     @property
     def epoch(self) -> int:
@@ -104,6 +106,11 @@ class TrainLoop(BaseLoop):
     @property
     def epoch_length(self) -> int:
         """Updates of the epoch under way; of one that was resumed with other batches, counted as if all were like these."""
+        return self.data.length(self._epoch) or self._length
+
+    @property
+    def _length(self) -> int:
+        """Updates of a whole epoch; of one without an end, those of the run."""
         raise NotImplementedError
 
     def validate(self, done: int) -> None:
@@ -190,8 +197,6 @@ class EpochBasedTrainLoop(TrainLoop):
                 "train_cfg.by_epoch: the training data have no end or no length, give by_epoch=False and max_iters, or the "
                 "dataset or loader a __len__"
             )
-        if self.data.epoch_length == 0:
-            raise self.data.nothing_read()
         self._max_epochs = max_epochs
         self._in_epoch = False
 
@@ -208,11 +213,6 @@ class EpochBasedTrainLoop(TrainLoop):
     def max_iters(self) -> int:
         """See TrainLoop."""
         return self._max_epochs * self._length + self._ahead
-
-    @property
-    def epoch_length(self) -> int:
-        """See TrainLoop."""
-        return self.data.length(self._epoch) or self._length
 
     def run(self) -> None:
         """Train; validation comes after the epochs that it is due after."""
@@ -235,7 +235,7 @@ class EpochBasedTrainLoop(TrainLoop):
         for i, window in enumerate(self.data.windows(self._epoch, start), start):
             self.run_iter(i, window)
         if self._inner == 0:
-            raise self.data.nothing_read()
+            raise self.data.no_batch()
         self._in_epoch = False
         runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -269,8 +269,6 @@ class IterBasedTrainLoop(TrainLoop):
         dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        if self.data.epoch_length == 0:
-            raise self.data.nothing_read()
         self._max_iters = max_iters
 
     @property
@@ -286,11 +284,6 @@ class IterBasedTrainLoop(TrainLoop):
     def max_iters(self) -> int:
         """See TrainLoop."""
         return self._max_iters
-
-    @property
-    def epoch_length(self) -> int:
-        """See TrainLoop."""
-        return self.data.length(self._epoch) or self._length
 
     def run(self) -> None:
         """Train; validation comes after the iterations that it is due after."""
@@ -315,6 +308,6 @@ class IterBasedTrainLoop(TrainLoop):
             if self.stop_training or self._iter >= self._max_iters:
                 return
         if self._inner == 0:
-            raise self.data.nothing_read()
+            raise self.data.no_batch()
         self._epoch += 1
         self._inner = 0

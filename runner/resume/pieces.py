@@ -13,6 +13,7 @@ import pydantic
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, ConfigError, FlexTrainError, counted
 from ...core.seed import load_rng_state, seed_process
+from ...optim.canonical import GROUP, KIND, split_key
 from ..data.dataloaders import TrainData
 from ..data.samplers import DefaultSampler
 from ..data.user_loaders import batch_size
@@ -236,32 +237,30 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
         CheckpointError: parameters share a group that had different settings, or the checkpoint lacks one.
     """
     now = _settings(runner)
-    then = {key: value for key, value in values.items() if key.startswith(_GROUP)}
+    then = {key: value for key, value in values.items() if key.startswith(GROUP)}
     for key in now:
-        if key.endswith(".optimizer") and key not in then:
-            name = key.removeprefix(_GROUP).removesuffix(".optimizer")
-            raise CheckpointError(f"has no optimizer state of {name}, which was not optimized then")
+        if key not in then and (lost := _optimized(key)):
+            raise CheckpointError(f"has no optimizer state of {lost}, which was not optimized then")
     for key, value in then.items():
         if key in now and not _same(value, now[key]):
-            name, _, setting = key.removeprefix(_GROUP).rpartition(".")
+            _, name, setting = split_key(key)
             raise CheckpointError(
                 f"{name} has {setting}={value}, and shares a group now with parameters that have {now[key]}; give each of "
                 "them a group of its own"
             )
-    gone = sorted(
-        key.removeprefix(_GROUP).removesuffix(".optimizer")
-        for key in then.keys() - now.keys()
-        if key.endswith(".optimizer")
-    )
+    gone = sorted(filter(None, map(_optimized, then.keys() - now.keys())))
     if gone:
         runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
 
 
 def _settings(runner: Run) -> dict[str, Any]:
-    return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(_GROUP)}
+    return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(GROUP)}
 
 
-_GROUP = "optim.group."
+def _optimized(key: str) -> str:
+    """The parameter that a key of the hyper-parameters says is optimized, which every optimized one has; else empty."""
+    _, parameter, item = split_key(key)
+    return parameter if item == KIND else ""
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
 from ...optim.adapters.base import OptimizerAdapter, without_inner
-from ..base import _IMPLEMENTATION_KEYS, _in_form_of
+from ...optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from . import state
 from .state import Fragment
 
@@ -80,21 +80,14 @@ class EngineState:
                 one_each = isinstance(value, Tensor) and value.shape == part.flat.shape and key not in _COUNTERS
                 if isinstance(value, Tensor) and not one_each and value.numel() > 1:
                     raise CheckpointError(
-                        f"optim.state.{part.name}.{key}: has shape {tuple(value.shape)} for {part.flat.numel()} elements, "
+                        f"{STATE}{part.name}.{key}: has shape {tuple(value.shape)} for {part.flat.numel()} elements, "
                         "under ZeRO only state that is kept element by element can be saved"
                     )
-                found[f"optim.state.{part.name}.{key}"] = part.cut(value) if one_each else value
-            found |= self._hyper(part.name, optimizer.param_groups[part.group])
+                found[f"{STATE}{part.name}.{key}"] = part.cut(value) if one_each else value
+            found |= hyper_parameters(self.adapter, optimizer.param_groups[part.group], part.name)
         for name, group in self._frozen_groups.items():
-            found |= self._hyper(name, group)
+            found |= hyper_parameters(self.adapter, group, name)
         return found
-
-    def _hyper(self, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        settings = self.adapter.settings_of(group)
-        values = {key: value for key, value in settings.items() if key not in _IMPLEMENTATION_KEYS}
-        plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-        plain["optimizer"] = self.adapter.name
-        return {f"optim.group.{name}.{key}": value for key, value in plain.items()}
 
     def optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to fill for the optimizer state in a checkpoint; nothing of the live state changes.
@@ -107,8 +100,8 @@ class EngineState:
         self._incoming = {}
         counters = _COUNTERS | _numbers(saved, parts)
         for full_key, info in saved.items():
-            name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
-            if not full_key.startswith("optim.state.") or name not in parts or not hasattr(info, "shape"):
+            prefix, name, key = split_key(full_key)
+            if prefix != STATE or name not in parts or not hasattr(info, "shape"):
                 continue
             part = parts[name]
             if key in counters:
@@ -138,21 +131,19 @@ class EngineState:
         groups = {part.name: optimizer.param_groups[part.group] for part in self.fragments} | self._frozen_groups
         flats = {part.name: part.flat for part in self.fragments}
         for full_key, value in values.items():
-            if full_key.startswith("optim.group."):
-                name, _, key = full_key.removeprefix("optim.group.").rpartition(".")
+            prefix, name, key = split_key(full_key)
+            if prefix == GROUP:
                 settings.setdefault(name, {})[key] = value
-            elif full_key.startswith("optim.state."):
-                name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
-                if name in flats and (id(flats[name]), key) not in self._incoming:
-                    kept = counters.setdefault(id(flats[name]), {})
-                    first, known = kept.setdefault(key, (name, value))
-                    if known != value:
-                        raise CheckpointError(
-                            f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
-                            "updates of a parameter group together, so these cannot share a group"
-                        )
+            elif prefix == STATE and name in flats and (id(flats[name]), key) not in self._incoming:
+                kept = counters.setdefault(id(flats[name]), {})
+                first, known = kept.setdefault(key, (name, value))
+                if known != value:
+                    raise CheckpointError(
+                        f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
+                        "updates of a parameter group together, so these cannot share a group"
+                    )
         for name in [name for name in settings if name in groups]:
-            self._load_hyper(groups[name], settings[name])
+            groups[name].update(restored_hyper_parameters(self.adapter, groups[name], settings[name]))
         for flat in {id(part.flat): part.flat for part in self.fragments}.values():
             adopted = {key: tensor for (place, key), tensor in self._incoming.items() if place == id(flat)}
             adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
@@ -162,16 +153,6 @@ class EngineState:
             self.adapter.load_inner(flat, adopted)
         self._incoming = {}
         state.relink(self.engine)
-
-    def _load_hyper(self, group: dict[str, Any], settings: dict[str, Any]) -> None:
-        kind = settings.pop("optimizer", self.adapter.name)
-        if kind != self.adapter.name:
-            raise CheckpointError(
-                f"optimizer: the checkpoint's is {kind}, the configuration's is {type(self.optimizer).__name__}; resume "
-                "with the same one, or start from the weights alone with load_from"
-            )
-        for key, value in self.adapter.own_settings(settings).items():
-            group[key] = _in_form_of(group.get(key), value)
 
     def follow_masters(self) -> None:
         """Make what the model computes with the same as what ``parameters`` gives; collective."""
@@ -188,8 +169,8 @@ def _numbers(saved: Mapping[str, Any], parts: Mapping[str, Fragment]) -> set[str
     """Names of state that a checkpoint has once for a parameter with elements: counters, whatever they are called."""
     found = set()
     for full_key, info in saved.items():
-        name, _, key = full_key.removeprefix("optim.state.").rpartition(".")
-        if full_key.startswith("optim.state.") and getattr(info, "shape", None) == () and name in parts:
+        prefix, name, key = split_key(full_key)
+        if prefix == STATE and getattr(info, "shape", None) == () and name in parts:
             found |= {key} if parts[name].shape else set()
     return found
 

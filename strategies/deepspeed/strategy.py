@@ -20,6 +20,7 @@ from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
 from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
+from ...optim.canonical import split_key
 from ..base import NOTHING, Optim, Strategy, kept_gradients
 from . import state
 from .canonical import EngineState
@@ -335,7 +336,7 @@ class DeepSpeedStrategy(Strategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Strategy; collective."""
         self._engine_state.follow_masters()
-        values = {key: value for key, value in state.items() if key.startswith(("optim.state.", "optim.group."))}
+        values = {key: value for key, value in state.items() if split_key(key)[0]}
         if values and self._wrapper:
             self._engine_state.load_optimizer(values)
 

@@ -428,7 +428,9 @@ def test_an_iterator_that_cannot_begin_anew_is_an_error(tmp_path: Path) -> None:
     class Once(Restartable):
         reset = None  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match="Once gives no batch; one that can be read once needs a reset"):
+    with pytest.raises(
+        ConfigError, match="train_dataloader: .*Once gives no batch, one that can be read once needs a reset"
+    ):
         make_runner(tmp_path, train_dataloader=Once(Samples(8))).train()
 
 

@@ -1,0 +1,21 @@
+"""Telling data which epoch begins: whatever has a ``set_epoch`` is called with its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one."""
+    set_epoch = getattr(part, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+def tell_loader_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader, its dataset and its samplers, where they have one."""
+    batches = getattr(loader, "batch_sampler", None)
+    # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    for part in (loader, getattr(loader, "dataset", None), sampler, batches):
+        tell_epoch(part, epoch)
