@@ -19,7 +19,9 @@ from .errors import ConfigError, one_of, suggest
 class Config(BaseModel):
     """Base of every component's configuration: unknown keys raise, values are not converted, fields stay as given."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
 
 
 PositiveInt = Annotated[int, pydantic.Field(ge=1)]

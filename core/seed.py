@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .comm.collectives import broadcast_object, get_rank
-from .device import DEVICES, accelerator_type
+from .device import DEVICES
 
 
 def draw_seed() -> int:
@@ -53,8 +53,8 @@ def _seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of this process's generators as JSON-able values."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of this process's generators, that of ``device`` among them, as JSON-able values."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -62,22 +62,20 @@ def rng_state() -> dict[str, Any]:
         "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
         "torch": encode(torch.get_rng_state()),
     }
-    accelerator = accelerator_type()
-    if accelerator != "cpu":
-        state[accelerator] = encode(DEVICES[accelerator].module.get_rng_state())
+    if device.type != "cpu":
+        state[device.type] = encode(DEVICES[device.type].module.get_rng_state(device))
     return state
 
 
-def load_rng_state(state: dict[str, Any]) -> None:
-    """Continue the generators where ``rng_state`` found them; one of a device that is not here is left out."""
+def load_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Continue the generators where ``rng_state`` found them; that of another kind of device is left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(decode(state["torch"]))
-    accelerator = accelerator_type()
-    if accelerator in state:
-        DEVICES[accelerator].module.set_rng_state(decode(state[accelerator]))
+    if device.type != "cpu" and device.type in state:
+        DEVICES[device.type].module.set_rng_state(decode(state[device.type]), device)
 
 
 def encode(state: Tensor) -> str:

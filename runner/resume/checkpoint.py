@@ -93,7 +93,7 @@ def save(
         state = {key: value for key, value in state.items() if key.partition(f"{_SEPARATOR}averaged.")[2] not in own}
     options: dict[str, Any] = dict(
         per_rank={
-            "rng": rng_state(),
+            "rng": rng_state(strategy.device),
             "own_losses": runner.message_hub.own_losses(),
             "loader": runner.train_loop.data.loader_state(),
         },

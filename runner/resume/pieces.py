@@ -369,7 +369,7 @@ def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
         writers = counted(written_by, "process", "processes")
         raise CheckpointError(f"was written by {writers} and has random states of {len(states)}")
     if written_by == runner.world_size:
-        load_rng_state(states[runner.rank])
+        load_rng_state(states[runner.rank], runner.strategy.device)
         return
     seed_process(runner.seed, runner.iter, runner.rank)
     runner.logger.warning(

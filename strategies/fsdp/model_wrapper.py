@@ -26,7 +26,9 @@ _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 class WrapperConfig(Config):
     """MMEngine's ``model_wrapper``: arguments of torch's older FullyShardedDataParallel."""
 
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True, arbitrary_types_allowed=True)
+    model_config = pydantic.ConfigDict(
+        extra="allow", frozen=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
 
     type: Any = None
     auto_wrap_policy: Any = None

@@ -421,7 +421,7 @@ def one_cannot_copy(path: Path, has_plan: bool) -> tuple[str, bool]:
             save_in_background(path, in_all_layouts(0.0), staging=staging).wait()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(staging, "copy", lambda tensors: 1 / 0)
+                patch.setattr(staging.memory, "copy", lambda tensors: 1 / 0)
             with pytest.raises(CheckpointError) as caught:
                 save_in_background(path, in_all_layouts(50.0), staging=staging)
         dist.barrier()

@@ -16,12 +16,14 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.seed import decode, draw_seed, encode, load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def _generators_as_before() -> Iterator[None]:
-    state = rng_state()
+    state = rng_state(CPU)
     yield
-    load_rng_state(state)
+    load_rng_state(state, CPU)
 
 
 def draw() -> list[Any]:
@@ -60,18 +62,18 @@ def test_without_a_seed_one_is_drawn() -> None:
 def test_the_state_survives_json_and_continues_every_generator() -> None:
     set_seed(5)
     draw()  # leaves half a pair of Gaussian numbers in two generators
-    saved = json.dumps(rng_state(), allow_nan=False)
+    saved = json.dumps(rng_state(CPU), allow_nan=False)
     expected = draw()
     set_seed(6)
     draw()
-    load_rng_state(json.loads(saved))
+    load_rng_state(json.loads(saved), CPU)
     assert draw() == expected
 
 
 def test_the_state_of_a_device_that_is_not_here_is_left_out() -> None:
-    state = rng_state()
+    state = rng_state(CPU)
     expected = draw()
-    load_rng_state({**state, "somebody's device": "AAAA"})
+    load_rng_state({**state, "somebody's device": "AAAA"}, CPU)
     assert draw() == expected
 
 

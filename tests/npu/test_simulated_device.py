@@ -105,6 +105,28 @@ def test_it_tells_when_the_host_waits_for_it(npu1: Any) -> None:
     assert seen == {"item": 2, "copy to host": 2, "blocking copy to device": 1, "size": 1, "synchronize": 2}
 
 
+def too_early() -> tuple[list[list[float]], list[str]]:
+    import torch_npu
+
+    source, target = torch.ones(2, device="npu"), torch.zeros(2, pin_memory=True)
+    seen: list[str] = []
+    torch_npu.watch(seen.append)
+    try:
+        target.copy_(source, non_blocking=True)
+        event = torch.accelerator.current_stream().record_event()
+        source.add_(1)  # comes after the copy, as on a stream
+        before = target.tolist()
+        event.synchronize()
+    finally:
+        torch_npu.watch(None)
+    return [before, target.tolist()], seen
+
+
+def test_a_copy_that_is_not_waited_for_has_not_arrived(npu1: Any) -> None:
+    (found,) = npu1.run(too_early)
+    assert found == ([[0.0, 0.0], [1.0, 1.0]], ["synchronize"])
+
+
 def reduced() -> tuple[str, list[float], str]:
     import torch.distributed as dist
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ...comm.collectives import get_rank, get_world_size
 from ...errors import CheckpointError
 from ...finite import nonfinite
+from ...host_memory import HostBuffer
 from .. import directory
 from ..manifest import DTYPE_NAMES, VALUES, Chunk, FileEntry, Manifest, TensorEntry
 from ..paths import is_local, place
@@ -111,23 +112,7 @@ class Staging:
         self.plan = _Plan()
         self.nonfinite: tuple[str, ...] = ()
         """Of the last save, once it is complete: what made it a marked one."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies on the CPU, one behind the other; they are overwritten by the next call."""
-        sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        copies, begin = [], 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            place = self._memory[begin : begin + tensor.numel() * tensor.itemsize]
-            copies.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor))
-            begin += size
-        return copies
-
-
-_ALIGNMENT = 64  # of views in any dtype
+        self.memory = HostBuffer()
 
 
 class _Index:
@@ -291,7 +276,7 @@ class _Save:
 
     def _copy(self) -> None:
         """What this process writes; of what others write of its replicas, the fingerprints, before training changes them."""
-        self._staged = self._staging.copy([self._resolve(item) for item in self._plan.items])
+        self._staged = self._staging.memory.copy([self._resolve(item) for item in self._plan.items])
         # All of it would hold training up for as long again as the copy does, where that is in the host's memory.
         self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
 
@@ -329,6 +314,7 @@ class _Save:
         if not self._plan.items:
             return _Written(None, self._nonfinite, self._replicas.packed())
         file = _file(get_rank())
+        self._staging.memory.wait()
         tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
         if self._verify:

@@ -264,13 +264,45 @@ void as_is(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
 
+// A copy into page-locked memory that nobody waits for is made when somebody waits: whoever reads too early sees what was
+// there before.
+std::mutex pinned_mutex, late_mutex;
+std::set<const void*> pinned;
+std::vector<std::pair<Tensor, Tensor>> late;  // what the source held when it was asked for, and where it goes
+bool is_pinned(const Tensor& t) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  return t.is_cpu() && pinned.count(t.storage().data());
+}
+void arrive() {
+  std::vector<std::pair<Tensor, Tensor>> due;
+  {
+    std::lock_guard<std::mutex> lock(late_mutex);
+    due.swap(late);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  for (auto& [value, place] : due) place.copy_(value);
+}
+void wait_for_device() {
+  report("synchronize");
+  arrive();
+}
+
 void read_scalar(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   report("item");
+  arrive();
   as_is(op, stack);
 }
 
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
-  if (!dst.is_privateuseone()) report("copy to host");
+  if (non_blocking && is_pinned(dst)) {
+    std::lock_guard<std::mutex> lock(late_mutex);
+    late.emplace_back(cpu_view(src).clone(), dst);
+    return dst;
+  }
+  if (!dst.is_privateuseone()) {
+    report("copy to host");
+    arrive();
+  }
   if (!src.is_privateuseone() && !non_blocking) report("blocking copy to device");
   auto d = cpu_view(dst);
   d.copy_(cpu_view(src));
@@ -370,16 +402,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { report("synchronize"); }
-  void synchronizeDevice(const DeviceIndex) const override { report("synchronize"); }
+  void synchronizeStream(const c10::Stream&) const override { wait_for_device(); }
+  void synchronizeDevice(const DeviceIndex) const override { wait_for_device(); }
   void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new std::chrono::steady_clock::time_point;
     *static_cast<std::chrono::steady_clock::time_point*>(*event) = std::chrono::steady_clock::now();
   }
   void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete static_cast<std::chrono::steady_clock::time_point*>(e); }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { report("synchronize"); }
+  bool queryEvent(void*) const override {
+    arrive();
+    return true;
+  }
+  void synchronizeEvent(void*) const override { wait_for_device(); }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
     using P = std::chrono::steady_clock::time_point*;
     return std::chrono::duration<double, std::milli>(*static_cast<P>(b) - *static_cast<P>(a)).count();
@@ -387,8 +422,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-std::mutex pinned_mutex;
-std::set<const void*> pinned;
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = std::malloc(std::max<size_t>(n, 1));

@@ -1,0 +1,80 @@
+"""Copies for a checkpoint that is written in the background: page-locked, made while training goes on, read when they are there."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flextrain.core.checkpoint import Checkpoint, Staging, save_in_background
+from flextrain.core.host_memory import HostBuffer
+
+pytestmark = [pytest.mark.npu, pytest.mark.distributed]
+
+
+def state(number: int, size: int) -> dict[str, Tensor]:
+    """On the device, beside one on the host and one that is not contiguous."""
+    table = torch.full((size, 4), float(number), device="npu")
+    return {
+        "table": table,
+        "columns": table[:, :2],
+        "count": torch.tensor(number),
+        "none": torch.empty(0, device="npu"),
+    }
+
+
+def saved(folder: Path) -> tuple[list[dict[str, list[float]]], list[list[tuple[str, str]]]]:
+    """Three saves of changing tensors, the last of larger ones, which are changed before they are written."""
+    import torch_npu
+
+    staging, contents, seen = Staging(), [], []
+    for number, size in ((1, 3), (2, 3), (3, 50)):
+        waits: list[tuple[str, str]] = []
+        tensors = state(number, size)
+        torch_npu.watch(lambda what, to=waits: to.append((threading.current_thread().name, what)))
+        try:
+            pending = save_in_background(folder / f"iter_{number}", tensors, staging=staging)
+            for tensor in tensors.values():
+                tensor.zero_()
+            path = pending.wait()
+        finally:
+            torch_npu.watch(None)
+        checkpoint = Checkpoint.open(path)
+        loaded = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.tensors.items()}
+        checkpoint.load(loaded)
+        contents.append({key: value.unique().tolist() for key, value in loaded.items()})
+        seen.append(waits)
+    return contents, seen
+
+
+def test_training_does_not_wait_and_what_it_changes_is_not_saved(npu1: Any, tmp_path: Path) -> None:
+    ((contents, seen),) = npu1.run(saved, tmp_path)
+    assert contents == [{"table": [n], "columns": [n], "count": [n], "none": []} for n in (1, 2, 3)]
+    assert seen == [[("flextrain-save", "synchronize")]] * 3
+
+
+def blocks(*sizes: int) -> list[tuple[int, bool]]:
+    buffer = HostBuffer()
+    buffer.copy([torch.ones(size, dtype=torch.uint8, device="npu") for size in sizes])
+    buffer.wait()
+    return [(block.numel(), block.is_pinned()) for block in buffer._blocks]
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ((64,), [64]),
+        ((1024, 512, 256), [1024, 512, 256]),  # nothing is lost
+        ((64,) * 100, [4096, 2048, 256]),
+        ((100,) * 3, [256, 128]),  # each takes 128
+        ((700,), [1024]),
+        ((64, 5000, 64), [4096, 8192]),  # the large one has to be in one
+    ],
+)
+def test_page_locked_memory_comes_in_powers_of_two(npu1: Any, sizes: Any, expected: list[int]) -> None:
+    (found,) = npu1.run(blocks, *sizes)
+    assert found == [(size, True) for size in expected]
