@@ -3,6 +3,15 @@
 A pickle is a program, and it may call whatever can be imported. Here its instructions are followed by a machine that imports
 nothing and calls nothing but the functions it was given: it builds plain containers, and every class or function that the
 program names has to be known beforehand.
+
+Two libraries do much of this, and were tried in its place with tests/checkpoint/test_sources.py and test_attacks.py:
+
+- ``torch.load(weights_only=True, mmap=True)`` with stand-ins as safe globals reads no pickle of protocol 4 or 5, and maps no
+  file of the format before torch 1.6, so that every process would hold all of it. torch 2.6 believes what a file says of its
+  sizes: a storage of 16 bytes that claims 65,536 elements gives what lies behind it in memory; 2.15 refuses that one. The safe
+  globals belong to the whole process, and leaving ``safe_globals`` forgets those that a user has added.
+- ``pickle.Unpickler`` with a ``find_class`` of our own clears 64 GiB of memory for a single instruction (LONG_BINPUT), and
+  hashes a key of nested tuples for ever.
 """
 
 from __future__ import annotations
