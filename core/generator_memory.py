@@ -11,7 +11,8 @@ import contextlib
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,15 @@ _BYTES = 4 * _WORDS
 _SEEN = 12
 
 Look = Callable[[], Any]
-"""Says where a generator stands, to compare."""
+"""Says where a generator stands, or several of them, to compare."""
 
 
-def _look_at(address: int, size: int) -> Callable[[], bytes]:
-    return memoryview((ctypes.c_char * size).from_address(address)).tobytes
+def _view(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address))
+
+
+def _look_at(views: Sequence[memoryview]) -> Look:
+    return partial(b"".join, views)
 
 
 # Python
@@ -47,23 +52,17 @@ def _python_address() -> int | None:
 
 
 _ADDRESS = _python_address()
-_python_look: Look = random.getstate if _ADDRESS is None else _look_at(_ADDRESS, _SEEN)
-
-
-def python_place() -> Any:
-    """Where Python's generator stands, to compare."""
-    return _python_look(), _PYTHON.gauss_next
 
 
 def python_state() -> Any:
-    """A copy of its state."""
+    """A copy of the state of Python's generator."""
     if _ADDRESS is None:
         return random.getstate()
     return ctypes.string_at(_ADDRESS, _BYTES), _PYTHON.gauss_next
 
 
 def set_python_state(state: Any) -> None:
-    """Have it go on from a copy."""
+    """Have Python's generator go on from a copy."""
     if _ADDRESS is None:
         random.setstate(state)
     else:
@@ -80,7 +79,7 @@ def numpy_look(generator: np.random.MT19937) -> Look:
     *words, place = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]
     if words == state["key"].tolist() and place == state["pos"]:
-        return _look_at(address + _BYTES - _SEEN, _SEEN)  # here the place comes last
+        return _look_at([_view(address + _BYTES - _SEEN, _SEEN)])  # here the place comes last
     return lambda: (generator.state["state"]["pos"], generator.state["state"]["key"].tobytes())
 
 
@@ -88,11 +87,6 @@ def numpy_look(generator: np.random.MT19937) -> Look:
 
 _BEFORE, _AFTER = 20, 28  # bytes beside the 624 words that hold the seed, the place, and the spare normal numbers
 _WINDOW = 4096  # in which the words are looked for
-
-
-def torch_place() -> Any:
-    """Where torch's generator on the CPU stands, to compare."""
-    return _torch_look()
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
@@ -125,19 +119,20 @@ def _words_address(generator: torch.Generator, read: Callable[[int, int], bytes]
     return start + at if is_whole and found.count(words) == 1 else None
 
 
-def _look_at_words(address: int) -> Look:
-    before = _look_at(address - _BEFORE, _BEFORE + 8)  # with the first two words
-    after = _look_at(address + _BYTES - 4, _AFTER)
-    return lambda: (before(), after())
+def _views_beside(address: int) -> list[memoryview]:
+    """What tells draws apart beside the words at this address, with the first two of them."""
+    return [_view(address - _BEFORE, _BEFORE + 8), _view(address + _BYTES - 4, _AFTER)]
 
 
-def _memory_look(generator: torch.Generator, read: Callable[[int, int], bytes] = _read_safely) -> Look | None:
-    """A look at a generator in memory; None where one at another generator does not tell all draws apart."""
+def _torch_views(
+    generator: torch.Generator, read: Callable[[int, int], bytes] = _read_safely
+) -> list[memoryview] | None:
+    """What to look at in memory; None where the same of another generator does not tell all draws apart."""
     probe = torch.Generator().manual_seed(1)
     tried, address = _words_address(probe, read), _words_address(generator, read)
-    if tried is None or address is None or not _tells_draws(probe, _look_at_words(tried)):
+    if tried is None or address is None or not _tells_draws(probe, _look_at(_views_beside(tried))):
         return None
-    return _look_at_words(address)
+    return _views_beside(address)
 
 
 def _tells_draws(probe: torch.Generator, look: Look) -> bool:
@@ -157,8 +152,14 @@ def _tells_draws(probe: torch.Generator, look: Look) -> bool:
     return len(set(seen)) == len(seen) and look() == seen[-1]
 
 
-def _whole(generator: torch.Generator) -> Look:
-    return lambda: _state_bytes(generator)
+# Python and torch together
 
 
-_torch_look = _memory_look(_TORCH) or _whole(_TORCH)
+def look_at_both() -> Look:
+    """A function that says where they stand, but for the normal number that Python keeps, which is in ``gauss_next``."""
+    if _ADDRESS is None or _VIEWS is None:
+        return lambda: (random.getstate(), _state_bytes(_TORCH))
+    return _look_at([_view(_ADDRESS, _SEEN), *_VIEWS])
+
+
+_VIEWS = _torch_views(_TORCH)

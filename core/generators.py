@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .generator_memory import numpy_look, python_place, python_state, set_python_state, torch_place
+from .generator_memory import look_at_both, numpy_look, python_state, set_python_state
 
+_PYTHON: Any = random._inst  # behind the functions of `random`
 _NUMPY: Any = np.random  # its annotations lack two functions that are public since 1.24
 _TORCH = torch.default_generator
 _MASK = 2**64 - 1
@@ -53,59 +54,35 @@ class Apart:
 
     def __init__(self) -> None:
         self._numpy = np.random.MT19937(0)
+        self._numpy_look, self._look = numpy_look(self._numpy), look_at_both()
         # Where the others stood when their states were last copied: between two batches they seldom move.
-        self._python_at: Any = None
-        self._torch_at: Any = None
+        self._at: Any = None
 
-    def __enter__(self) -> Apart:
-        python, cpu = python_place(), torch_place()
-        if python != self._python_at:
-            self._python, self._python_at = python_state(), python
-        if cpu != self._torch_at:
-            self._torch, self._torch_at = _TORCH.get_state(), cpu
+    def __enter__(self) -> None:
         self._outer_numpy = _NUMPY.get_bit_generator()
         _NUMPY.set_bit_generator(self._numpy)
-        return self
+        place = self._look(), _PYTHON.gauss_next
+        if place != self._at:
+            self._python, self._torch, self._at = python_state(), _TORCH.get_state(), place
+        self._mark, self._numpy_mark = place, self._numpy_look()
 
     def __exit__(self, *exc_info: object) -> None:
         _NUMPY.set_bit_generator(self._outer_numpy)
-        if python_place() != self._python_at:
+        if (self._look(), _PYTHON.gauss_next) != self._at:
             set_python_state(self._python)
-        if torch_place() != self._torch_at:
             _TORCH.set_state(self._torch)
 
 
 class Watch(Apart):
     """Tells, inside ``with watch:``, whether one of the generators has moved."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._numpy_place = numpy_look(self._numpy)
-
-    def __enter__(self) -> Watch:
-        super().__enter__()
-        self._is_still = False
-        self._mark = self._python_at, self._torch_at, self._numpy_place()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._is_still:
-            _NUMPY.set_bit_generator(self._outer_numpy)
-        else:
-            super().__exit__(*exc_info)
-
     def mark(self) -> None:
-        """Note where the generators stand; without it, it is where they stood at the beginning."""
-        self._mark = python_place(), torch_place(), self._numpy_place()
+        """Note where they stand; without it, it is where they stood at the beginning."""
+        self._mark, self._numpy_mark = (self._look(), _PYTHON.gauss_next), self._numpy_look()
 
     def moved(self) -> bool:
         """Whether one of them stands elsewhere now."""
-        return self._mark != (python_place(), torch_place(), self._numpy_place())
-
-    def stays_still(self) -> bool:
-        """Whether none has moved since the beginning; nothing may move any more then before the end."""
-        self._is_still = not self.moved()
-        return self._is_still
+        return self._mark != (self._look(), _PYTHON.gauss_next) or self._numpy_mark != self._numpy_look()
 
 
 class RandomStream(Apart):
@@ -120,7 +97,7 @@ class RandomStream(Apart):
         """Begin anew with the next ``with stream:``."""
         self._seed, self._own_at = seed, None
 
-    def __enter__(self) -> RandomStream:
+    def __enter__(self) -> None:
         super().__enter__()
         if self._own_at is None:
             random.seed(self._seed)
@@ -129,10 +106,9 @@ class RandomStream(Apart):
         else:
             set_python_state(self._own_python)
             _TORCH.set_state(self._own_torch)
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        place = python_place(), torch_place()
+        place = self._look(), _PYTHON.gauss_next
         if place != self._own_at:
             self._own_python, self._own_torch, self._own_at = python_state(), _TORCH.get_state(), place
         super().__exit__(*exc_info)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count, islice, repeat
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
@@ -103,7 +103,7 @@ class Feed:
         order: Any = self._sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         stride, first = self._sampler.count, start + self._sampler.index
         places = count(first, stride * self._batch_size)
-        return (Turn(seed, epoch, place, stride, item) for place, item in zip(places, order, strict=False))
+        return map(Turn, repeat(seed), repeat(epoch), places, repeat(stride), order)
 
     def _from_workers(self) -> Iterator[Any]:
         for batch in self._read:

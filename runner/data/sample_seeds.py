@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,19 +60,19 @@ class SeededDataset(Dataset[Any]):
             tell_epoch(self.dataset, turn.epoch)  # to the copy of a worker that was there in the last epoch
             self.epoch = turn.epoch
         self._watch = self._watch or Watch()
-        with self._watch as watch:
+        with self._watch:
             if self._draws is False:
                 batch = self._read(turn.indices)
-                if watch.stays_still():
+                if not self._watch.moved():
                     return batch
                 self._draws = True  # from here on; of this batch nothing is kept
-            return self._draw(turn, watch)
+            return self._draw(turn, self._watch)
 
     def _read(self, indices: Any) -> Any:
         if self._at_once:
             return self.collate(self.dataset.__getitems__(indices))
         dataset = self.dataset
-        return self.collate([dataset[index] for index in indices] if self.in_batches else dataset[indices])
+        return self.collate(list(map(getitem, repeat(dataset), indices)) if self.in_batches else dataset[indices])
 
     def _draw(self, turn: Turn, watch: Watch) -> Any:
         """Read with seeds; of the first batch that is read, find out whether they were needed."""

@@ -28,8 +28,9 @@ _ADVICE = 'env_cfg=dict(nonfinite="raise") names the module where it begins'
 class NonFiniteHook(Hook):
     """Notices a loss or gradient norm that is NaN or infinite, when the figures are read for a log line.
 
-    Nothing else is read from the device, so what was wrong is noticed at the next line, and the line's iterations and ranks
-    are told apart then. What happens is ``env_cfg=dict(nonfinite=...)``:
+    Nothing else is read from the device, so what was wrong is noticed at the next line, or with the last of several lines
+    that are written at a time in a fast loop, and the iterations and ranks are told apart then. What happens is
+    ``env_cfg=dict(nonfinite=...)``:
 
     - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite by then; more
       are written after 10, 100, ... lines with such figures, and one when they are finite again.
@@ -70,6 +71,7 @@ class NonFiniteHook(Hook):
         self._patience = max(lines, default=self.interval)
         self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
         self._left_out = _left_out(runner) if self._skips else 0
+        runner.message_hub.reads_every_line = self._raises
         scales = runner.strategy.precision.loss_scale is not None
         self._witness = Witness(runner.message_hub, runner.iter, norms=not scales)
 
@@ -84,10 +86,19 @@ class NonFiniteHook(Hook):
         self._waited += 1
         if self._raises:
             self._batch = data_batch
-        if self._waited == self._patience:
-            runner.message_hub.fetch("train/", reduce=AVERAGED)
-        if runner.message_hub.readings != self._readings:
+        hub = runner.message_hub
+        if hub.readings == self._readings and self._waited >= self._patience and not hub.some_wait:
+            hub.fetch("train/", reduce=AVERAGED)
+        if hub.readings != self._readings:
             self._look(runner, runner.iter + 1)
+
+    def after_train_epoch(self, runner: Run) -> None:
+        """Look, if the last lines of the epoch have waited until now."""
+        self._look_behind(runner)
+
+    def before_val_epoch(self, runner: Run) -> None:
+        """Look, if the last lines before a validation have waited until now."""
+        self._look_behind(runner)
 
     def after_train(self, runner: Run) -> None:
         """Look at the end, and say so if it is a bad one."""
@@ -104,6 +115,12 @@ class NonFiniteHook(Hook):
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Let go of the batch."""
         self._batch = None
+
+    def _look_behind(self, runner: Run) -> None:
+        """Look between two iterations, if the figures have been read since the last look and there are any new."""
+        if self._waited and runner.message_hub.readings != self._readings:
+            self._look(runner, runner.iter)
+        self._readings = runner.message_hub.readings
 
     def _look(self, runner: Run, iteration: int) -> None:
         assert self._witness is not None, "before_train makes it"

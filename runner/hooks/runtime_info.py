@@ -66,7 +66,8 @@ class RuntimeInfoHook(Hook):
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Note the learning rate of each optimizer's first group."""
         for history, wrapper in self._rates:
-            history.append(wrapper.param_groups[0]["lr"])
+            rate = wrapper.param_groups[0]["lr"]
+            history.append(rate if type(rate) is float else _as_it_is(rate))
         if self._get_lr is not None:
             for name, rates in self._get_lr().items():
                 runner.message_hub.update_scalar(f"train/{name}", rates[0])
@@ -127,6 +128,11 @@ class RuntimeInfoHook(Hook):
             runner.message_hub.update_info("loop_stage", self._stages[-1], resumed=False)
         else:
             runner.message_hub.pop_info("loop_stage")
+
+
+def _as_it_is(rate: Any) -> Any:
+    """The learning rate as it is now; a schedule changes a tensor in place, which nobody reads before the next log line."""
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
 def _keep(runner: Run, mode: str, metrics: Mapping[str, Any] | None) -> None:

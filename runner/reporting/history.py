@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -55,14 +55,30 @@ class HistoryBuffer:
             self._counts = None if self._counts is None else deque(self._counts, maxlen)
 
     @property
+    def is_half_unread(self) -> bool:
+        """Whether half as many values as are kept, or more, are unread: it is time to read, before some are dropped."""
+        maxlen = self._new.maxlen
+        return maxlen is not None and 2 * len(self._new) >= maxlen
+
+    @property
     def updates(self) -> int:
         """A number that grows with whatever is appended, and not with what is loaded."""
         return self._read + len(self._new)
 
     def newest(self, count: int) -> list[Any]:
         """The last ``count`` values, newest first, as far as they are kept; what nobody has read is still a tensor."""
-        unread = (entry[0] if type(entry) is tuple else entry for entry in reversed(self._new))
-        return list(islice(chain(unread, reversed(self._values)), count))
+        return [entry[0] if type(entry) is tuple else entry for entry in self._tail(count)]
+
+    def unread_mean(self, count: int) -> UnreadMean | None:
+        """The mean of the last ``count`` values, to be read later; None where values are sums over several items."""
+        entries = self._tail(count)
+        return UnreadMean(entries) if self._counts is None and tuple not in map(type, entries) else None
+
+    def _tail(self, count: int) -> list[Any]:
+        new = self._new
+        if count <= len(new):
+            return list(islice(reversed(new), count))
+        return [*reversed(new), *islice(reversed(self._values), count - len(new))]
 
     # Statistics
 
@@ -191,6 +207,33 @@ class HistoryBuffer:
         self._values.extend(by_rank[get_rank()] if same else means)
 
 
+class UnreadMean:
+    """The mean of values that are kept until somebody reads them, whatever becomes of the history that they are from.
+
+    Args:
+        values: numbers and tensors with one element, newest first.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are still on a device."""
+        return [value for value in self._values if isinstance(value, Tensor)]
+
+    def settle(self, number: Callable[[Any], float]) -> None:
+        """Take the ``number`` of every value in its place."""
+        self._values = list(map(number, self._values))
+
+    def mean(self) -> float:
+        """The mean; what is unread is read."""
+        fetch([], [self])
+        return cast(float, sum(self._values) / len(self._values))
+
+
 STATISTICS = ("mean", "min", "max", "current")
 
 
@@ -200,10 +243,10 @@ def check_statistic(name: str, where: str) -> None:
         raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(STATISTICS)}{suggest(name, STATISTICS)}')
 
 
-def fetch(buffers: Iterable[HistoryBuffer]) -> None:
-    """Read what is new in all ``buffers``: tensors come to the host in one copy per device and dtype."""
+def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) -> None:
+    """Read what is new in all ``buffers``, and the ``means``: tensors come to the host in one copy per device and dtype."""
     waiting: list[tuple[HistoryBuffer, list[Any]]] = []
-    tensors: list[Tensor] = []
+    tensors: dict[int, Tensor] = {}  # by identity: a mean has tensors that the buffers have too
     for buffer in buffers:
         if buffer._new:
             new = buffer._take()
@@ -217,11 +260,19 @@ def fetch(buffers: Iterable[HistoryBuffer]) -> None:
                         raise ConfigError(f"{buffer.name}: a tensor of shape {shape} is no scalar, give one element")
                 if found:
                     buffer._device = found[-1].device
-                tensors += found
+                tensors |= zip(map(id, found), found, strict=True)
                 waiting.append((buffer, new))
-    numbers = iter(_numbers(tensors))
+    for mean in means:
+        tensors |= ((id(value), value) for value in mean.tensors)
+    read = dict(zip(tensors, _numbers(list(tensors.values())), strict=True))
+
+    def number(value: Any) -> float:
+        return read[id(value)] if isinstance(value, Tensor) else float(value)
+
     for buffer, new in waiting:
-        buffer._settle([next(numbers) if isinstance(value, Tensor) else float(value) for value in new])
+        buffer._settle(list(map(number, new)))
+    for mean in means:
+        mean.settle(number)
 
 
 def _numbers(tensors: list[Tensor]) -> list[float]:

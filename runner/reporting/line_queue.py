@@ -57,6 +57,10 @@ class LineQueue(logging.Filter):
             self._written = time.monotonic()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record pass, after what waits."""
-        self.flush()
+        """Let every record pass, after what waits, be it the record of what keeps that from being written."""
+        try:
+            self.flush()
+        except RuntimeError as error:  # figures on a device that has failed
+            assert self._logger is not None, "it is this filter that was asked"
+            self._logger.error(f"Log lines that were due could not be written: {error}")
         return True

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
+from ...core.comm.collectives import get_world_size
 from ...core.config import Config, check_call, validate
 from ...core.device import memory_mb
 from ...core.errors import ConfigError
 from ...core.overriding import refuse_unused
-from .history import HistoryBuffer
+from .history import HistoryBuffer, UnreadMean
 from .message_hub import AVERAGED, MessageHub
 
 if TYPE_CHECKING:
@@ -137,11 +138,17 @@ class LogProcessor:
         return self._take_figures(runner, batch_idx, mode)()
 
     def later_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> Callable[[], tuple[dict[str, Any], str]]:
-        """The figures are taken now; what is returned makes ``get_log_after_iter``'s record and line of them."""
+        """What is returned makes ``get_log_after_iter``'s record and line, of the figures as they are now.
+
+        Those of training may stay on the device until then, to be read together with those of other lines.
+        """
         if type(self).get_log_after_iter is not LogProcessor.get_log_after_iter:
             log = self.get_log_after_iter(runner, batch_idx, mode)
             return lambda: log
-        return self._take_figures(runner, batch_idx, mode)
+        means = self._unread(runner) if mode == "train" else None
+        if means is None:
+            return self._take_figures(runner, batch_idx, mode)
+        return self._log_of(runner, batch_idx, mode, partial(_read, runner.message_hub, means))
 
     def _take_figures(self, runner: Run, batch_idx: int, mode: Mode) -> Callable[[], tuple[dict[str, Any], str]]:
         hub = runner.message_hub
@@ -150,20 +157,40 @@ class LogProcessor:
         # A validation has a line of its own at the end.
         scalars = plan.updated(runner.iter) if mode == "train" else plan.scalars
         tag = self._figures(hub, scalars, mode, batch_idx, self.window_size)
-        return partial(
-            self._log_of_iter, runner, mode, batch_idx, tag, runner.iter, self._epoch(runner, mode), hub.get_info("eta")
-        )
+        return self._log_of(runner, batch_idx, mode, lambda: tag)
+
+    def _unread(self, runner: Run) -> dict[str, UnreadMean] | None:
+        """By name what belongs on a line of training; None if it has to be read now."""
+        hub = runner.message_hub
+        if self.custom or hub.reads_every_line or get_world_size() > 1:  # several processes read together
+            return None
+        scalars = self._plan(hub, "train").updated(runner.iter)
+        means = {}
+        for name, buffer, is_mean in scalars:
+            mean = buffer.unread_mean(self.window_size if is_mean else 1)
+            if mean is None or buffer.is_half_unread:
+                return None
+            means[name] = mean
+        hub.wait(means.values())
+        return means
+
+    def _log_of(
+        self, runner: Run, batch_idx: int, mode: Mode, figures: Callable[[], dict[str, float]]
+    ) -> Callable[[], tuple[dict[str, Any], str]]:
+        eta = runner.message_hub.get_info("eta")
+        return partial(self._log_of_iter, runner, mode, batch_idx, figures, runner.iter, self._epoch(runner, mode), eta)
 
     def _log_of_iter(
         self,
         runner: Run,
         mode: Mode,
         batch_idx: int,
-        tag: dict[str, float],
+        figures: Callable[[], dict[str, float]],
         iteration: int,
         epoch: int,
         eta: float | None,
     ) -> tuple[dict[str, Any], str]:
+        tag = dict(figures())
         record = self._record(tag, mode)
         if self.by_epoch and mode != "test":
             record["epoch"] = epoch
@@ -267,6 +294,13 @@ class LogProcessor:
         if mode == "train":
             return runner.train_loop.epoch_length
         return num_batches(runner, mode)
+
+
+def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
+    """The figures of a line; the first of several reads those of all."""
+    if hub.some_wait:
+        hub.fetch("train/", reduce=AVERAGED)
+    return {name: mean.mean() for name, mean in means.items()}
 
 
 def num_batches(runner: Run, mode: str) -> int:

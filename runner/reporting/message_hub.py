@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from .history import HistoryBuffer, fetch
+from .history import HistoryBuffer, UnreadMean, fetch
 
 AVERAGED = "train/loss"
 """The scalar of which log lines show the mean over the ranks."""
@@ -32,6 +32,9 @@ class MessageHub:
         self._info: dict[str, Any] = {}
         self._computed: dict[str, Callable[[], Any]] = {}
         self._not_resumed: set[str] = set()
+        self.reads_every_line = False
+        """Whether somebody wants figures to be read as soon as a line is due, also where lines are written several at a time."""
+        self._waiting: list[UnreadMean] = []
         self.readings = 0
         """How often the figures of training were read on all ranks together, for a log line."""
         self.beside: Callable[[], Sequence[Any]] | None = None
@@ -123,6 +126,15 @@ class MessageHub:
         for buffer in self._scalars.values():
             buffer.grow(history)
 
+    def wait(self, means: Iterable[UnreadMean]) -> None:
+        """Have these be read along with the rest by the next ``fetch`` for a log line."""
+        self._waiting += means
+
+    @property
+    def some_wait(self) -> bool:
+        """Whether there was no ``fetch`` for a log line since ``wait``."""
+        return bool(self._waiting)
+
     def fetch(self, prefix: str = "", reduce: str | None = None) -> None:
         """Bring what is pending to the host, in one copy per device and dtype.
 
@@ -131,13 +143,15 @@ class MessageHub:
             reduce: a key whose new values become their means over the ranks; then every rank must call this, after the
                 same number of updates of that key.
         """
+        waiting: list[UnreadMean] = []
         if reduce is not None:
             self.readings += 1
+            waiting, self._waiting = self._waiting, waiting
             if reduce in self._scalars:
                 verdict = self._scalars[reduce].reduce(self.beside() if self.beside else ())
                 if verdict is not None:
                     self.verdict.append(verdict)
-        fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))])
+        fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))], waiting)
 
     def state_dict(self) -> dict[str, Any]:
         """Scalars and facts as values that JSON can hold; other facts are left out."""

@@ -15,15 +15,16 @@ from flextrain.core import generator_memory as memory
 @pytest.mark.skipif(sys.platform != "linux", reason="the functions of torch are called")
 def test_the_looks_into_memory_are_in_use() -> None:
     assert memory._ADDRESS is not None
-    assert isinstance(memory.torch_place()[0], bytes)
+    assert memory._VIEWS is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the functions of torch are called")
 def test_a_look_agrees_with_the_state_through_ten_thousand_draws() -> None:
     """It is another exactly when the state is another, whatever is drawn, and of whatever size."""
     probe = torch.Generator().manual_seed(5)
-    look = memory._memory_look(probe)
-    assert look is not None
+    views = memory._torch_views(probe)
+    assert views is not None
+    look = memory._look_at(views)
     choose = torch.Generator().manual_seed(6)
     draws: list[Callable[[int], object]] = [
         lambda n: torch.rand(n, generator=probe),
@@ -71,7 +72,7 @@ def nothing(address: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("read", [without_words, twice, cut_short, nothing])
 def test_what_is_not_as_known_is_not_looked_at(read: Callable[[int, int], bytes]) -> None:
-    assert memory._memory_look(torch.default_generator, read) is None
+    assert memory._torch_views(torch.default_generator, read) is None
 
 
 def test_what_is_not_readable_is_not_read() -> None:
@@ -83,18 +84,12 @@ def test_what_is_not_readable_is_not_read() -> None:
         assert memory._read_safely(ctypes.addressof(number), 8) == bytes(number)
 
 
-def test_a_look_that_misses_draws_is_not_used() -> None:
-    def without_spare(look: memory.Look) -> memory.Look:
-        return lambda: look()[0]
-
-    def without_place(look: memory.Look) -> memory.Look:
-        return lambda: look()[1]
-
-    for spoil in (without_spare, without_place):
-        probe = torch.Generator().manual_seed(1)
-        address = memory._words_address(probe, memory._read_safely)
-        if address is None:
-            pytest.skip("no look at torch's memory here")
-        look = memory._look_at_words(address)
-        assert not memory._tells_draws(probe, spoil(look))
-        assert memory._tells_draws(probe.manual_seed(1), look)
+@pytest.mark.parametrize("part", [0, 1], ids=["place", "spare numbers"])
+def test_a_look_that_misses_draws_is_not_used(part: int) -> None:
+    probe = torch.Generator().manual_seed(1)
+    address = memory._words_address(probe, memory._read_safely)
+    if address is None:
+        pytest.skip("no look at torch's memory here")
+    views = memory._views_beside(address)
+    assert not memory._tells_draws(probe, memory._look_at([views[part]]))
+    assert memory._tells_draws(probe.manual_seed(1), memory._look_at(views))

@@ -17,7 +17,7 @@ from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
-from flextrain.runner.reporting import LogProcessor, MessageHub
+from flextrain.runner.reporting import LogProcessor, MessageHub, line_queue
 from flextrain.testing import WorkerGroup
 
 from .nonfinite import BadBatch, Poison, saved, warnings_in
@@ -77,16 +77,50 @@ def test_whatever_the_interval(tmp_path: Path, interval: int, iteration: int, by
     assert warnings_in(tmp_path)[0].startswith(f"Iteration {iteration}: loss is nan")
 
 
-def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path) -> None:
+@pytest.fixture
+def slow_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line is written as soon as it is due, as where lines are further apart."""
+    monkeypatch.setattr(line_queue, "GAP_S", 0.0)
+
+
+def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path, slow_loop: None) -> None:
     go(tmp_path, BadBatch(3), iters=120, **logger_every(1))
     *said, last = warnings_in(tmp_path)
     assert [line.partition(":")[0] for line in said] == ["Iteration 3", "Iteration 12", "Iteration 102"]
     assert last.startswith("Training ended")
 
 
-def test_what_comes_after_the_last_line(tmp_path: Path) -> None:
+def test_what_comes_after_the_last_line(tmp_path: Path, slow_loop: None) -> None:
     go(tmp_path, BadBatch(24), iters=25)
     assert warnings_in(tmp_path)[0].startswith("Iteration 24: loss is nan; likewise in 2 of the last 5 iterations; ")
+
+
+@pytest.mark.parametrize("by_epoch", [False, True])
+def test_lines_that_are_written_several_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_epoch: bool
+) -> None:
+    monkeypatch.setattr(line_queue, "GAP_S", 60.0)
+    monkeypatch.setattr(line_queue, "HOLD_S", 60.0)
+
+    class Looks(Hook):
+        priority = "LOWEST"
+        seen: list[int]
+
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            self.seen = [*getattr(self, "seen", []), runner.message_hub.readings]
+
+    looks = Looks()
+    train_cfg = dict(max_epochs=21) if by_epoch else dict(by_epoch=False, max_iters=147)
+    go(tmp_path, BadBatch(3), looks, train_cfg=train_cfg, **logger_every(1))
+    # The first line is written at once; the others when an epoch ends, or when half of what is kept is unread.
+    first = 7 if by_epoch else 51
+    # The name of the experiment, at the end of an epoch, lets no line wait, and neither does the warning.
+    then = 3 if by_epoch else 2
+    assert looks.seen[:first] == [1] * (first - 1) + [then]
+    said = warnings_in(tmp_path)
+    assert said[0].startswith(f"Iteration 3: loss is nan; likewise in {first - 2} of the last {first - 1} iterations; ")
+    assert not any("finite again" in line for line in said)
+    assert said[-1].startswith("Training ended with NaN or infinity in 4 parameters")
 
 
 def test_values_that_are_kept_no_more(tmp_path: Path) -> None:
