@@ -200,7 +200,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _agreed(tensor: Tensor) -> Tensor:
     """Rank 0's values of a tensor that each process made for itself, maybe from random numbers of its own."""
-    if dist.get_world_size() == 1 or tensor.numel() == 0:
+    if dist.is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(values.view(-1).view(torch.uint8))  # as bytes, since back ends do not take every dtype

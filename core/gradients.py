@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .comm.collectives import all_reduce, average_tensors
+from .comm.collectives import all_reduce
+from .comm.topology import DataShard
 from .torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 
@@ -48,19 +49,20 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
     return total
 
 
-def average(parameters: list[Tensor]) -> None:
-    """Replace the gradients of parameters that every process has by their means over all processes.
+def average(parameters: list[Tensor], data: DataShard) -> None:
+    """Replace the gradients of parameters that every process has by their means over the parts of the data.
 
     A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
     """
     # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
-    used = all_reduce(
-        torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu"), "max"
-    ).tolist()
+    if data.count == 1:
+        return
+    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
+    used = all_reduce(flags, "max", data.group).tolist()
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)
-    average_tensors([p.grad for p in parameters if p.grad is not None])
+    data.average([p.grad for p in parameters if p.grad is not None])
 
 
 def clip_by_norm(

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .comm.collectives import broadcast_object, get_rank
+from .comm.collectives import broadcast_object
+from .comm.topology import Topology
 from .device import DEVICES
 
 
@@ -20,16 +21,23 @@ def draw_seed() -> int:
     return broadcast_object(int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF)
 
 
-def set_seed(seed: int | None = None, *, diff_rank_seed: bool = False, deterministic: bool = False) -> int:
+def set_seed(
+    seed: int | None = None,
+    *,
+    diff_rank_seed: bool = False,
+    deterministic: bool = False,
+    topology: Topology | None = None,
+) -> int:
     """Seed Python, NumPy and torch (all devices); returns the run's seed, which all processes share.
 
     Args:
         seed: None draws one from the operating system; collective then.
-        diff_rank_seed: add the rank, so that dropout differs between processes.
+        diff_rank_seed: add the number of this process's part of the data, so that dropout differs between the parts.
         deterministic: choose deterministic kernels only; torch raises where it has none.
+        topology: the strategy's; default: every process has data of its own.
     """
     run_seed = draw_seed() if seed is None else seed
-    _seed(run_seed + get_rank() if diff_rank_seed else run_seed)
+    _seed(run_seed + (topology or Topology()).data.index if diff_rank_seed else run_seed)
     if deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

@@ -24,7 +24,7 @@ class OneMessageStrategy(Strategy):
 
     def setup(self, model: nn.Module, optim: OptimWrapper | None = None) -> tuple[nn.Module, OptimWrapper | None]:
         model, optim = super().setup(model, optim)
-        if optim is not None and self.world_size > 1:
+        if optim is not None and self.topology.data.count > 1:
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(self._average_gradients)
         return model, optim
@@ -34,8 +34,8 @@ class OneMessageStrategy(Strategy):
         # All processes send messages of one length, also where a parameter took no part in the loss.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         message = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(message)
-        message /= self.world_size
+        dist.all_reduce(message, group=self.topology.data.group)
+        message /= self.topology.data.count
         for parameter, part in zip(parameters, message.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
 

@@ -185,7 +185,7 @@ class ThroughputHook(Hook):
             return
         assert self.peak is not None
         batches = data_batch if runner.accumulate > 1 else [data_batch]
-        tokens = runner.world_size * sum(inputs.numel() for inputs, _ in batches)
+        tokens = runner.strategy.topology.data.count * sum(inputs.numel() for inputs, _ in batches)
         per_second = tokens * (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])
         runner.message_hub.update_scalar("train/tokens_per_s", per_second)
         mfu = per_second * self.flops_per_token / (runner.world_size * self.peak)

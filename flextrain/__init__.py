@@ -13,6 +13,8 @@ from .core.registering_modules import REGISTERING_MODULES
 from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .core.comm.topology import DataShard as DataShard
+    from .core.comm.topology import Topology as Topology
     from .core.device import DeviceSpec as DeviceSpec
     from .core.device import register_device as register_device
     from .core.errors import CheckpointError as CheckpointError
@@ -75,6 +77,7 @@ _HOMES = {
     "runner.metrics.base": ["BaseMetric"],
     "runner.hooks.hook": ["Hook"],
     "strategies.base": ["Strategy"],
+    "core.comm.topology": ["DataShard", "Topology"],
     "strategies.single_device": ["SingleDeviceStrategy"],
     "strategies.ddp": ["DDPStrategy"],
     "strategies.deepspeed": ["DeepSpeedStrategy", "DeepSpeedOptimWrapper"],

@@ -201,7 +201,7 @@ class Parts:
             self._given[f"{mode}_dataloader"],
             training=mode == "train",
             seed=self.seed,
-            shard=self.strategy.data_shard,
+            shard=self.strategy.topology.shard,
             where=f"{mode}_dataloader",
             logger=self.logger,
         )
@@ -226,7 +226,7 @@ class Parts:
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
         scale = self.options.auto_scale_lr
         if optim is not None and scale is not None and scale.enable:
-            size, shards = batch_size(self.train_dataloader), self.strategy.data_shard[1]
+            size, shards = batch_size(self.train_dataloader), self.strategy.topology.data.count
             self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
 
     def _setup_schedulers(self) -> None:

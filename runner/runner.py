@@ -115,12 +115,12 @@ class FlexibleRunner(Checkpoints):
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
         self.log_dir = str(Path(self.work_dir) / self.timestamp)
         self.logger = setup_logger(log_level, Path(self.log_dir) / f"{self.timestamp}.log", self.rank)
-        self.seed = set_seed(**dict(options.randomness))
+        self.seed = set_seed(**dict(options.randomness), topology=self.strategy.topology)
         self.logger.info(
             f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
         )
-        self.message_hub = MessageHub()
+        self.message_hub = MessageHub(topology=self.strategy.topology)
         self.log_processor = build_log_processor(log_processor, checked.by_epoch)
         self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
         for hook, priority in checked.hooks:

@@ -12,7 +12,7 @@ import pydantic
 import torch
 
 from ..core.comm.agreement import first_difference
-from ..core.comm.collectives import get_world_size
+from ..core.comm.collectives import is_alone
 from ..core.errors import ConfigError
 from .arguments import Checked
 from .hooks import EmptyCacheHook, Hook, ProfilerHook
@@ -34,7 +34,7 @@ def check_agreement(given: Mapping[str, Any], checked: Checked) -> None:
         given: the runner's arguments.
         checked: what was made of them.
     """
-    if get_world_size() == 1:
+    if is_alone():
         return
     if found := first_difference(dict(_described(given, checked))):
         raise ConfigError(f"{found}; every process has to be configured alike")

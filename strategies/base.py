@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.matched_calls import roll_call
+from ..core.comm.topology import Topology
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import ConfigError, StrategyError
@@ -87,6 +88,7 @@ class Strategy:
     """Spreads a model over devices and keeps its state canonical; runs alone as one device.
 
     Subclasses override ``_wrap``, mostly; further ``grad_sync``, ``autocast``, ``module`` and the three methods of state.
+    One whose processes do not all train on data of their own says so in ``_arrange``.
     ``setup`` is called once; a strategy serves one model.
 
     Args:
@@ -100,8 +102,15 @@ class Strategy:
 
     def __init__(self, **options: Any) -> None:
         self.config = validate(self.Config, options, "strategy")
+        if hasattr(type(self), "data_shard"):
+            raise StrategyError(
+                f"{type(self).__name__}.data_shard: is never asked, define _arrange() and give Topology(data=DataShard(index, "
+                "count, group)), strategy.topology then has it"
+            )
         self.device = torch.device("cpu")
         self.launch = Launch()
+        self.topology = Topology()
+        """What this process is to the others, once ``setup_environment`` has been called."""
         self.precision = Precision()
         self.optim: Optim | None = None
         self._spec: DeviceSpec | None = None
@@ -115,17 +124,12 @@ class Strategy:
     @property
     def rank(self) -> int:
         """Number of this process."""
-        return dist.get_rank()
+        return self.topology.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return dist.get_world_size()
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """(index, count): which part of every global batch this process trains on, of how many."""
-        return self.rank, self.world_size
+        return self.topology.world_size
 
     @property
     def module(self) -> nn.Module:
@@ -169,6 +173,16 @@ class Strategy:
         self._check_group()
         dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
         self._spec = spec
+        self.topology = self._arrange()
+        if self.topology.shares_data:
+            self.topology.check()
+
+    def _arrange(self) -> Topology:
+        """What this process is to the others; asked once, when the process group exists, and on every process.
+
+        By default every process trains on data of its own and holds all names.
+        """
+        return Topology()
 
     def meet(self, call: str) -> None:
         """Wait until every process has come to ``call``, which all of them have to make.
@@ -190,7 +204,7 @@ class Strategy:
 
     def _check_group(self) -> None:
         """Raise StrategyError if a group that others have made cannot carry CPU tensors: counts, metrics, objects."""
-        if dist.get_world_size() > 1 and not dist.carries_cpu_tensors(found := dist.group_backend()):
+        if not dist.is_alone() and not dist.carries_cpu_tensors(found := dist.group_backend()):
             raise StrategyError(
                 f'strategy.backend: the process group that is there already has "{found}" and nothing for tensors on the '
                 f'CPU, make it with init_process_group("cpu:gloo,{found}") or leave it to the strategy'
@@ -251,7 +265,7 @@ class Strategy:
             self._compile(self._model)
         if optim is not None:
             optim.build(self.module)
-            if found := first_difference(recipe_of(optim)):
+            if found := first_difference(recipe_of(optim), kind=f"part {self.topology.place_in_model} of the model"):
                 raise StrategyError(f"{found}; every process has to be configured alike")
         self.optim = optim
         self._check_precision()
@@ -290,6 +304,7 @@ class Strategy:
             self._owns_group = False
         self._model = self._module = self.optim = None
         self._spec = None
+        self.topology = Topology()
 
     # Around a micro-batch
 
@@ -313,12 +328,12 @@ class Strategy:
             self.optim.zero_grad()
 
     def share_buffers(self) -> None:
-        """Give every process rank 0's floating-point buffers; all processes come here before evaluation.
+        """Give every process the floating-point buffers of the first part of the data; all come here before evaluation.
 
         Running statistics follow what a process trains on. Evaluation with those of each would depend on which process
         has which sample; DistributedDataParallel sends rank 0's before every forward for the same reason.
         """
-        dist.broadcast_tensors([buffer for buffer in self.module.buffers() if buffer.is_floating_point()])
+        self.topology.data.share([buffer for buffer in self.module.buffers() if buffer.is_floating_point()])
 
     # State
 

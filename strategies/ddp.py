@@ -114,15 +114,17 @@ class DDPStrategy(Strategy):
             )
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        if self.config.sync_bn:
-            self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        if self.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
+        data = self.topology.data
+        if self.config.sync_bn and data.count > 1:
+            self._module = model = nn.SyncBatchNorm.convert_sync_batchnorm(model, data.group)  # type: ignore[no-untyped-call]
+        if data.count == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         if calls_itself(model):
             return model
         wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids(),
+            process_group=data.group,
             **self.config.wrapper_arguments(),
         )
         if self.config.comm_hook:
@@ -137,9 +139,9 @@ class DDPStrategy(Strategy):
         """See Strategy."""
         called, optim = super().setup(model, optim)
         self._check_gradients_stay(optim)
-        if self.world_size > 1 and optim is not None and calls_itself(self.module):
+        if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
-                wrapper.register_step_pre_hook(average_gradients)
+                wrapper.register_step_pre_hook(self._average_gradients)
         return called, optim
 
     def _check_gradients_stay(self, optim: Optim | None) -> None:
@@ -165,10 +167,8 @@ class DDPStrategy(Strategy):
             return NOTHING
         return self._model.no_sync()
 
-
-def average_gradients(optim: OptimWrapper) -> None:
-    """Replace the gradients of one optimizer by their means over all processes; a hook for the start of an update."""
-    average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]])
+    def _average_gradients(self, optim: OptimWrapper) -> None:
+        average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)
 
 
 def _comm_hook(name: CommHook) -> Callable[..., Any]:

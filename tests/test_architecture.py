@@ -27,6 +27,9 @@ STILL_LONGER = {
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = "flextrain.core.torch_private"
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
+# They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.
+RANKS_HOME = re.compile(r"flextrain\.core\.(comm|checkpoint)(\.|$)|flextrain\.strategies\.launch$")
+RANK_NAMES = {"get_rank", "get_world_size"}
 SNAPSHOT = Path(__file__).with_name("public_names.txt")
 
 Sources = Mapping[str, str]  # dotted module name -> source
@@ -97,6 +100,19 @@ def upward_imports(modules: Sources) -> list[str]:
             if front_door or (other is not None and LAYERS.index(other) > LAYERS.index(own)):
                 found.append(f"{module}:{line} imports {name}")
     return found
+
+
+def ranks_asked_for(modules: Sources) -> list[str]:
+    """Where the rank is asked for, and not what a process is to the others."""
+    return [
+        f"{module}:{node.lineno} asks {name}"
+        for module, source in modules.items()
+        if not RANKS_HOME.match(module)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Name, ast.Attribute, ast.alias))
+        and (name := getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", ""))
+        in RANK_NAMES
+    ]
 
 
 def import_circles(modules: Sources) -> list[str]:
@@ -213,6 +229,10 @@ def test_private_names_of_torch_stand_in_one_module() -> None:
     assert private_torch_names(sources()) == []
 
 
+def test_who_a_process_is_to_the_others_is_asked_of_the_topology() -> None:
+    assert ranks_asked_for(sources()) == []
+
+
 def test_the_public_names_are_those_of_the_snapshot() -> None:
     snapshot = SNAPSHOT.read_text().split()
     added = sorted(set(public_names()) - set(snapshot))
@@ -247,6 +267,9 @@ SCALER = "from torch.amp import GradScaler\nclass A(GradScaler):\n"
         (named_strategies, "optim.a", "def f():\n    return 1  # for DDPStrategy", ":2 names DDPStrategy"),
         (named_strategies, "runner.a", "from ..strategies import ddp", "imports flextrain.strategies.ddp"),
         (named_strategies, "runner.a", "from ..strategies.ddp import f", "imports flextrain.strategies.ddp.f"),
+        (ranks_asked_for, "runner.a", "from ..core.comm.collectives import get_rank", ":1 asks get_rank"),
+        (ranks_asked_for, "strategies.a", "x = 1\nn = torch.distributed.get_world_size()", ":2 asks get_world_size"),
+        (ranks_asked_for, "runner.a", "def f():\n    return get_rank()", ":2 asks get_rank"),
         (checkpoint_imports, "strategies.a", DCP, "imports torch.distributed.checkpoint"),
         (checkpoint_imports, "runner.a", "from torch.distributed import checkpoint", "torch.distributed.checkpoint"),
         (checkpoint_imports, "core.checkpoints", f"def f():\n    {DCP}", ":2 imports torch.distributed.checkpoint"),

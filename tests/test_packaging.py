@@ -42,6 +42,8 @@ PUBLIC = {
     "BaseMetric",
     "Hook",
     "Strategy",
+    "DataShard",
+    "Topology",
     "SingleDeviceStrategy",
     "DDPStrategy",
     "DeepSpeedOptimWrapper",

@@ -19,13 +19,14 @@ from .collectives import get_world_size, side_group
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a process differs from rank 0.
+    """Where a process differs from the first of its kind.
 
     Attributes:
         name: of what differs first.
         rank: the first process that differs.
-        first, other: what rank 0 and ``rank`` have; None: nothing of this name.
+        first, other: what ``first_rank`` and ``rank`` have; None: nothing of this name.
         is_order: both have all of the names, in another order; ``first`` and ``other`` are names then.
+        first_rank: the process it is compared with.
     """
 
     name: str
@@ -33,46 +34,58 @@ class Difference:
     first: str | None
     other: str | None
     is_order: bool = False
+    first_rank: int = 0
 
     def __str__(self) -> str:
         if self.is_order:
-            return f"rank {self.rank} has {self.other} where rank 0 has {self.first}"
+            return f"rank {self.rank} has {self.other} where rank {self.first_rank} has {self.first}"
         if self.first is None or self.other is None:
-            there, lacking = (0, self.rank) if self.other is None else (self.rank, 0)
+            there, lacking = (self.first_rank, self.rank) if self.other is None else (self.rank, self.first_rank)
             return f"{self.name}: is {self.first or self.other} on rank {there} and missing on rank {lacking}"
-        return f"{self.name}: is {self.first} on rank 0 and {self.other} on rank {self.rank}"
+        return f"{self.name}: is {self.first} on rank {self.first_rank} and {self.other} on rank {self.rank}"
 
 
-def first_difference(own: Mapping[str, str]) -> Difference | None:
+def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | None:
     """The first difference between the processes, the same on all; None if there is none. Every process must call it.
 
-    One message of 16 bytes, and a second one with everything only if they differ.
+    One message of 32 bytes, and a second one with everything only if they differ.
+
+    Args:
+        own: what this process has, by name.
+        kind: only processes with the same are compared, each with the first of them.
     """
     size = get_world_size()
     if size == 1:
         return None
     items = list(own.items())
-    digest = hashlib.blake2b(json.dumps(items).encode(), digest_size=16).digest()
     # The device is named, because a model may be under construction on another one by default.
-    digests = [torch.empty(16, dtype=torch.uint8, device="cpu") for _ in range(size)]
-    dist.all_gather(digests, torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), group=side_group())
-    if all(torch.equal(other, digests[0]) for other in digests):
+    digests = [torch.empty(32, dtype=torch.uint8, device="cpu") for _ in range(size)]
+    digest = list(_digest(kind) + _digest(items))
+    dist.all_gather(digests, torch.tensor(digest, dtype=torch.uint8, device="cpu"), group=side_group())
+    found = [bytes(digest.tolist()) for digest in digests]
+    firsts = {digest[:16]: digest for digest in reversed(found)}
+    if all(digest == firsts[digest[:16]] for digest in found):
         return None
     everyones: list[Any] = [None] * size
     dist.all_gather_object(everyones, items, group=side_group())
-    rank, other = next((rank, found) for rank, found in enumerate(everyones) if found != everyones[0])
-    return _between(dict(everyones[0]), dict(other), rank)
+    rank = next(rank for rank, digest in enumerate(found) if digest != firsts[digest[:16]])
+    first_rank = found.index(firsts[found[rank][:16]])
+    return _between(dict(everyones[first_rank]), dict(everyones[rank]), rank, first_rank)
 
 
-def _between(first: dict[str, str], other: dict[str, str], rank: int) -> Difference:
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
+
+
+def _between(first: dict[str, str], other: dict[str, str], rank: int, first_rank: int) -> Difference:
     for name, value in first.items():
         if other.get(name) != value:
-            return Difference(name, rank, value, other.get(name))
+            return Difference(name, rank, value, other.get(name), first_rank=first_rank)
     for name, value in other.items():
         if name not in first:
-            return Difference(name, rank, None, value)
+            return Difference(name, rank, None, value, first_rank=first_rank)
     names = next((a, b) for a, b in zip_longest(first, other) if a != b)
-    return Difference(names[0], rank, *names, is_order=True)
+    return Difference(names[0], rank, *names, is_order=True, first_rank=first_rank)
 
 
 def description(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> dict[str, str]:

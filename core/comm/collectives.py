@@ -40,9 +40,19 @@ def get_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
-def get_world_size() -> int:
-    """Number of processes in the group; 1 without a group."""
-    return dist.get_world_size() if is_initialized() else 1
+def rank_in(group: Any) -> int:
+    """This process's number in a group, to which it belongs."""
+    return dist.get_group_rank(group, dist.get_rank())
+
+
+def get_world_size(group: Any = None) -> int:
+    """Number of processes in a group, None: that of all; 1 without a group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def is_alone() -> bool:
+    """Whether this process is the only one."""
+    return get_world_size() == 1
 
 
 def is_main() -> bool:
@@ -66,14 +76,14 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-    """``tensor`` combined over all processes, in place; returned for convenience.
+def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Any = None) -> Tensor:
+    """``tensor`` combined over the processes of a group, None: over all, in place; returned for convenience.
 
-    ``mean`` is a sum divided by the world size in the tensor's own dtype, because gloo has no average of its own.
+    ``mean`` is a sum divided by their number in the tensor's own dtype, because gloo has no average of its own.
     """
-    size = get_world_size()
+    size = get_world_size(group)
     if size > 1:
-        dist.all_reduce(tensor, op=_REDUCE_OPS.get(op, dist.ReduceOp.SUM))
+        dist.all_reduce(tensor, op=_REDUCE_OPS.get(op, dist.ReduceOp.SUM), group=group)
         if op == "mean":
             tensor.div_(size)
     return tensor
@@ -86,24 +96,35 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     return tensor
 
 
-def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20) -> None:
-    """Many tensors overwritten with those of process ``src``, in messages of about ``bucket_bytes``."""
-    if get_world_size() == 1:
+def all_gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """The tensors of all processes of a group, which are alike in form, in its order; None: of all."""
+    size = get_world_size(group)
+    if size == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
+    """Many tensors overwritten with those of process ``src`` of a group, in messages of about ``bucket_bytes``."""
+    if get_world_size(group) == 1:
         return
+    sender = src if group is None else dist.get_global_rank(group, src)
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, src)
+        dist.broadcast(flat, sender, group=group)
         _unflatten_into(flat, bucket)
 
 
-def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20) -> None:
-    """Many tensors replaced, in place, by their mean over all processes, in messages of about ``bucket_bytes``."""
-    size = get_world_size()
+def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
+    """Many tensors replaced, in place, by their mean over a group, in messages of about ``bucket_bytes``; None: over all."""
+    size = get_world_size(group)
     if size == 1:
         return
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         _unflatten_into(flat.div_(size), bucket)
 
 
@@ -137,13 +158,13 @@ def broadcast_object(value: T, src: int = 0) -> T:
     return box[0]
 
 
-def all_gather_object(value: T) -> list[T]:
-    """The values of all processes, ordered by rank, on every process."""
-    size = get_world_size()
+def all_gather_object(value: T, group: Any = None) -> list[T]:
+    """The values of all processes of a group, ordered by rank, on every one of them; None: of all."""
+    size = get_world_size(group)
     if size == 1:
         return [value]
     box: list[Any] = [None] * size
-    dist.all_gather_object(box, value)
+    dist.all_gather_object(box, value, group=group)
     return box
 
 
@@ -199,12 +220,13 @@ _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDi
 
 @contextmanager
 def group_of(ranks: Sequence[int]) -> Iterator[Any]:
-    """A process group of some of the processes for the time of a ``with``; every process must come here."""
-    group = dist.new_group(list(ranks))
+    """A process group of some of the processes for the time of a ``with``, None on the others; every process must come here."""
+    made = dist.new_group(list(ranks))
+    group = made if get_rank() in ranks else None
     try:
         yield group
     finally:
-        if get_rank() in ranks:
+        if group is not None:
             dist.destroy_process_group(group)
 
 

@@ -36,11 +36,16 @@ def facts(kit: Kit) -> None:
             strategy.world_size == kit.world_size, f"world_size is {strategy.world_size}, {kit.world_size} were started"
         )
         require(isinstance(strategy.device, torch.device), f"device is {strategy.device!r}, give a torch.device")
-        shards = kit.all_gather(tuple(strategy.data_shard))
+        topology = strategy.topology
+        shards = kit.all_gather((*topology.shard, topology.reports))
         count = shards[0][1]
         require(
-            all(shard[1] == count for shard in shards) and {index for index, _ in shards} == set(range(count)),
-            f"data_shard is {shards} over the ranks: the indices must cover 0 to count - 1",
+            all(shard[1] == count for shard in shards) and {index for index, *_ in shards} == set(range(count)),
+            f"topology.data is {shards} over the ranks: the indices must cover 0 to count - 1",
+        )
+        require(
+            sorted(index for index, _, reports in shards if reports) == list(range(count)),
+            f"topology is {shards} over the ranks: one process for each part of the data must report",
         )
         module = strategy.module
         require(

@@ -193,10 +193,11 @@ def evaluation(kit: Kit) -> None:
         evaluate(session.strategy, session.model, held_out)
         first = run(session, windows[:2])
         outputs = evaluate(session.strategy, session.model, held_out)
-        parts = kit.all_gather((session.strategy.data_shard[0], outputs))
+        topology = session.strategy.topology
+        parts = [part for part in kit.all_gather((topology.data.index, outputs, topology.reports)) if part[2]]
         second = run(session, windows[2:])
     for i, reference in enumerate(expected):
-        whole = torch.cat([part[i] for _, part in sorted(parts, key=lambda part: part[0])])
+        whole = torch.cat([part[i] for _, part, _ in sorted(parts, key=lambda part: part[0])])
         same_tensors({"logits": whole}, {"logits": reference}, f"outputs for batch {i}", kit.tolerance)
     require(
         first.trace.losses + second.trace.losses == undisturbed.trace.losses,

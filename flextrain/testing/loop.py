@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.comm.collectives import all_reduce, get_world_size
+from ..core.comm.collectives import all_reduce
 from ..core.device import to_device
 from ..core.model import parse_losses, run_forward
 from .models import Batch
@@ -77,8 +77,8 @@ def train(
     trace = Trace()
     model.train()
     for window in global_windows:
-        parts = [shard(batch, *strategy.data_shard) for batch in window]
-        factors = loss_factors(strategy.module, parts)
+        parts = [shard(batch, *strategy.topology.shard) for batch in window]
+        factors = loss_factors(strategy, parts)
         trace.lrs_seen.append([])
         losses = []
         for i, batch in enumerate(parts):
@@ -92,7 +92,7 @@ def train(
             losses.append(loss.detach())
         trace.lrs.append(learning_rates(optim))
         info = optim.step()
-        trace.losses.append(float(all_reduce(torch.stack(losses).float().mean(), "mean")))
+        trace.losses.append(float(strategy.topology.data.mean(torch.stack(losses).float().mean())))
         trace.grad_norms.append(None if info.grad_norm is None else float(info.grad_norm))
         trace.skipped.append(info.skipped)
         if not info.skipped:
@@ -103,18 +103,18 @@ def train(
     return trace
 
 
-def loss_factors(module: nn.Module, parts: Sequence[Batch]) -> Tensor:
+def loss_factors(strategy: Strategy, parts: Sequence[Batch]) -> Tensor:
     """What each micro-batch's mean loss is multiplied by so that every term of the window counts the same.
 
-    A strategy averages over ``world_size`` processes and the loop over ``len(parts)`` micro-batches; a part with the
-    share s of all terms then needs the factor s * world_size * len(parts). Ones for a model without ``loss_weight``.
+    A strategy averages over n parts of the data and the loop over ``len(parts)`` micro-batches; a part with the share s of
+    all terms then needs the factor s * n * len(parts). Ones for a model without ``loss_weight``.
     """
-    weight = getattr(module, "loss_weight", None)
+    weight = getattr(strategy.module, "loss_weight", None)
     if weight is None:
         return torch.ones(len(parts))
     weights = torch.stack([weight(part) for part in parts])
     total = all_reduce(weights.sum())
-    return weights / total * get_world_size() * len(parts)
+    return weights / total * strategy.world_size * len(parts)
 
 
 def evaluate(strategy: Strategy, model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
@@ -123,7 +123,7 @@ def evaluate(strategy: Strategy, model: nn.Module, batches: Iterable[Batch]) -> 
     outputs = []
     with torch.no_grad(), strategy.autocast():
         for batch in batches:
-            part = to_device(shard(batch, *strategy.data_shard), strategy.device)
+            part = to_device(shard(batch, *strategy.topology.shard), strategy.device)
             outputs.append(run_forward(model, part, mode="tensor").cpu())
     model.train()
     return outputs

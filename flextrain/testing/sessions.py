@@ -74,11 +74,11 @@ def strategy_name(spec: StrategyLike) -> str:
 def started(
     spec: StrategyLike, optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
 ) -> Iterator[Session]:
-    """The strategy set up with a model that every process initialised from a seed of its own; torn down at the end."""
+    """The strategy set up with a model initialised from another seed for every part of the data; torn down at the end."""
     strategy = make_strategy(spec)
     try:
         strategy.setup_environment()
-        torch.manual_seed(seed + SEED_STEP * strategy.rank)
+        torch.manual_seed(seed + SEED_STEP * strategy.topology.data.index)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None
         yield Session(strategy, model, built)  # type: ignore[arg-type]

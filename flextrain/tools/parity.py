@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.comm.collectives import all_reduce, destroy_process_group
+from ..core.comm.collectives import destroy_process_group
 from ..core.errors import ConfigError, suggest
 from ..core.norms import BATCH_NORM
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
@@ -157,7 +157,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
     loader = shared_loader(
         without_workers(given["train_dataloader"]),
         processes=job.processes,
-        shard=strategy.data_shard,
+        shard=strategy.topology.shard,
         in_parts=in_parts,
         seed=seed,
         logger=logging.getLogger("flextrain"),
@@ -282,7 +282,7 @@ class _Observer(Hook):
                 "expect a difference"
             )
         loss, norm = values.get("loss"), values.get("grad_norm")
-        trace.losses.append(None if loss is None else float(all_reduce(loss.detach().float().clone(), "mean")))
+        trace.losses.append(None if loss is None else _mean(runner.strategy, loss))
         trace.grad_norms.append(None if norm is None else float(norm))
         self._look(runner)
         if len(trace.losses) >= self.steps:
@@ -296,6 +296,10 @@ class _Observer(Hook):
         differences, hints = self.reference.compare(step, state)
         self.trace.differences.append(differences)
         self.trace.hints |= {(step, key): hint for key, hint in hints.items() if hint}
+
+
+def _mean(strategy: Strategy, loss: Tensor) -> float:
+    return float(strategy.topology.data.mean(loss.detach().float().clone()))
 
 
 def _without_dropout(module: nn.Module) -> int:

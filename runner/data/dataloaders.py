@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from ...core.comm.collectives import all_gather_object, get_world_size
+from ...core.comm.collectives import all_gather_object, is_alone
+from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, counted
 from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from ..loops.lockstep import InStep
@@ -65,6 +66,8 @@ def build_dataloader(
     """
     check_dataloader(cfg, where, training)
     if not isinstance(cfg, Mapping):
+        for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
+            _use_shard(part, shard, f"{where}.sampler")
         loader = (
             adopt(cfg, training, seed, shard, where, logger)
             if isinstance(cfg, DataLoader)
@@ -100,6 +103,7 @@ def build_dataloader(
         if not training and "round_up" not in spec:
             extra["round_up"] = False
         sampler = DATA_SAMPLERS.build(spec, f"{where}.sampler", **extra)
+    _use_shard(sampler, shard, f"{where}.sampler")
     if training and isinstance(sampler, DefaultSampler) and not sampler.round_up and sampler.num_samples % shard[1]:
         raise ConfigError(
             f"{where}.sampler.round_up: False gives {sampler.num_samples} samples unevenly to {shard[1]} processes, "
@@ -115,6 +119,23 @@ def build_dataloader(
             batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
         )
     return DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
+
+
+def _use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
+    """Have a sampler of flextrain's deal out this part of the data, and see that torch's does.
+
+    Raises:
+        ConfigError: torch's deals by rank, where processes share a part of the data.
+    """
+    if isinstance(sampler, ShardedSampler):
+        sampler.use_shard(shard)
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != shard:
+        topology = Topology()
+        if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
+            raise ConfigError(
+                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, and the strategy has "
+                f'{shard[1]} parts of them; give dict(type="DefaultSampler")'
+            )
 
 
 class TrainData:
@@ -182,7 +203,7 @@ class TrainData:
         """What to raise when an epoch has no batch."""
         if self._reader is None:
             advice = "its dataset is empty or smaller than a dropped last batch"
-        elif get_world_size() == 1:
+        elif is_alone():
             advice = "one that can be read once needs a reset()"
         else:
             advice = "here or on another process; one that can be read once needs a reset()"
@@ -201,7 +222,7 @@ class TrainData:
         Raises:
             ConfigError: the processes have datasets of different lengths, and each takes its part of it.
         """
-        if get_world_size() == 1 or self._has_met:
+        if is_alone() or self._has_met:
             return
         self._has_met = True
         samples, lengths, deals, even, keeps_place = zip(
@@ -219,7 +240,9 @@ class TrainData:
                 "an IterableDataset, or a sampler of your own"
             )
         if not all(even):
-            self._in_step = InStep("train_dataloader", ahead=not any(keeps_place), timeout_s=timeout_s)
+            self._in_step = InStep(
+                "train_dataloader", processes=len(samples), ahead=not any(keeps_place), timeout_s=timeout_s
+            )
             self._least = None if None in lengths else min(lengths)
 
     @property
@@ -236,7 +259,7 @@ class TrainData:
         if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
             return False
         if isinstance(self._sampler, ShardedSampler):
-            return self._sampler.count > 1 and getattr(self._sampler, "round_up", True)
+            return self._sampler.count == self._shard[1] and getattr(self._sampler, "round_up", True)
         return type(self._sampler) is DistributedSampler
 
     # The place in an epoch

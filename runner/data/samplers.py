@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ...core.comm.collectives import get_rank, get_world_size
+from ...core.comm.topology import Topology
 from ...core.generators import RandomStream
 from ...core.overriding import overridden
 from ...core.permutation import Shuffled, Straight
@@ -32,7 +32,8 @@ class ShardedSampler(Sampler[int]):
         dataset: anything with a length.
         shuffle: a new random order every epoch; False keeps the dataset's.
         seed: of the order; the same on all processes.
-        shard: (index, count) of this process's part; default: rank and world size.
+        shard: (index, count) of this process's part; default: what the strategy says once a runner has the sampler, and before
+            that rank and world size.
     """
 
     def __init__(
@@ -41,13 +42,19 @@ class ShardedSampler(Sampler[int]):
         self.num_samples = len(dataset)
         self.shuffle = shuffle
         self.seed = seed or 0
-        self.index, self.count = shard or (get_rank(), get_world_size())
+        self.index, self.count = shard or Topology().shard
+        self._was_told = shard is not None
         self.epoch = 0
         self.start, self.stop = 0, None
         self.by_index = shuffle and self.num_samples > LARGE
         """Whether a random order is computed by index, and not drawn as a whole."""
 
     stop: int | None
+
+    def use_shard(self, shard: tuple[int, int]) -> None:
+        """Deal out this part, unless the constructor was told one."""
+        if not self._was_told:
+            self.index, self.count = shard
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next."""

@@ -28,7 +28,7 @@ def adopt(
             logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
         return loader
     if not _is_plain(loader) or _holds_on_to_itself(loader):
-        if shard[1] > 1:
+        if shard[1] > 1 and not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), ShardedSampler):
             name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
             own_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
             kept = type(loader.batch_sampler if own_batches else loader.sampler).__name__

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import find_latest, what_is_not_finite
-from ...core.comm.collectives import all_gather_object, get_rank
+from ...core.comm.collectives import all_gather_object
 from ...core.errors import CheckpointError, ConfigError, NonFiniteError
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights, own_nonfinite
@@ -144,7 +144,7 @@ class NonFiniteHook(Hook):
         by_rank = all_gather_object(own) if look.is_agreed else [own]
         findings = [found for found, _ in by_rank]
         weights = sorted({name for _, names in by_rank for name in names})
-        ranks = range(runner.world_size) if look.is_agreed else [get_rank()]
+        ranks = range(runner.world_size) if look.is_agreed else [runner.rank]
         what = "; ".join(_in_words(findings, ranks, look, iteration))
         if self._raises:
             origin = find_origin(runner, self._batch) if look.is_agreed else _ADVICE

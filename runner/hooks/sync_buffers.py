@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.comm.collectives import average_tensors
 from ...core.registry import HOOKS
 from .hook import Hook
 
@@ -36,5 +35,5 @@ class SyncBuffersHook(Hook):
         self._is_fresh = False
 
     def _average(self, runner: Run) -> None:
-        if runner.world_size > 1:
-            average_tensors([b for b in runner.strategy.module.buffers() if b.is_floating_point()])
+        buffers = [buffer for buffer in runner.strategy.module.buffers() if buffer.is_floating_point()]
+        runner.strategy.topology.data.average(buffers)

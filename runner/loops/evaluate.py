@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...core.comm import collectives as dist
 from ...core.registry import LOOPS
 from ..data.dataloader_reader import Feed
 from ..data.own_loader_reader import Reader
@@ -28,7 +27,7 @@ class EvalLoop(BaseLoop):
     """Goes once through validation or test data and evaluates the metrics.
 
     Every process runs forward equally often, because forward may communicate: one that has fewer batches repeats its last
-    one, and nobody sees the result.
+    one, and nobody sees the result. Metrics see what the model predicts on one process for each part of the data.
 
     Args:
         evaluator: metrics, or their configuration.
@@ -40,10 +39,11 @@ class EvalLoop(BaseLoop):
     def __init__(self, runner: Run, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
+        self._topology = self.evaluator.topology = runner.strategy.topology
         self.fp16 = fp16
         own_way = goes_its_own_way(dataloader)
         self._reader = Reader(dataloader) if own_way else None
-        self._feed = None if own_way else Feed(cast("DataLoader[Any]", dataloader), runner.strategy.data_shard)
+        self._feed = None if own_way else Feed(cast("DataLoader[Any]", dataloader), runner.strategy.topology.shard)
         self.evaluator.dataset_meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
         self._passed, self._done = 0, 0  # batches of the last pass, and of the one under way
 
@@ -83,7 +83,8 @@ class EvalLoop(BaseLoop):
         for hook in runner.hook_calls[f"before_{self.mode}_iter"]:
             hook(runner, batch_idx, batch)
         outputs = self._forward(batch)
-        self.evaluator.process(data_samples=outputs, data_batch=batch)
+        if self._topology.reports:
+            self.evaluator.process(data_samples=outputs, data_batch=batch)
         for hook in runner.hook_calls[f"after_{self.mode}_iter"]:
             hook(runner, batch_idx, batch, outputs)
 
@@ -95,13 +96,13 @@ class EvalLoop(BaseLoop):
 
     def _num_kept(self) -> int | None:
         """The number of samples, where the user's sampler repeats some so that all processes have as many."""
-        if self.runner.world_size == 1:
+        if self._topology.data.count == 1:
             return None
         dataset, sampler = (getattr(self.dataloader, name, None) for name in ("dataset", "sampler"))
         if goes_its_own_way(self.dataloader) or isinstance(dataset, IterableDataset):
             return None
         size = length_of(dataset) or 0
-        seen = int(dist.all_reduce(torch.tensor(length_of(sampler) or 0, device="cpu")))
+        seen = int(self._topology.data.sum(torch.tensor(length_of(sampler) or 0, device="cpu")))
         if seen <= size:
             return None
         if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
@@ -119,7 +120,7 @@ class EvalLoop(BaseLoop):
         else:
             assert self._reader is not None
             one_pass = self._reader.batches(seed, 0, None)
-        if self.runner.world_size == 1:
+        if self._topology.is_alone:
             return ((batch, True) for batch in one_pass)
         return until_all_end(one_pass, float(self.runner.strategy.config.timeout_s))
 

@@ -24,11 +24,12 @@ class InStep:
     Args:
         where: the configuration key, for the message.
         ahead: read the next window before one is given; without, nothing is ever read that has not been given.
+        processes: how many there are.
         timeout_s: how long a process may take for its next window.
     """
 
-    def __init__(self, where: str, *, ahead: bool = True, timeout_s: float | None = None) -> None:
-        self._where, self._ahead = where, ahead
+    def __init__(self, where: str, *, processes: int, ahead: bool = True, timeout_s: float | None = None) -> None:
+        self._where, self._ahead, self._processes = where, ahead, processes
         self._group = dist.side_group(timeout_s, _PURPOSE)
         self._said = False
 
@@ -61,9 +62,8 @@ class InStep:
         longer = dist.start_reduce(int(is_longer), "sum", self._group)()
         if longer and not self._said:
             self._said = True
-            world = dist.get_world_size()
             logging.getLogger("flextrain").warning(
-                f"{self._where}: {world - longer} of {world} processes had no more batches after "
+                f"{self._where}: {self._processes - longer} of {self._processes} processes had no more batches after "
                 f"{counted(done, 'iteration')} of the epoch, which ended there for all; what the others have left is left "
                 "out, in every epoch"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.comm import collectives as dist
+from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 
 logger = logging.getLogger("flextrain")
@@ -27,19 +28,20 @@ class Weighing:
     Args:
         loss_weight: the model's; a number, or a tensor in the host's memory: for one on the device the host has to wait.
         device: of the losses.
+        topology: over whom an update is made.
     """
 
-    def __init__(self, loss_weight: Callable[[Any], Any], device: torch.device) -> None:
-        self._loss_weight, self._device = loss_weight, device
+    def __init__(self, loss_weight: Callable[[Any], Any], device: torch.device, topology: Topology) -> None:
+        self._loss_weight, self._device, self._topology = loss_weight, device, topology
         self._weights: list[float] = []
         self.factors: list[float] = []
         self._has_said: set[str] = set()
 
     @classmethod
-    def of(cls, module: nn.Module, device: torch.device) -> Weighing | None:
+    def of(cls, module: nn.Module, device: torch.device, topology: Topology) -> Weighing | None:
         """The weighing that a model asks for, None for none; ``loss_weight`` may also be a number, or a part, of its own."""
         found = getattr(module, "loss_weight", None)
-        return cls(found, device) if callable(found) and not isinstance(found, nn.Module) else None
+        return cls(found, device, topology) if callable(found) and not isinstance(found, nn.Module) else None
 
     def weigh(self, window: Sequence[Any]) -> bool:
         """Weigh the micro-batches of a window; whether there is an item among those of all processes.
@@ -48,11 +50,13 @@ class Weighing:
         gradients are averaged over them.
         """
         self._weights = [self._weight(batch) for batch in window]
+        # Over all processes: what several of them count alike, because they share a part of the data, cancels out below, and
+        # parts that a strategy cuts a batch into (``split``) count once each.
         total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
         if total == 0:
             self._say("an update had no item to count on any process and was left out; further ones are not mentioned")
             return False
-        self.factors = [weight * dist.get_world_size() / total for weight in self._weights]
+        self.factors = [weight * self._topology.world_size / total for weight in self._weights]
         return True
 
     def counts(self, batch: Any) -> bool:
@@ -84,7 +88,7 @@ class Weighing:
         return {"loss": loss, **others}
 
     def _say(self, what: str) -> None:
-        if what not in self._has_said and dist.get_rank() == 0:
+        if what not in self._has_said and dist.is_main():
             self._has_said.add(what)
             logger.warning(f"model.loss_weight: {what}")
 

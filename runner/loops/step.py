@@ -68,7 +68,7 @@ class Stepper:
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile)
-        self.weighing = Weighing.of(module, strategy.device)
+        self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         if optim is not None:
             self._prepare_updates(optim)
 

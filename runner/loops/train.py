@@ -60,7 +60,7 @@ class TrainLoop(BaseLoop):
             runner.accumulate,
             runner.seed,
             diff_rank_seed=runner.options.randomness.diff_rank_seed,
-            shard=runner.strategy.data_shard,
+            shard=runner.strategy.topology.shard,
         )
         self.stop_training = False
         self.is_torn = False  # whether an exception has left an update unfinished

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.comm import collectives as dist
+from ...core.comm.topology import Topology
 from ...core.device import to_device
 from ...core.errors import ConfigError
 from ...core.registry import METRICS
@@ -29,6 +30,8 @@ class BaseMetric(ABC):
     """
 
     default_prefix: ClassVar[str | None] = None
+    topology: Topology | None = None
+    """Of the strategy, which the loop sets: one process for each part of the data has results. None: every process has."""
 
     def __init__(self, collect_device: Literal["cpu", "gpu"] = "cpu", prefix: str | None = None) -> None:
         self.prefix = prefix or self.default_prefix
@@ -51,16 +54,19 @@ class BaseMetric(ABC):
 
         Args:
             size: number of samples, where a sampler repeats some at the end to give every process as many: results above it,
-                fewer than there are processes, are left out. None keeps all. Results come in the sampler's order if there
+                fewer than there are parts of the data, are left out. None keeps all. Results come in the sampler's order if there
                 is one for each sample.
         """
-        if not self.results:
+        topology = self.topology or Topology()
+        if topology.reports and not self.results:
             warnings.warn(
                 f"{type(self).__name__}: got no results, process() appended nothing to self.results", stacklevel=2
             )
-        parts = dist.gather_object(to_device(self.results, torch.device("cpu")))
+        own = (topology.data.index, to_device(self.results, torch.device("cpu"))) if topology.reports else None
+        gathered = dist.gather_object(own)
         metrics: dict[str, Any] = {}
-        if parts is not None:
+        if gathered is not None:
+            parts = [results for _, results in sorted(filter(None, gathered), key=lambda part: part[0])]
             in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
             results = [result for result in in_turn if result is not _NOTHING]
             if size is not None and len(results) - size < len(parts):
@@ -131,7 +137,7 @@ class TorchMetric(BaseMetric):
         before = [part.process_group for part in parts]
         metrics: dict[str, Any] = {}
         with dist.group_of(ranks) as group:
-            if dist.get_rank() in ranks:
+            if group is not None:
                 for part in parts:
                     part.process_group = group
                 metrics = self._named(self.compute_metrics([]))
@@ -159,6 +165,16 @@ class Evaluator:
     def dataset_meta(self, meta: dict[str, Any] | None) -> None:
         for metric in self.metrics:
             metric.dataset_meta = meta
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which processes have results; the loop sets it, for metrics."""
+        return self.metrics[0].topology if self.metrics else None
+
+    @topology.setter
+    def topology(self, topology: Topology | None) -> None:
+        for metric in self.metrics:
+            metric.topology = topology
 
     def to(self, device: torch.device) -> None:
         """Keep the metrics' state on ``device``."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...core.comm.collectives import get_world_size
 from .history import HistoryBuffer
 from .message_hub import AVERAGED, MessageHub
 
@@ -74,7 +73,7 @@ class Witness:
 
     def look(self, iteration: int) -> Look:
         """What came since the last look, of which the last belongs to update number ``iteration``."""
-        hub, several = self._hub, get_world_size() > 1
+        hub, several = self._hub, not self._hub.topology.is_alone
         own: list[Finding] = []
         is_agreed, is_bad, kept = not several, False, 0
         for watched in self._all():

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...core.comm.collectives import all_reduce, get_rank, get_world_size
+from ...core.comm.collectives import all_reduce
+from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, one_of, suggest
 
 
@@ -124,14 +125,14 @@ class HistoryBuffer:
 
     # Between devices and ranks
 
-    def reduce(self, beside: Sequence[Any] = ()) -> Tensor | None:
-        """Replace the values since the last call by their means over the ranks, unread; all ranks must call it.
+    def reduce(self, topology: Topology, beside: Sequence[Any] = ()) -> Tensor | None:
+        """Replace the values since the last call by their means over the parts of the data, unread; all ranks must call it.
 
         Returns:
             A number that is finite if all numbers and tensors ``beside`` are, on all ranks, which may give different counts
             of them; None where nothing was averaged.
         """
-        if get_world_size() == 1:
+        if topology.is_alone:
             return None
         counts = self._counts
         own: list[tuple[Any, int]] = []
@@ -149,7 +150,9 @@ class HistoryBuffer:
             sent.append(
                 torch.stack([_as_float(value, device) for value in beside]).sum() if beside else sent[0].new_zeros(())
             )
-            *means, total = all_reduce(torch.stack(sent), "mean").unbind()
+            *means, total = topology.data.mean(torch.stack(sent)).unbind()
+            if topology.shares_data:  # whoever acts on it has to know the same, also about what should be equal
+                total = all_reduce(torch.stack([*means, total]).sum())
             self._new.clear()
             for mean, (_, count) in zip(means, own, strict=True):
                 self.append(mean, count)
@@ -189,22 +192,22 @@ class HistoryBuffer:
         self._counts = None if only_ones else deque(state["counts"], self._values.maxlen)
         self._local = 0
 
-    def own(self) -> list[float]:
-        """The newest values, as many as are this rank's own and no means over the ranks yet; none of a single rank's."""
+    def own(self, topology: Topology) -> list[float]:
+        """The newest values, as many as are this rank's own and no means yet; none where there is nobody to average with."""
         values = self.data
-        return values[len(values) - self._local :] if get_world_size() > 1 else []
+        return values[len(values) - self._local :] if topology.data.count > 1 else []
 
-    def load_own(self, by_rank: Sequence[Sequence[float]]) -> None:
-        """Put what ``own`` gave, by rank, in the place of as many of the newest values.
+    def load_own(self, by_shard: Sequence[Sequence[float]], topology: Topology) -> None:
+        """Put what ``own`` gave, by part of the data, in the place of as many of the newest values.
 
-        Among another number of ranks than those every one takes the means, whose mean over the ranks is the same.
+        Among another number of parts than those every one takes the means, whose mean over the parts is the same.
         """
-        self._local = len(by_rank[0])
+        self._local = len(by_shard[0])
         for _ in range(self._local):
             self._values.pop()
-        same = len(by_rank) == get_world_size()
-        means = (sum(values) / len(by_rank) for values in zip(*by_rank, strict=True))
-        self._values.extend(by_rank[get_rank()] if same else means)
+        same = len(by_shard) == topology.data.count
+        means = (sum(values) / len(by_shard) for values in zip(*by_shard, strict=True))
+        self._values.extend(by_shard[topology.data.index] if same else means)
 
 
 class UnreadMean:

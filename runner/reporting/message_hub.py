@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from .history import HistoryBuffer, UnreadMean, fetch
 
@@ -23,10 +24,12 @@ class MessageHub:
 
     Args:
         history: values kept per key unless ``retain`` asks for more.
+        topology: what this rank is to the others; default: every one trains on data of its own.
     """
 
-    def __init__(self, history: int = 100) -> None:
+    def __init__(self, history: int = 100, topology: Topology | None = None) -> None:
         self._history = history
+        self.topology = topology or Topology()
         self._retained: dict[str, int | None] = {}
         self._scalars: dict[str, HistoryBuffer] = {}
         self._info: dict[str, Any] = {}
@@ -148,7 +151,7 @@ class MessageHub:
             self.readings += 1
             waiting, self._waiting = self._waiting, waiting
             if reduce in self._scalars:
-                verdict = self._scalars[reduce].reduce(self.beside() if self.beside else ())
+                verdict = self._scalars[reduce].reduce(self.topology, self.beside() if self.beside else ())
                 if verdict is not None:
                     self.verdict.append(verdict)
         fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))], waiting)
@@ -162,17 +165,17 @@ class MessageHub:
         }
 
     def own_losses(self) -> list[float]:
-        """The losses since the last log line, which are this rank's own; a part of the state that differs by rank."""
-        return self._scalars[AVERAGED].own() if AVERAGED in self._scalars else []
+        """The losses since the last log line, no means yet; a part of the state that differs by part of the data."""
+        return self._scalars[AVERAGED].own(self.topology) if AVERAGED in self._scalars else []
 
     def load_state_dict(self, state: Mapping[str, Any], own_losses: Sequence[Sequence[float]] = ((),)) -> None:
-        """Continue from what ``state_dict`` gave, and ``own_losses`` on every rank."""
+        """Continue from what ``state_dict`` gave, and ``own_losses`` for every part of the data."""
         for key, saved in state["scalars"].items():
             history = self.history(key)
             history.grow(len(saved["values"]))  # nobody has said yet how much is needed
             history.load_state_dict(saved)
         if own_losses[0]:
-            self._scalars[AVERAGED].load_own(own_losses)
+            self._scalars[AVERAGED].load_own(own_losses, self.topology)
         self._info.update(state["info"])
 
     def _add(self, key: str) -> HistoryBuffer:

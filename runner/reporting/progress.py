@@ -132,4 +132,4 @@ def _batch_size(runner: Run) -> int | None:
     size = batch_size(runner.train_dataloader)
     if size is None:
         return None
-    return size * runner.strategy.data_shard[1] * runner.accumulate
+    return size * runner.strategy.topology.data.count * runner.accumulate

@@ -61,7 +61,7 @@ def save(
     verify: bool = False,
 ) -> PendingSave | None:
     """Write the state of a run; every process must call it. What comes back, ``in_background``, is still being written."""
-    strategy = runner.strategy
+    strategy, topology = runner.strategy, runner.strategy.topology
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
         state = {key: value for key, value in state.items() if not key.startswith("optim.")}
@@ -71,7 +71,7 @@ def save(
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
     state["data"] = data_facts(runner, state["loop"]).model_dump()
-    state["processes"] = runner.world_size
+    state["processes"] = topology.data.count  # of those with data of their own, which have random states of their own
     state.update(module_state(runner))
     state["aliases"] = aliases(runner)  # exports write tied tensors under all of their names
     state["message_hub"] = runner.message_hub.state_dict()
@@ -91,12 +91,14 @@ def save(
     if runner.rank > 0:  # of buffers rank 0's averages count, as its buffers do
         own = {name for name, _ in strategy.module.named_buffers()}
         state = {key: value for key, value in state.items() if key.partition(f"{_SEPARATOR}averaged.")[2] not in own}
+    per_shard = {
+        "rng": rng_state(strategy.device),
+        "own_losses": runner.message_hub.own_losses(),
+        "loader": runner.train_loop.data.loader_state(),
+    }
     options: dict[str, Any] = dict(
-        per_rank={
-            "rng": rng_state(strategy.device),
-            "own_losses": runner.message_hub.own_losses(),
-            "loader": runner.train_loop.data.loader_state(),
-        },
+        per_rank=per_shard if topology.reports else None,
+        number=topology.data.index,
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # only such a one can be resumed
         verify=verify,

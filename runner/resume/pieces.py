@@ -104,7 +104,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         sampler_seed=sampler.seed if sampler else None,
         shuffle=sampler.shuffle if sampler else None,
         num_samples=data.num_samples,
-        shards=runner.strategy.data_shard[1],
+        shards=runner.strategy.topology.data.count,
         batch_size=batch_size(runner.train_dataloader),
         accumulate=runner.accumulate,
         drop_last=data.drop_last,
@@ -176,7 +176,7 @@ def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
 
 def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
     data = runner.train_loop.data
-    sampler, shards = data.splittable, runner.strategy.data_shard[1]
+    sampler, shards = data.splittable, runner.strategy.topology.data.count
     if isinstance(sampler, DefaultSampler) and not sampler.round_up and (sampler.num_samples - position) % shards:
         raise CheckpointError(
             f"{sampler.num_samples - position} samples of the epoch are left, which round_up=False gives unevenly to "
@@ -205,17 +205,16 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: in the middle of an epoch there is none for every process, or for none that the loader has.
     """
-    data, world = runner.train_loop.data, runner.world_size
-    states = states or [None] * world  # checkpoints had none before there were such loaders
+    data, (index, count) = runner.train_loop.data, runner.strategy.topology.shard
+    states = states or [None] * count  # checkpoints had none before there were such loaders
     had_one = any(state is not None for state in states)
     if not data.keeps_place and not had_one:
         return
-    if data.keeps_place and had_one and len(states) == world:
-        data.load_loader_state(states[runner.rank], begins=not loop["inner"])
+    if data.keeps_place and had_one and len(states) == count:
+        data.load_loader_state(states[index], begins=not loop["inner"])
         return
-    if len(states) != world:
-        why = f"the loader's state is that of {counted(len(states), 'process', 'processes')}, and there "
-        why += "is 1 now" if world == 1 else f"are {world} now"
+    if len(states) != count:
+        why = f"the loader's state is that of {counted(len(states), 'process', 'processes')}, and there {_are(runner)} now"
     elif had_one:
         why = f"has the state of a loader, and {data.sampler_name} takes none"
     else:
@@ -360,20 +359,32 @@ def telling_what_differs(runner: Run) -> Iterator[None]:
 
 
 def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
-    """Give every process its random state back; among another number of processes every one begins a new stream.
+    """Give every process the random state of its part of the data back; among another number of parts all begin new streams.
+
+    Args:
+        runner: the run.
+        states: one for each part.
+        written_by: the number of parts then.
 
     Raises:
-        CheckpointError: the state of a process is missing.
+        CheckpointError: a state is missing.
     """
+    index, count = runner.strategy.topology.shard
     if len(states) != written_by:
         writers = counted(written_by, "process", "processes")
         raise CheckpointError(f"was written by {writers} and has random states of {len(states)}")
-    if written_by == runner.world_size:
-        load_rng_state(states[runner.rank], runner.strategy.device)
+    if written_by == count:
+        load_rng_state(states[index], runner.strategy.device)
         return
-    seed_process(runner.seed, runner.iter, runner.rank)
+    seed_process(runner.seed, runner.iter, index)
     runner.logger.warning(
-        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there "
-        f"{'is' if runner.world_size == 1 else 'are'} {runner.world_size}: random states are not restored, dropout "
+        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there {_are(runner)}: random states are not restored, dropout "
         f"draws on from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
     )
+
+
+def _are(runner: Run) -> str:
+    """How many processes there are, or of those that train on data of their own, where several share them."""
+    topology = runner.strategy.topology
+    number = f"{'is' if topology.data.count == 1 else 'are'} {topology.data.count}"
+    return f"{number} with data of their own" if topology.shares_data else number

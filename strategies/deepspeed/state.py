@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ...core.checkpoint.flat_shard import FlatShard
+from ...core.comm import collectives as dist
 from ...core.errors import StrategyError
 
 
@@ -87,7 +88,7 @@ def own_part(parameter: Any) -> FlatShard:
     """This process's piece of a parameter of stage 3, in the precision that the model computes in."""
     piece = parameter.ds_tensor.detach().view(-1)
     size, count = piece.numel(), int(parameter.ds_numel)
-    start = min(size * torch.distributed.get_rank(parameter.ds_process_group), count)
+    start = min(size * dist.rank_in(parameter.ds_process_group), count)
     return FlatShard(piece.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
 
 

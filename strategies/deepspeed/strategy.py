@@ -85,6 +85,11 @@ class DeepSpeedStrategy(Strategy):
             return
         resolve(self.config, None, self.device)
         deepspeed = _deepspeed()
+        if self.topology.shares_data or self.topology.model is not None:
+            raise StrategyError(
+                f"{type(self).__name__}: DeepSpeed averages over all processes, of which every one has to train on data of its "
+                "own; leave _arrange() as it is"
+            )
         accelerator = deepspeed.accelerator.get_accelerator().device_name()
         if accelerator != self.device.type:
             raise StrategyError(

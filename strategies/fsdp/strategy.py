@@ -90,10 +90,9 @@ class FSDPStrategy(Strategy):
         for wrapper in optim.wrappers.values() if optim is not None else ():
             assert self._sharded is not None
             self._sharded.check(wrapper)
-            if self.world_size > 1:
-                own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
-                if own:
-                    wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars))  # type: ignore[misc]
+            own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
+            if own:
+                wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars, self.topology.data))  # type: ignore[misc]
         return called, optim
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
@@ -156,16 +155,24 @@ class FSDPStrategy(Strategy):
         self._log_units()
         for root in roots:
             root.register_forward_hook(_free_after_evaluation)
-            if any(keeps_statistics(module) for module in root.modules()) and self.world_size > 1:
+            if any(keeps_statistics(module) for module in root.modules()) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
 
     def _mesh(self) -> DeviceMesh:
-        copies = self.config.replicate_size
+        copies, data = self.config.replicate_size, self.topology.data
+        if data.count % copies:
+            raise StrategyError(f"strategy.replicate_size: {copies} does not divide the {data.count} parts of the data")
+        names: tuple[str, ...] = ("replicate", "shard")
+        shape: tuple[int, ...] = (copies, data.count // copies)
         if copies == 1:
-            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
-        shape = (copies, self.world_size // copies)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+            names, shape = names[1:], shape[1:]
+        if not self.topology.shares_data:
+            return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        # Every process has to make the groups of all.
+        everyones = sorted(set(dist.all_gather_object(data.ranks)))
+        ranks = torch.tensor(everyones).view(-1, *shape)
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", *names))[names]
 
     def _options(self, outermost: bool) -> dict[str, Any]:
         mixed = self.config.mixed_precision
@@ -224,7 +231,7 @@ class FSDPStrategy(Strategy):
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            dist.broadcast_tensors(
+            self.topology.data.share(
                 [b for m in module.modules() if keeps_statistics(m) for b in m.buffers(recurse=False)]
             )
 

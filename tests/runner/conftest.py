@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner
+from flextrain.core.comm.topology import Topology
 from flextrain.runner.reporting import LogProcessor, MessageHub, Reporter, close_logger, setup_logger
 
 
@@ -49,7 +50,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "test_loop": SimpleNamespace(num_batches=4),
         "train_dataloader": SimpleNamespace(batch_size=8, sampler=None, batch_sampler=None, dataset=[]),
         "strategy": SimpleNamespace(
-            device=torch.device("cpu"), data_shard=(0, 1), module=nn.Module(), model_state=dict[str, Tensor]
+            device=torch.device("cpu"), topology=Topology(), module=nn.Module(), model_state=dict[str, Tensor]
         ),
         "hooks": [],
         "optim_wrapper": wrapper,

@@ -241,6 +241,8 @@ NO_BASES = {
     flextrain.FlexibleRunner: "a script makes one, parts are given to it",
     flextrain.Registry: "a table of names",
     flextrain.DeviceSpec: "a record",
+    flextrain.DataShard: "a record",
+    flextrain.Topology: "a record",
     **dict.fromkeys(
         (flextrain.DDPStrategy, flextrain.FSDPStrategy, flextrain.DeepSpeedStrategy, flextrain.NPUStrategy),
         "Strategy, whose methods the runner calls, is its base",

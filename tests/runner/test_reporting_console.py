@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_the_bar_of_a_loop_without_epochs(new_runner: Callable[..., Any]) -> Non
 
 def test_the_bar_counts_all_ranks_and_micro_batches(new_runner: Callable[..., Any]) -> None:
     runner = new_runner(accumulate=3)
-    runner.strategy.data_shard = (1, 4)
+    runner.strategy.topology = SimpleNamespace(data=SimpleNamespace(count=4))
     assert "960 samples/s" in drawn(runner, {"train/time": 0.1, "train/loss": 1.0})
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flextrain import ConfigError
 from flextrain.core.checkpoint import FlatShard
+from flextrain.core.comm.topology import Topology
 from flextrain.runner.loops.loss_weights import Weighing
 from flextrain.testing import WorkerGroup
 
@@ -190,7 +191,7 @@ def test_empty_micro_batches_on_one_of_two_processes(
 
 
 def test_weights_are_numbers_of_the_host_whatever_device_is_the_default() -> None:
-    weighing = Weighing(len, torch.device("cpu"))
+    weighing = Weighing(len, torch.device("cpu"), Topology())
     with torch.device("meta"):
         assert weighing.weigh([[1, 2], [3]])
     assert weighing.factors == [2 / 3, 1 / 3]

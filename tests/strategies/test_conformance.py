@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from flextrain import STRATEGIES, ConfigError, DDPStrategy, OptimWrapper, SingleDeviceStrategy, Strategy, StrategyError
 from flextrain.core.comm import collectives as dist
-from flextrain.core.gradients import clip_by_norm, gradients
+from flextrain.core.comm.topology import DataShard, Topology
+from flextrain.core.gradients import average, clip_by_norm, gradients
 from flextrain.optim.wrapper import StepInfo
-from flextrain.strategies.ddp import average_gradients
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.check_table import CHECKS
 from flextrain.testing.conformance import ORDER
@@ -120,7 +120,7 @@ class AveragesAtStep(Strategy):
         return model, optim
 
     def before_step(self, optim: OptimWrapper) -> None:
-        average_gradients(optim)
+        average([p for group in optim.param_groups for p in group["params"]], self.topology.data)
 
 
 class ClipsByLocalNorm(AveragesAtStep):
@@ -203,9 +203,9 @@ def test_the_strategy_that_the_faulty_ones_start_from_has_no_fault(workers2: Wor
 
 
 class SeesAllData(DDPStrategy):
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return 0, self.world_size
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.topology = Topology(data=DataShard(0, 1))
 
 
 class LosesGroups(DDPStrategy):
@@ -326,7 +326,7 @@ class DiesOnSecondTeardown(DDPStrategy):
 @pytest.mark.parametrize(
     "strategy, name, message",
     [
-        (SeesAllData, "facts", "data_shard"),
+        (SeesAllData, "facts", "one process for each part of the data must report"),
         (LosesGroups, "losses", "the loss of update 1 is"),
         (ThawsEverything, "frozen", "model.frozen.weight changed"),
         (Unties, "tied", "different tensors"),

@@ -144,7 +144,7 @@ def what_is_called() -> dict[str, bool]:
         strategy, called, _ = prepared(model, optim)
         results[name] = isinstance(called, DistributedDataParallel)
         assert strategy.module is model
-        assert (strategy.world_size, strategy.data_shard) == (2, (strategy.rank, 2))
+        assert (strategy.world_size, strategy.topology.shard) == (2, (strategy.rank, 2))
         strategy.teardown()
         strategy.teardown()
         assert not torch.distributed.is_initialized()

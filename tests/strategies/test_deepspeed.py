@@ -19,6 +19,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from flextrain.core.checkpoint import Checkpoint, FlatShard
+from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.core.model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
@@ -188,8 +189,7 @@ def running_statistics(stage: int) -> dict[str, float]:
         expected = run(single, batches)
     with started(zero(stage), AmpOptimWrapper(optim, dtype="bfloat16"), Normalised) as session:
         # Every process sees the whole batch, so the statistics are the single device's but for rounding.
-        session.strategy.__dict__["shard"] = (0, 1)
-        session.strategy.__class__ = SeesAllData
+        session.strategy.topology = Topology(data=DataShard(0, 1))
         found = run(session, batches)
         outputs = evaluate(session.strategy, session.model, [Normalised.sample(16, seed=0)])
     assert all(output.dtype is torch.float32 for output in outputs)
@@ -197,12 +197,6 @@ def running_statistics(stage: int) -> dict[str, float]:
     assert len(names) == 4
     assert all(found.weights[-1][name].dtype is torch.float32 for name in names)
     return {name: relative_difference(found.weights[-1][name], expected.weights[-1][name]) for name in names}
-
-
-class SeesAllData(DeepSpeedStrategy):
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return 0, 1
 
 
 @pytest.mark.distributed
@@ -358,7 +352,7 @@ def test_one_process_without_launcher(stage: int) -> None:
         expected = run(single, batches)
     with alone(zero(stage), adamw(clip_grad=dict(max_norm=0.1))) as (strategy, model, optim):
         assert torch.distributed.is_initialized()
-        assert (strategy.rank, strategy.world_size, strategy.data_shard) == (0, 1, (0, 1))
+        assert (strategy.rank, strategy.world_size, strategy.topology.shard) == (0, 1, (0, 1))
         found = run(Session(strategy, model, optim), batches)
     assert not torch.distributed.is_initialized()
     same_tensors(found.weights[-1], expected.weights[-1], "weights", 1e-6)

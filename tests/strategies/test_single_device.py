@@ -65,7 +65,7 @@ def test_facts() -> None:
     model = Net()
     strategy, called, optim = prepared(model)
     assert called is strategy.module is model
-    assert (strategy.rank, strategy.world_size, strategy.data_shard) == (0, 1, (0, 1))
+    assert (strategy.rank, strategy.world_size, strategy.topology.shard) == (0, 1, (0, 1))
     assert strategy.device == torch.device("cpu")
     assert strategy.optim is optim
     assert str(strategy.precision_report()) == "compute float32, parameters float32, gradients float32"

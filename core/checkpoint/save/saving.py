@@ -45,6 +45,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     per_rank: Mapping[str, Any] | None = None,
+    number: int | None = None,
     written_by: Mapping[str, str | int] | None = None,
     is_latest: bool = False,
     verify: bool = False,
@@ -61,7 +62,8 @@ def save_checkpoint(
             once the new one is complete.
         state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
             JSON-able value (rank 0's counts).
-        per_rank: JSON-able values that differ by process; read back as a list by rank.
+        per_rank: JSON-able values that differ by process, by key; read back as lists over the processes that gave some.
+        number: this process's place in those lists; default: its rank.
         written_by: facts for people, such as the strategy's name.
         is_latest: ``latest`` in the parent directory names it when it is complete.
         verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
@@ -73,7 +75,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
     """
-    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save = _Save(path, state, per_rank, number, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
     save.prepare(copy=False)
     save.finish()
     return save.path
@@ -84,6 +86,7 @@ def save_in_background(
     state: Mapping[str, Any],
     *,
     per_rank: Mapping[str, Any] | None = None,
+    number: int | None = None,
     written_by: Mapping[str, str | int] | None = None,
     is_latest: bool = False,
     verify: bool = False,
@@ -100,7 +103,7 @@ def save_in_background(
     Raises:
         CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
     """
-    save = _Save(path, state, per_rank, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save = _Save(path, state, per_rank, number, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
     save.prepare(copy=True)
     return PendingSave(save)
 
@@ -195,6 +198,7 @@ class _Save:
         path: str | os.PathLike[str],
         state: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
+        number: int | None,
         written_by: Mapping[str, str | int] | None,
         is_latest: bool,
         verify: bool,
@@ -206,7 +210,7 @@ class _Save:
         self._is_latest, self._verify = is_latest, verify
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         self._values = {key: value for key, value in state.items() if key not in self._tensors}
-        self._per_rank = dict(per_rank or {})
+        self._own = (get_rank() if number is None else number, dict(per_rank or {}))
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
@@ -236,23 +240,26 @@ class _Save:
             self._tensors.clear()
             del self._planner
 
-    def _offer(self, copy: bool) -> tuple[str | None, dict[str, Any]]:
-        """The plan that still holds here, if one does, and what differs by process."""
+    def _offer(self, copy: bool) -> tuple[str | None, tuple[int, dict[str, Any]]]:
+        """The plan that still holds here, if one does, and what differs by process, with the place of that."""
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
-        directory.to_json(self._per_rank, "per_rank")  # what JSON cannot hold may not be sent either
+        directory.to_json(self._own[1], "per_rank")  # what JSON cannot hold may not be sent either
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
         if self._staging.plan.made_for != self._layouts():
-            return None, self._per_rank
+            return None, self._own
         self._plan = self._staging.plan
         if copy:
             self._copy()
-        return self._plan.mark, self._per_rank
+        return self._plan.mark, self._own
 
-    def _begin(self, offers: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str, bool]]:
-        per_rank = {key: [values[key] for _, values in offers] for key in self._per_rank}
-        self._text = directory.to_json(self._values | per_rank, "checkpoint")
+    def _begin(self, offers: list[tuple[str | None, tuple[int, dict[str, Any]]]]) -> list[tuple[str, bool]]:
+        lists: dict[str, list[Any]] = {}
+        for _, own in sorted((own for _, own in offers), key=lambda own: own[0]):
+            for key, value in own.items():
+                lists.setdefault(key, []).append(value)
+        self._text = directory.to_json(self._values | lists, "checkpoint")
         directory.check_length(self.path / VALUES, self._text)
         marks = {mark for mark, _ in offers}
         return [(str(directory.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
