@@ -173,6 +173,7 @@ class Strategy:
         self._check_group()
         dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
         self._spec = spec
+        self.topology = Topology()  # rank and world size are known from here on
         self.topology = self._arrange()
         if self.topology.shares_data:
             self.topology.check()
