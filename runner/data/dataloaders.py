@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ...core.comm.collectives import all_gather_object, is_alone
-from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, counted
 from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from ..loops.lockstep import InStep
@@ -21,7 +20,7 @@ from .dataloader_reader import Feed
 from .epochs import tell_loader_epoch
 from .own_loader_reader import Reader
 from .sample_seeds import order_seed
-from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler
+from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, use_shard
 from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
 
 _UNKNOWN = object()
@@ -67,7 +66,7 @@ def build_dataloader(
     check_dataloader(cfg, where, training)
     if not isinstance(cfg, Mapping):
         for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
-            _use_shard(part, shard, f"{where}.sampler")
+            use_shard(part, shard, f"{where}.sampler")
         loader = (
             adopt(cfg, training, seed, shard, where, logger)
             if isinstance(cfg, DataLoader)
@@ -103,7 +102,7 @@ def build_dataloader(
         if not training and "round_up" not in spec:
             extra["round_up"] = False
         sampler = DATA_SAMPLERS.build(spec, f"{where}.sampler", **extra)
-    _use_shard(sampler, shard, f"{where}.sampler")
+    use_shard(sampler, shard, f"{where}.sampler")
     if training and isinstance(sampler, DefaultSampler) and not sampler.round_up and sampler.num_samples % shard[1]:
         raise ConfigError(
             f"{where}.sampler.round_up: False gives {sampler.num_samples} samples unevenly to {shard[1]} processes, "
@@ -119,23 +118,6 @@ def build_dataloader(
             batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
         )
     return DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
-
-
-def _use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
-    """Have a sampler of flextrain's deal out this part of the data, and see that torch's does.
-
-    Raises:
-        ConfigError: torch's deals by rank, where processes share a part of the data.
-    """
-    if isinstance(sampler, ShardedSampler):
-        sampler.use_shard(shard)
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != shard:
-        topology = Topology()
-        if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
-            raise ConfigError(
-                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, and the strategy has "
-                f'{shard[1]} parts of them; give dict(type="DefaultSampler")'
-            )
 
 
 class TrainData:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from ...core.comm.topology import Topology
+from ...core.errors import ConfigError
 from ...core.generators import RandomStream
 from ...core.overriding import overridden
 from ...core.permutation import Shuffled, Straight
@@ -143,6 +144,23 @@ def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
     for begin in range(0, len(positions), BLOCK):
         block = positions[begin : begin + BLOCK]
         yield from order[np.arange(block.start, block.stop, block.step) % size].tolist()
+
+
+def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
+    """Have a sampler of flextrain's deal out this part of the data, and see that torch's does.
+
+    Raises:
+        ConfigError: torch's deals by rank, where processes share a part of the data.
+    """
+    if isinstance(sampler, ShardedSampler):
+        sampler.use_shard(shard)
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != shard:
+        topology = Topology()
+        if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
+            raise ConfigError(
+                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, and the strategy has "
+                f'{shard[1]} parts of them; give dict(type="DefaultSampler")'
+            )
 
 
 def follows_span(sampler: object) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from ...core.comm.collectives import get_world_size
 from ...core.config import Config, check_call, validate
 from ...core.device import memory_mb
 from ...core.errors import ConfigError
@@ -162,7 +161,7 @@ class LogProcessor:
     def _unread(self, runner: Run) -> dict[str, UnreadMean] | None:
         """By name what belongs on a line of training; None if it has to be read now."""
         hub = runner.message_hub
-        if self.custom or hub.reads_every_line or get_world_size() > 1:  # several processes read together
+        if self.custom or hub.reads_every_line or not hub.topology.is_alone:  # several processes read together
             return None
         scalars = self._plan(hub, "train").updated(runner.iter)
         means = {}

@@ -62,8 +62,8 @@ def save_checkpoint(
             once the new one is complete.
         state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
             JSON-able value (rank 0's counts).
-        per_rank: JSON-able values that differ by process, by key; read back as lists over the processes that gave some.
-        number: this process's place in those lists; default: its rank.
+        per_rank: JSON-able values that differ by process; read back as lists of those that gave some, in order of ``number``.
+        number: by default its rank.
         written_by: facts for people, such as the strategy's name.
         is_latest: ``latest`` in the parent directory names it when it is complete.
         verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
@@ -214,8 +214,7 @@ class _Save:
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
-        self._planner = ShardSavePlanner()
-        self._replicas = Replicas({})
+        self._planner, self._replicas = ShardSavePlanner(), Replicas({})
         self._plan = _Plan()
         self._staged: list[Tensor] | None = None
         self._text = b""
@@ -255,10 +254,8 @@ class _Save:
         return self._plan.mark, self._own
 
     def _begin(self, offers: list[tuple[str | None, tuple[int, dict[str, Any]]]]) -> list[tuple[str, bool]]:
-        lists: dict[str, list[Any]] = {}
-        for _, own in sorted((own for _, own in offers), key=lambda own: own[0]):
-            for key, value in own.items():
-                lists.setdefault(key, []).append(value)
+        given = [own for _, own in sorted((own for _, own in offers), key=lambda own: own[0]) if own]
+        lists = {key: [own[key] for own in given] for key in (given[0] if given else ())}
         self._text = directory.to_json(self._values | lists, "checkpoint")
         directory.check_length(self.path / VALUES, self._text)
         marks = {mark for mark, _ in offers}
