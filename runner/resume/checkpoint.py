@@ -24,7 +24,7 @@ from ...core.checkpoint import (
 )
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
-from ...core.seed import rng_state
+from ...core.random_state import rng_state
 from ..finite_weights import keys_to_keep_finite
 from ..options import Resume
 from .hook_view import SavedView

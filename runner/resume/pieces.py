@@ -12,7 +12,8 @@ import pydantic
 
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, ConfigError, FlexTrainError, counted
-from ...core.seed import load_rng_state, seed_process
+from ...core.random_state import load_rng_state
+from ...core.seed import seed_process
 from ...optim.canonical import GROUP, KIND, split_key
 from ..data.dataloaders import TrainData
 from ..data.samplers import DefaultSampler
