@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flextrain.core.comm import collectives as dist
 from flextrain.core.gradients import clip_by_norm, clip_by_value, gradients, total_norm
@@ -125,3 +125,22 @@ def test_clip_by_value_of_sharded_gradients(workers2: WorkerGroup) -> None:
     for norm, whole in workers2.run(layouts, 2.0, by_value=True):
         assert norm is None
         torch.testing.assert_close(whole, [grad.clamp(-0.5, 0.5) for grad in make(scale=3.0)], rtol=0, atol=0)
+
+
+def sums() -> tuple[float, Tensor]:
+    """Clip a gradient that is the sum of what the processes hold, [3, 4] times their number; the norm and the whole."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    grad = DTensor.from_local(torch.tensor([3.0, 4.0]), init_device_mesh("cpu", (world_size,)), [Partial()])
+    norm = clip_by_norm([grad], 1.0)
+    assert norm is not None
+    return norm.item(), grad.full_tensor()
+
+
+@pytest.mark.distributed
+def test_gradients_that_are_not_summed_up_yet(workers2: WorkerGroup) -> None:
+    """torch.nn.utils.clip_grads_with_norm_ of torch 2.6 leaves them as they are."""
+    for norm, whole in workers2.run(sums):
+        assert norm == pytest.approx(10.0)
+        torch.testing.assert_close(whole, torch.tensor([0.6, 0.8]))
