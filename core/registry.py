@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from .registering_modules import REGISTERING_MODULES
 
 T = TypeVar("T")
 Factory = Callable[..., Any]
+
+logger = logging.getLogger("flextrain")
 
 
 class Registry:
@@ -74,10 +77,9 @@ class Registry:
         return self._find(key) is not None
 
     def __iter__(self) -> Iterator[str]:
-        """All short names, sorted."""
-        self._load()
+        """All names, sorted."""
         extra = {name for _, names in self._lookups for name in names()}
-        return iter(sorted({*self._modules, *self._entry_point_names(), *extra}))
+        return iter(sorted({*self._own_names(), *extra}))
 
     def get(self, key: str | Factory, where: str = "type") -> Factory:
         """The class or function that ``key`` names.
@@ -96,7 +98,7 @@ class Registry:
             if ":" in key:
                 return _import(key, where)
             module, _, attribute = key.rpartition(".")
-            hint = f', did you mean "{module}:{attribute}"?' if module else suggest(key, self)
+            hint = f', did you mean "{module}:{attribute}"?' if module else suggest(key, [*self, *self.short_names()])
             raise ConfigError(f'{where}: "{key}" is no known {self.name}{hint}')
         if _is_factory(key):
             return key
@@ -104,14 +106,43 @@ class Registry:
             f"{where}: {_brief(key)} is not allowed, give a {self.name}'s class, name, or package.module:Name"
         )
 
+    def short_names(self) -> dict[str, dict[str, Any]]:
+        """The configuration that each short name stands for: ``{"zero1": {"type": "...", "stage": 1}}``.
+
+        A class declares short names in its attribute ``short_names``, a mapping of each name to options. Subclasses do not
+        inherit them.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name in self._own_names():
+            try:
+                declared = getattr(self.get(name), "__dict__", {}).get("short_names", {})
+            except Exception as error:  # an entry point of a third party may fail in any way
+                logger.warning('%s "%s" cannot be loaded: %s', self.name, name, error)
+                continue
+            for short, options in declared.items():
+                found.setdefault(short, {"type": name, **options})
+        return found
+
+    def expand(self, cfg: Any, where: str) -> dict[str, Any]:
+        """``cfg`` as a dict with ``type``; a short name is replaced by what it stands for.
+
+        Raises:
+            ConfigError: ``cfg`` names no type, or an option differs from the short name's.
+        """
+        kind, options = self._split(cfg, where)
+        if not isinstance(kind, str) or ":" in kind or kind in self:
+            return {"type": kind, **options}
+        short = self.short_names().get(kind, {"type": kind})
+        return _merged(short, options, where, kind)
+
     def check(self, cfg: Any, where: str, provided: tuple[str, ...] = ()) -> Factory:
         """The class that ``cfg`` names, after its arguments were checked; nothing is built.
 
         Raises:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
         """
-        kind, kwargs = self._split(cfg, where)
-        factory = self.get(kind, where if isinstance(cfg, str) else f"{where}.type")
+        kwargs = self.expand(cfg, where)
+        factory = self.get(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
         check_call(factory, kwargs, where, tuple(_accepted(factory, {"where": where, **dict.fromkeys(provided)})))
         return factory
 
@@ -128,8 +159,8 @@ class Registry:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
         """
         where = where or self.name
-        kind, kwargs = self._split(cfg, where)
-        factory = self.get(kind, where if isinstance(cfg, str) else f"{where}.type")
+        kwargs = self.expand(cfg, where)
+        factory = self.get(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
         provided = _accepted(factory, {"where": where, **provided})
         check_call(factory, kwargs, where, tuple(provided))
         return factory(**kwargs, **provided)
@@ -167,8 +198,22 @@ class Registry:
     def _iter_entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
         return importlib.metadata.entry_points(group=self._entry_points) if self._entry_points else ()
 
-    def _entry_point_names(self) -> Iterable[str]:
-        return (entry_point.name for entry_point in self._iter_entry_points())
+    def _own_names(self) -> list[str]:
+        """Names that were registered or come from entry points."""
+        self._load()
+        return sorted({*self._modules, *(entry_point.name for entry_point in self._iter_entry_points())})
+
+
+def _merged(short: Mapping[str, Any], options: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
+    """``options`` completed by those that the short name ``name`` stands for."""
+    merged = dict(options)
+    for key, value in short.items():
+        given = merged.setdefault(key, value)
+        if isinstance(value, Mapping) and isinstance(given, Mapping):
+            merged[key] = _merged(value, given, f"{where}.{key}", name)
+        elif given != value:
+            raise ConfigError(f'{where}.{key}: {_brief(given)} disagrees with type "{name}", give one of them')
+    return merged
 
 
 def _accepted(factory: Factory, provided: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from .launch import Launch, detect_launch
+from .needs import Needs
 
 Optim = OptimWrapper | OptimWrapperDict
 
@@ -99,6 +100,9 @@ class Strategy:
     """
 
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+    needs: ClassVar[Needs] = Needs()
+    short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Short names for ``strategy=`` and `flextrain verify`, each with the options that it stands for; not inherited."""
 
     def __init__(self, **options: Any) -> None:
         self.config = validate(self.Config, options, "strategy")

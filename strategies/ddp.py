@@ -20,6 +20,7 @@ from ..core.norms import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Optim, Strategy, StrategyConfig
+from .needs import ANY_DEVICE, Needs
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]
@@ -94,6 +95,8 @@ class DDPStrategy(Strategy):
     """
 
     Config: ClassVar[type[DDPConfig]] = DDPConfig
+    needs = Needs(distributed=True, others=(ANY_DEVICE,))
+    short_names = {"ddp": {}}
     config: DDPConfig
     _recorded = False
 

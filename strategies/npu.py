@@ -8,6 +8,7 @@ from ..core.device import device_spec
 from ..core.errors import ConfigError
 from ..core.registry import STRATEGIES
 from .ddp import DDPConfig, DDPStrategy
+from .needs import Needs
 
 
 class NPUConfig(DDPConfig):
@@ -42,6 +43,13 @@ class NPUStrategy(DDPStrategy):
     """
 
     Config = NPUConfig
+    needs = Needs(
+        distributed=True,
+        packages={"torch_npu": "pip install 'flextrain[npu]'"},
+        device="npu",
+        others=("CANN", "an Ascend NPU per process"),
+    )
+    short_names = {"npu": {}}
     config: NPUConfig
 
     def setup_environment(self) -> None:

@@ -11,6 +11,8 @@ from .base import Strategy
 class SingleDeviceStrategy(Strategy):
     """Trains on one device in one process; what every other strategy must agree with."""
 
+    short_names = {"single": {}}
+
     def _check_world(self, world_size: int) -> None:
         if world_size > 1:
             raise StrategyError(

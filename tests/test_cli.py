@@ -11,6 +11,7 @@ import pytest
 
 import flextrain
 from flextrain.cli import main
+from flextrain.commands.list_names import registries
 from flextrain.core.registry import Registry
 
 
@@ -39,6 +40,30 @@ def test_list_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     overview = capsys.readouterr().out
     assert all(word in overview for word in ("strategies", "hooks", "DDPStrategy"))
+
+
+def test_a_list_in_a_pipe_has_one_name_per_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "flextrain", "list"], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {("strategies", "DDPStrategy"), ("strategies", "zero3"), ("optimizers", "AdamW")} <= {
+        tuple(line.split()) for line in lines
+    }
+
+
+@pytest.mark.parametrize("kind", registries())
+def test_a_description_is_one_sentence(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Of a narrow line; not the signature that ``dataclass`` writes, not a paragraph."""
+    assert main(["list", kind, "--json"]) == 0
+    for name, description in json.loads(capsys.readouterr().out).items():
+        assert len(description) <= 200, (name, description)
+        assert not description.startswith(f"{name}("), description
+
+
+def test_short_names_say_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "strategies", "--json"]) == 0
+    meant = json.loads(capsys.readouterr().out)["zero3"]
+    assert meant == "short for dict(type='DeepSpeedStrategy', zero_optimization={'stage': 3})"
 
 
 def test_list_overview_as_json(capsys: pytest.CaptureFixture[str]) -> None:

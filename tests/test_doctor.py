@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Machine, Report, examine, look
+from flextrain.tools.doctor.package_probe import strategy_facts
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -114,7 +115,7 @@ def test_the_way_out_works(without_cann: str) -> None:
     assert found["DDPStrategy"][0]
     assert found["NPUStrategy"] == (
         False,
-        "torch_npu cannot be imported: ImportError: libhccl.so: cannot open shared object file: No such file or directory",
+        "torch_npu cannot be used: ImportError: libhccl.so: cannot open shared object file: No such file or directory",
     )
     assert not any("import torch fails" in line for line in said(report))
 
@@ -168,11 +169,41 @@ def test_deepspeed_missing(tmp_path: Path, bare_python: str) -> None:
     assert found["DDPStrategy"][0]
 
 
+THEIRS = """
+from flextrain import DDPStrategy
+from flextrain.strategies.needs import Needs
+
+class Theirs(DDPStrategy):
+    short_names = {"theirs": {}, "theirs-static": {"static_graph": True}}
+    needs = Needs(packages={"their_engine": "pip install their-engine"}, others=("patience",))
+"""
+
+
+@needs_no_torch_npu
+def test_a_strategy_of_a_third_party_says_what_it_needs(tmp_path: Path) -> None:
+    points = "[flextrain.strategies]\nTheirs = theirs:Theirs\nBroken = theirs:Missing\n"
+    path = str(package(tmp_path, "theirs", "1.0", THEIRS, entry_points=points))
+    _, report = doctor(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    (theirs,) = [status for status in report["strategies"] if status["name"] == "Theirs"]
+    assert theirs["short_names"] == ["theirs", "theirs-static"]
+    assert theirs["needs"] == "torch, their_engine (pip install their-engine), patience"
+    assert strategies(report)["Theirs"] == (False, "their_engine is not installed: pip install their-engine")
+    usable, reason = strategies(report)["Broken"]
+    assert not usable
+    assert reason.startswith("it cannot be loaded: AttributeError")
+    package(tmp_path, "their_engine", "2.0", "")
+    _, report = doctor(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    assert strategies(report)["Theirs"] == (True, "on the CPU")
+    assert report["versions"]["their_engine"] == "2.0"
+
+
 def test_torch_missing(tmp_path: Path, bare_python: str) -> None:
     status, report = doctor(bare_python, PYTHONPATH=site_without(tmp_path, "torch", "functorch"))
     assert status == 1
     assert said(report)[0] == "error: torch is not installed; pip install torch, in the build for this machine"
-    assert not any(usable for usable, _ in strategies(report).values())
+    found = strategies(report)
+    assert found["DDPStrategy"] == found["FSDPStrategy"] == (False, "torch cannot be imported")
+    assert not any(usable for usable, _ in found.values())
 
 
 # What follows from what was found, where it cannot be brought about here
@@ -180,6 +211,7 @@ def test_torch_missing(tmp_path: Path, bare_python: str) -> None:
 HERE = Machine(
     versions={"torch": "2.15.0", "torch_npu": None, "deepspeed": None},
     probes={"torch": {"version": "2.15.0", "cuda": None, "distributed": True, "devices": {}}},
+    strategies=strategy_facts()["strategies"],
 )
 
 
@@ -189,6 +221,10 @@ NPU = {**HERE.probes, "torch_npu": {"version": "own", "devices": {"npu": ["Ascen
 def findings(**changes: Any) -> tuple[Report, list[str]]:
     report = examine(dataclasses.replace(HERE, **changes))
     return report, [f"{finding.level}: {finding.what}; {finding.advice}" for finding in report.findings]
+
+
+def reasons(report: Report) -> dict[str, str]:
+    return {status.name: status.reason for status in report.strategies}
 
 
 def test_nothing_to_say() -> None:
@@ -218,9 +254,8 @@ def test_accelerators_are_named() -> None:
     report, _ = findings(
         probes={"torch": {**HERE.probes["torch"], "cuda": "13.2", "devices": {"cuda": ["H100", "H100"]}}}
     )
-    reasons = {status.name: status.reason for status in report.strategies}
-    assert reasons["SingleDeviceStrategy"] == "on 2 x cuda"
-    assert reasons["DDPStrategy"] == "on 2 x cuda, one per process"
+    assert reasons(report)["SingleDeviceStrategy"] == "on 2 x cuda"
+    assert reasons(report)["DDPStrategy"] == "on 2 x cuda, one per process"
 
 
 def test_deepspeed_on_an_npu_needs_to_know_where_cann_is() -> None:
@@ -279,10 +314,10 @@ def test_a_device_of_another_package() -> None:
         "warning: torch finds a device of type mlu, of which flextrain knows nothing: it takes the CPU; "
         "call flextrain.register_device, see docs/devices.md"
     ]
-    assert report.strategies[0].reason == "on the CPU"
+    assert reasons(report)["SingleDeviceStrategy"] == "on the CPU"
     report, lines = findings(probes=probes, plug_ins=("mlu",))
     assert lines == []
-    assert report.strategies[0].reason == "on 2 x mlu"
+    assert reasons(report)["SingleDeviceStrategy"] == "on 2 x mlu"
 
 
 def test_no_command_is_cut_off_on_a_narrow_screen() -> None:

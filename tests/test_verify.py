@@ -64,6 +64,7 @@ class WrongLater(WithHook):
 
 @STRATEGIES.register_module()
 class OneStrays(WithHook):
+    short_names = {"strays": {"static_graph": True}}
     def spoil(self, optim):
         if self.rank == 1:
             self.module.net[0].bias.data += 0.01
@@ -86,7 +87,7 @@ if __name__ == "__main__":
     parts = {"Identity": nn.Identity, "Dropout": nn.Dropout, "BatchNorm": lambda: nn.BatchNorm1d(8)}
     FlexibleRunner(
         model=lambda: Model(parts[arguments.part]()),
-        strategy=dict(type="DDPStrategy", bucket_cap_mb=1, oops=1) if arguments.broken else None,
+        strategy=dict(type="ddp", bucket_cap_mb=1, oops=1) if arguments.broken else None,
         train_dataloader=dict(
             dataset=TensorDataset(data, data.sum(1, keepdim=True)), collate_fn=dict(type="default_collate"),
             batch_size=8 // int(os.environ["WORLD_SIZE"]) if arguments.share else 4,
@@ -251,7 +252,7 @@ def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None
 
 @pytest.mark.distributed
 def test_the_first_step_and_parameter_are_named(script: str, group: WorkerGroup) -> None:
-    report = verify(script, ["WrongLater", "OneStrays"], arguments=["--optimizer", "AdamW"], steps=4, workers=group)
+    report = verify(script, ["WrongLater", "strays"], arguments=["--optimizer", "AdamW"], steps=4, workers=group)
     later, strays = (row.first for row in report.rows)
     assert later is not None
     assert (later.step, later.parameter) == (3, "net.3.weight")

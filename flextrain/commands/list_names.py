@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one registry with descriptions, or all of them in short."""
     kinds = registries()
     if arguments.kind is None:
-        names = {kind: list(found) for kind, found in kinds.items()}
+        names = {kind: [*found, *found.short_names()] for kind, found in kinds.items()}
         print_json(names) if arguments.json else _print_overview(names)
         return 0
     if arguments.kind not in kinds:
@@ -45,26 +47,47 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds)}{hint}')
     found = kinds[arguments.kind]
     descriptions = {name: describe(found, name) for name in found}
+    descriptions |= {short: _as_call(meant) for short, meant in found.short_names().items()}
     print_json(descriptions) if arguments.json else _print_table(arguments.kind, descriptions)
     return 0
 
 
 def describe(found: registry.Registry, name: str) -> str:
-    """The first line of the docstring behind a registered name, or why it cannot be loaded."""
+    """The first sentence of the docstring behind a registered name, or why it cannot be loaded."""
     try:
         target = found.get(name)
     except Exception as error:  # a third party's entry point may fail in any way, and must not hide the other names
         return f"cannot be loaded: {error}"
-    # A class of its own words: inherited docstrings would describe the base.
-    documentation = inspect.cleandoc(target.__doc__ or "")
-    return documentation.partition("\n\n")[0].replace("\n", " ")
+    paragraph = _documentation(target).partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
+
+
+def _documentation(target: Any) -> str:
+    """The own docstring of a class or function; that of its base where ``dataclass`` has written only the signature."""
+    text = inspect.cleandoc(target.__doc__ or "")
+    if is_dataclass(target) and text.startswith(f"{getattr(target, '__name__', '')}("):
+        return _documentation(target.__bases__[-1])  # mixins come first
+    return text
+
+
+def _as_call(meant: dict[str, Any]) -> str:
+    """A configuration as Python writes it: ``dict(type='SGD', lr=0.1)``."""
+    return f"short for dict({', '.join(f'{key}={value!r}' for key, value in meant.items())})"
 
 
 def _print_overview(names: dict[str, list[str]]) -> None:
+    """A wrapped table in a terminal; elsewhere one name per line, so that ``grep`` finds a name with its kind."""
+    out = console()
+    if not out.is_terminal:
+        width = max(map(len, names))
+        for kind, members in names.items():
+            for name in members or ["(none registered)"]:
+                out.print(f"{kind:<{width}}  {name}")
+        return
     table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
-    console().print(table)
+    out.print(table)
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:

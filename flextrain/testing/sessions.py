@@ -18,11 +18,11 @@ from ..core.rectangles import full_tensor
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
-from ..strategies.single_device import SingleDeviceStrategy
 from .loop import Steps, Trace, alone, train
 from .models import Batch, ConformanceNet, SmallModel
 
 StrategyLike = str | Mapping[str, Any] | type[Strategy] | Callable[[], Strategy]
+REFERENCE = "single"
 SEED = 7
 # Far apart, so that a process that kept its own seed has visibly different weights.
 SEED_STEP = 1000
@@ -54,10 +54,9 @@ def make_strategy(spec: StrategyLike) -> Strategy:
 
 def with_class(spec: StrategyLike) -> StrategyLike:
     """``spec`` with the class in place of its name: another process need not have the name registered."""
-    if isinstance(spec, str):
-        return STRATEGIES.get(spec, "strategy")
-    if isinstance(spec, Mapping) and isinstance(spec.get("type"), str):
-        return {**spec, "type": STRATEGIES.get(spec["type"], "strategy.type")}
+    if isinstance(spec, (str, Mapping)):
+        expanded = STRATEGIES.expand(spec, "strategy")
+        return {**expanded, "type": STRATEGIES.get(expanded["type"], "strategy.type")}
     return spec
 
 
@@ -93,7 +92,7 @@ def single_device(
 ) -> Iterator[Session]:
     """The reference: one process with the whole batch and rank 0's seed; each process can have its own."""
     with alone():
-        strategy = SingleDeviceStrategy(device="cpu")
+        strategy = make_strategy({"type": REFERENCE, "device": "cpu"})
         torch.manual_seed(seed)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.comm.collectives import destroy_process_group
-from ..core.errors import ConfigError, suggest
+from ..core.errors import ConfigError
 from ..core.norms import BATCH_NORM
 from ..core.random_state import torch_states
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
@@ -25,17 +25,9 @@ from ..strategies.base import Strategy
 from ..strategies.builder import build_strategy
 from ..testing.compare import multiple, relative_difference, small_scales
 from ..testing.loop import alone
-from ..testing.sessions import whole_state
+from ..testing.sessions import REFERENCE, whole_state
 from .script import runner_arguments
 from .shared_batches import shared_loader, without_workers
-
-ALIASES: dict[str, dict[str, Any]] = {
-    "single": {"type": "SingleDeviceStrategy"},
-    "ddp": {"type": "DDPStrategy"},
-    "fsdp": {"type": "FSDPStrategy"},
-    **{f"zero{n}": {"type": "DeepSpeedStrategy", "zero_optimization": {"stage": n}} for n in range(4)},
-}
-"""Short names on the command line."""
 
 # The norm of gradients is computed where they are clipped; this clips nothing.
 NO_CLIPPING = {"max_norm": 1e30}
@@ -98,7 +90,7 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
             _spec(name, given, job)
         if in_parts and not _is_plain(given["optim_wrapper"]):
             return None
-        strategy = build_strategy(_spec("single", given, job))
+        strategy = build_strategy(_spec(REFERENCE, given, job))
         return _train(job, given, strategy, None if not in_parts else Reference(Path(job.folder)), in_parts)
 
 
@@ -106,21 +98,21 @@ def train_with(job: Job, name: str) -> Trace | None:
     """Training under a strategy in all processes, compared in each of them with the reference."""
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(runner_arguments(job.script, job.arguments))
-        if name == "single":
+        spec = _spec(name, given, job)
+        if spec["type"] is _spec(REFERENCE, given, job)["type"]:
             if os.environ["RANK"] != "0":
                 return None
             stack.enter_context(alone())
-        strategy = build_strategy(_spec(name, given, job))
+        strategy = build_strategy(spec)
         return _train(job, given, strategy, Reference(Path(job.folder)), in_parts=False)
 
 
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """The strategy's configuration, with the options that the script gives to a strategy of this class."""
-    if ":" not in name and name not in ALIASES and name not in STRATEGIES:
-        raise ConfigError(f'strategies: "{name}" is no known strategy{suggest(name, [*ALIASES, *STRATEGIES])}')
-    spec = dict(ALIASES.get(name, {"type": name}))
-    kind, own = STRATEGIES.get(spec["type"], "strategy"), given["strategy"]
-    if isinstance(own, Mapping) and STRATEGIES.get(own.get("type", ""), "strategy.type") is kind:
+    spec = STRATEGIES.expand(name, "strategies")
+    kind, own = STRATEGIES.get(spec["type"], "strategies"), given["strategy"]
+    own = STRATEGIES.expand(own, "strategy") if isinstance(own, (str, Mapping)) else {}
+    if own and STRATEGIES.get(own["type"], "strategy.type") is kind:
         elsewhere = ("type", "launcher", "backend", "timeout_s", "compile")
         options = {key: value for key, value in own.items() if key not in elsewhere}
         for key, value in spec.items():

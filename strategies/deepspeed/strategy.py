@@ -22,6 +22,7 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Optim, Strategy, kept_gradients
+from ..needs import Needs
 from . import state
 from .canonical import EngineState
 from .compiling import announced, without_shared_memory
@@ -58,6 +59,8 @@ class DeepSpeedStrategy(Strategy):
     """
 
     Config = DeepSpeedConfig
+    needs = Needs(distributed=True, packages={"deepspeed": "pip install 'flextrain[deepspeed]'"})
+    short_names = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
     config: DeepSpeedConfig
 
     def __init__(self, **options: Any) -> None:

@@ -24,6 +24,7 @@ from ...core.torch_private import settle_unit
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Optim, Strategy, kept_gradients
+from ..needs import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
@@ -45,6 +46,8 @@ class FSDPStrategy(Strategy):
     """
 
     Config = FSDPConfig
+    needs = Needs(distributed=True, others=(ANY_DEVICE,))
+    short_names = {"fsdp": {}}
     config: FSDPConfig
 
     def __init__(self, **options: Any) -> None:

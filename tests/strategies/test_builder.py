@@ -9,7 +9,14 @@ import pytest
 
 from flextrain.core.errors import ConfigError
 from flextrain.core.registry import STRATEGIES
-from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, build_strategy
+from flextrain.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    build_strategy,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +28,9 @@ from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, bu
         (DDPStrategy, dict(compile=None), DDPStrategy, dict(compile=False)),
         (dict(type="DDPStrategy", static_graph=True), {}, DDPStrategy, dict(static_graph=True)),
         (dict(type=DDPStrategy), dict(compile=True), DDPStrategy, dict(compile=True)),
+        ("ddp", {}, DDPStrategy, {}),
+        (dict(type="single", compile=True), dict(launcher="none"), SingleDeviceStrategy, dict(compile=True)),
+        (dict(type="fsdp", wrap="blocks"), {}, FSDPStrategy, dict(wrap="blocks")),
         (dict(type="flextrain.strategies:DDPStrategy", compile=True), dict(compile=True), DDPStrategy, dict(compile=True)),
     ],
 )  # fmt: skip
@@ -28,6 +38,30 @@ def test_build(cfg: Any, options: dict[str, Any], kind: type, config: dict[str, 
     strategy = build_strategy(cfg, **options)
     assert type(strategy) is kind
     assert {key: getattr(strategy.config, key) for key in config} == config
+
+
+@pytest.mark.deepspeed
+def test_a_short_name_stands_for_options_too() -> None:
+    pytest.importorskip("deepspeed")
+    zero = build_strategy(dict(type="zero3", zero_optimization=dict(overlap_comm=True), launcher="none"))
+    assert type(zero) is DeepSpeedStrategy
+    assert (zero.config.zero_optimization.stage, zero.config.zero_optimization.overlap_comm) == (3, True)
+
+
+def test_every_strategy_has_a_short_name_of_its_own() -> None:
+    expanded = STRATEGIES.short_names()
+    assert {meant["type"] for meant in expanded.values()} == set(STRATEGIES)
+    assert not set(expanded) & set(STRATEGIES)
+    for short in expanded:
+        kind = STRATEGIES.check(short, "strategy")
+        assert short in vars(kind)["short_names"]
+
+
+def test_a_subclass_does_not_take_its_bases_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AStrategy(DDPStrategy): ...  # stands before DDPStrategy in the registry
+
+    monkeypatch.setitem(STRATEGIES._modules, "AStrategy", AStrategy)
+    assert type(build_strategy("ddp")) is DDPStrategy
 
 
 def test_several_processes_train_with_ddp_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +77,26 @@ def test_a_built_strategy_comes_back_as_it_is() -> None:
     assert build_strategy(strategy, compile=True, launcher=None) is strategy
 
 
-def test_strategies_of_third_parties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "third_party.py").write_text("from flextrain import Strategy\nclass TheirStrategy(Strategy): ...\n")
+def test_strategies_of_third_parties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "third_party.py").write_text(
+        "from flextrain import Strategy\nclass TheirStrategy(Strategy):\n    short_names = {'theirs': {}}\n"
+    )
     info = tmp_path / "third_party-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[flextrain.strategies]\nTheirStrategy = third_party:TheirStrategy\n")
+    (info / "entry_points.txt").write_text(
+        "[flextrain.strategies]\nTheirStrategy = third_party:TheirStrategy\nBroken = no_such:Strategy\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     try:
         assert type(build_strategy("TheirStrategy")).__name__ == "TheirStrategy"
+        assert type(build_strategy("theirs")).__name__ == "TheirStrategy"
         assert "TheirStrategy" in set(STRATEGIES)
+        # One that cannot be loaded is a warning, and hides no other name.
+        assert type(build_strategy("ddp")) is DDPStrategy
+        assert "strategy \"Broken\" cannot be loaded: No module named 'no_such'" in caplog.text
     finally:
         STRATEGIES._modules.pop("TheirStrategy", None)
 
@@ -61,6 +105,10 @@ def test_strategies_of_third_parties(tmp_path: Path, monkeypatch: pytest.MonkeyP
     "cfg, options, message",
     [
         ("DPStrategy", {}, 'strategy.type: "DPStrategy" is no known strategy, did you mean "DDPStrategy"?'),
+        ("fdsp", {}, 'strategy.type: "fdsp" is no known strategy, did you mean "fsdp"?'),
+        (dict(type="DDP"), {}, 'strategy.type: "DDP" is no known strategy, did you mean "ddp"?'),
+        (dict(type="zero3", zero_optimization=dict(stage=2)), {}, 'strategy.zero_optimization.stage: 2 disagrees with type "zero3", give one of them'),
+        (dict(type="ddp", static=True), {}, 'strategy.static: unknown key, did you mean "static_graph"?'),
         (dict(static_graph=True), {}, "strategy.type: missing, say which strategy"),
         (dict(type="DDPStrategy", static=True), {}, 'strategy.static: unknown key, did you mean "static_graph"?'),
         (dict(type="DDPStrategy", compile=True), dict(compile=dict(backend="eager")), "strategy.compile: True disagrees with compile={'backend': 'eager'}, give one of them"),

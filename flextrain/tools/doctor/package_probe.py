@@ -1,6 +1,6 @@
-"""What one package can do here, found out in a process of its own: importing it may fail, print, or end the process.
+"""Ask a package what it can do on this machine, in a process of its own: its import may fail, print, or end the process.
 
-As a script with a package's name it prints the facts as one line of JSON behind a mark; it imports nothing else of flextrain.
+Run as a script with the name of a package, this file prints the facts as one line of JSON behind a mark.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 MARK = "flextrain-probe:"
+STRATEGIES = "flextrain.strategies"
 
 Facts = dict[str, Any]
 
@@ -86,17 +88,48 @@ def deepspeed_facts() -> Facts:
     return {"version": module.__version__, "accelerator": accelerator.device_name()}
 
 
+def package_facts(name: str) -> Facts:
+    """The version of a package that a strategy of a third party needs."""
+    return {"version": getattr(importlib.import_module(name), "__version__", None)}
+
+
+def strategy_facts() -> Facts:
+    """What every registered strategy declares: its short names and what it needs."""
+    # By absolute name: as a script this file belongs to no package.
+    registry = importlib.import_module("flextrain.core.registry").STRATEGIES
+    needs_nothing = importlib.import_module("flextrain.strategies.needs").Needs()
+    expanded = registry.short_names()
+    found: dict[str, Facts] = {}
+    for name in registry:
+        try:
+            needs = getattr(registry.get(name), "needs", needs_nothing)
+        except Exception as error:  # an entry point of a third party may fail in any way
+            found[name] = {"error": one_line(error)}
+            continue
+        short = [short for short, meant in expanded.items() if meant["type"] == name]
+        found[name] = {"needs": str(needs), "short_names": short, **asdict(needs)}
+    return {"strategies": found}
+
+
+def one_line(error: Exception) -> str:
+    """The type and the message of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 PROBES: dict[str, Callable[[], Facts]] = {
     "torch": torch_facts,
     "torch_npu": torch_npu_facts,
     "deepspeed": deepspeed_facts,
+    STRATEGIES: strategy_facts,
 }
 
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).parent):
         del sys.path[0]  # a script's own folder comes first, and the modules in this one would be taken for others
+    sys.path.append(str(Path(__file__).parents[3]))  # where flextrain lies, if nothing on the path leads to it
+    asked = sys.argv[1]
     try:
-        found = PROBES[sys.argv[1]]()
+        found = PROBES[asked]() if asked in PROBES else package_facts(asked)
     except Exception as error:  # whatever a package's import raises is the answer
-        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        found = {"error": one_line(error)}
     print(f"{MARK}{json.dumps(found)}", flush=True)  # noqa: T201

@@ -1,0 +1,9 @@
+"""Report installed packages, the needs of each strategy, and what is missing."""
+
+from __future__ import annotations
+
+from .findings import INSTALL_CANN
+from .machine import OPTIONAL, REQUIRED, Machine, look
+from .report import Report, diagnose, examine
+
+__all__ = ["INSTALL_CANN", "OPTIONAL", "REQUIRED", "Machine", "Report", "diagnose", "examine", "look"]

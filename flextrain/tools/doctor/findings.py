@@ -1,0 +1,156 @@
+"""Find what is wrong or odd about a machine: missing, old or mismatched packages, devices that torch does not see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from .machine import AUTOLOAD, OPTIONAL, REQUIRED, Machine
+
+INSTALL_CANN = "install CANN and source its set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong or odd.
+
+    Attributes:
+        level: "error" for a set-up that is broken, "warning" for one that does less than it might.
+        what: what was found.
+        advice: what to do.
+    """
+
+    level: Literal["error", "warning"]
+    what: str
+    advice: str
+
+
+def find_problems(machine: Machine) -> list[Finding]:
+    """Everything that is wrong or odd, errors and warnings."""
+    findings = [*_torch(machine), *_missing(machine), *_too_old(machine), *_torch_npu(machine), *_torchvision(machine)]
+    return [*findings, *_deepspeed(machine), *_hardware(machine)]
+
+
+def _torch(machine: Machine) -> list[Finding]:
+    if machine.versions["torch"] is None:
+        return [Finding("error", "torch is not installed", "pip install torch, in the build for this machine")]
+    said = machine.probes["torch"].get("error")
+    if said is None:
+        return []
+    if machine.torch_alone is not None:
+        # torch says that the package failed, the package itself says why.
+        said = next((why for name in machine.backends if (why := machine.probes.get(name, {}).get("error"))), said)
+        culprits = " and ".join(machine.backends) or "a device package"
+        advice = f"set {AUTOLOAD}=0 to use torch without it, or pip uninstall {' '.join(machine.backends)}"
+        if "torch_npu" in machine.backends:
+            advice = f"{INSTALL_CANN}, or {advice}"
+        return [Finding("error", f"import torch fails because of {culprits}: {said}", advice)]
+    return [Finding("error", f"torch {machine.versions['torch']} cannot be imported: {said}", "install torch again")]
+
+
+def _missing(machine: Machine) -> list[Finding]:
+    missing = [name for name in REQUIRED if name != "torch" and machine.versions.get(name, "") is None]
+    return [Finding("error", f"{name} is not installed", f"pip install '{name}>={REQUIRED[name]}'") for name in missing]
+
+
+def _too_old(machine: Machine) -> list[Finding]:
+    found = []
+    for name, oldest in {**REQUIRED, **OPTIONAL}.items():
+        version = _parsed(machine.versions.get(name))
+        if version is not None and version < Version(oldest):
+            found.append(
+                Finding("error", f"{name} {version} is too old for flextrain", f"pip install '{name}>={oldest}'")
+            )
+    return found
+
+
+def _torch_npu(machine: Machine) -> list[Finding]:
+    version, torch = machine.versions["torch_npu"], machine.versions["torch"]
+    if version is None or torch is None:
+        return []
+    found = []
+    if not _belong_together(version, torch, machine.torch_npu_wants):
+        wants = machine.torch_npu_wants or f"=={_release(version)}.*"
+        found.append(
+            Finding(
+                "error",
+                f"torch_npu {version} is made for torch{wants} and torch is {torch}",
+                f"pip install torch_npu=={_release(torch)} if there is one, or torch=={_release(version)}",
+            )
+        )
+    said = machine.probes["torch_npu"].get("error")
+    if said is not None and machine.torch.get("cuda"):
+        what = f"torch {torch} is built for CUDA, and beside such a build torch_npu does not load"
+        found.append(Finding("warning", what, "install torch's CPU build, which Ascend NPUs need"))
+    if said is not None and machine.torch_alone is None:  # where torch cannot be imported that was said already
+        fits = "source the set_env.sh of CANN, in the version that torch_npu asks for"
+        what = f"torch_npu {version} cannot be imported: {said}"
+        found.append(Finding("warning", what, INSTALL_CANN if machine.cann is None else fits))
+    if said is None and "npu" not in machine.devices:
+        found.append(Finding("warning", "torch_npu finds no device", "see npu-smi info, and ASCEND_RT_VISIBLE_DEVICES"))
+    return found
+
+
+def _torchvision(machine: Machine) -> list[Finding]:
+    version, torch, wants = machine.versions.get("torchvision"), machine.versions["torch"], machine.torchvision_wants
+    if version is None or torch is None or wants is None or _belong_together(version, torch, wants):
+        return []
+    what = f"torchvision {version} is made for torch{wants} and torch is {torch}"
+    return [Finding("warning", what, "pip install torch and torchvision together, in one command")]
+
+
+def _belong_together(torch_npu: str, torch: str, wants: str | None) -> bool:
+    """Whether a package of this version, which asks for the torch ``wants``, fits the installed torch."""
+    ours, theirs = _parsed(torch_npu), _parsed(torch)
+    if ours is None or theirs is None:
+        return True
+    if wants is not None:
+        return Requirement(f"torch{wants}").specifier.contains(theirs.base_version, prereleases=True)
+    return ours.release[:2] == theirs.release[:2]
+
+
+def _deepspeed(machine: Machine) -> list[Finding]:
+    version = machine.versions["deepspeed"]
+    if version is None:
+        return []
+    said = machine.probes["deepspeed"].get("error")
+    if said is None or "error" in machine.torch or machine.torch_alone is not None:
+        return []  # it cannot do without torch
+    if said.startswith("KeyError") and "ASCEND_HOME_PATH" in said:
+        return [Finding("error", "DeepSpeed needs ASCEND_HOME_PATH, which is not set", "source CANN's set_env.sh")]
+    return [Finding("error", f"deepspeed {version} cannot be used: {said}", "pip install 'flextrain[deepspeed]'")]
+
+
+def _hardware(machine: Machine) -> list[Finding]:
+    found = []
+    if "error" in machine.torch:
+        return []
+    if "nvidia" in machine.hardware and "cuda" not in machine.devices:
+        built = machine.torch.get("cuda")
+        why = f"the driver may be too old for CUDA {built}" if built else "torch is a build without CUDA"
+        found.append(
+            Finding("warning", f"there is an NVIDIA GPU and torch does not see it, {why}", "install a torch that fits")
+        )
+    if "davinci" in machine.hardware and machine.versions["torch_npu"] is None:
+        found.append(
+            Finding("warning", "there is an Ascend NPU and torch_npu is not installed", "pip install 'flextrain[npu]'")
+        )
+    for kind in machine.strange:
+        what = f"torch finds a device of type {kind}, of which flextrain knows nothing: it takes the CPU"
+        found.append(Finding("warning", what, "call flextrain.register_device, see docs/devices.md"))
+    return found
+
+
+def _parsed(version: str | None) -> Version | None:
+    try:
+        return Version(version or "")
+    except InvalidVersion:  # not known, or of a build with a numbering of its own
+        return None
+
+
+def _release(version: str) -> str:
+    parsed = _parsed(version)
+    return version if parsed is None else ".".join(map(str, parsed.release[:3]))

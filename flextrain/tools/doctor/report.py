@@ -1,0 +1,77 @@
+"""The diagnosis of a machine, and the tables that show it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.table import Column, Table
+from rich.text import Text
+
+from ... import __version__
+from ..markup import add_row
+from .findings import Finding, find_problems
+from .machine import Machine, look
+from .strategies import StrategyStatus, judge_strategies
+
+_STYLES = {"error": "bold red", "warning": "yellow"}
+
+
+@dataclass
+class Report:
+    """The diagnosis; printing it with rich gives tables."""
+
+    versions: dict[str, str | None]
+    devices: dict[str, list[str]]
+    strategies: list[StrategyStatus] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if the set-up is broken, else 0: what is not installed is no error."""
+        return int(any(finding.level == "error" for finding in self.findings))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "broken": bool(self.exit_status)}
+
+    def __rich__(self) -> Group:
+        versions = Table("package", "version", title="Versions", title_justify="left")
+        for package, version in self.versions.items():
+            add_row(versions, package, version or Text("not installed", style="dim"))
+        # Commands are to be copied: they are folded, never cut.
+        name, why, needs = (
+            Column("strategy", no_wrap=True),
+            Column("why", overflow="fold"),
+            Column("needs", overflow="fold"),
+        )
+        strategies = Table(name, "runs here", why, needs, title="Strategies", title_justify="left")
+        for status in self.strategies:
+            answer = Text("yes", style="green") if status.usable else Text("no", style="yellow")
+            names = Text.assemble(
+                status.name, ("\n" + ", ".join(status.short_names), "dim") if status.short_names else ""
+            )
+            add_row(strategies, names, answer, status.reason, status.needs)
+        lines = [Text.assemble((f"{f.level}: ", _STYLES[f.level]), f"{f.what}; {f.advice}") for f in self.findings]
+        return Group(versions, strategies, *(lines or [Text("No problem was found.", style="green")]))
+
+
+def diagnose(variables: Mapping[str, str] | None = None) -> Report:
+    """Look at this machine and this Python.
+
+    Args:
+        variables: the environment to look at; default: ``os.environ``.
+    """
+    return examine(look(os.environ if variables is None else variables))
+
+
+def examine(machine: Machine) -> Report:
+    """The diagnosis that follows from the facts."""
+    versions: dict[str, str | None] = {"flextrain": __version__, "python": platform.python_version()}
+    versions |= {**machine.versions, "CUDA (of torch)": machine.torch.get("cuda"), "NCCL": machine.torch.get("nccl")}
+    versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}
+    return Report(versions, machine.devices, judge_strategies(machine), find_problems(machine))
