@@ -8,6 +8,7 @@ from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
 from .launch import detect_launch, launch
+from .needs import Needs
 from .npu import NPUStrategy
 from .single_device import SingleDeviceStrategy
 
@@ -17,6 +18,7 @@ __all__ = [
     "DeepSpeedStrategy",
     "FSDPStrategy",
     "NPUStrategy",
+    "Needs",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyConfig",

@@ -65,7 +65,7 @@ def describe(found: registry.Registry, name: str) -> str:
 def _documentation(target: Any) -> str:
     """The own docstring of a class or function; that of its base where ``dataclass`` has written only the signature."""
     text = inspect.cleandoc(target.__doc__ or "")
-    if is_dataclass(target) and text.startswith(f"{getattr(target, '__name__', '')}("):
+    if inspect.isclass(target) and is_dataclass(target) and text.startswith(f"{target.__name__}("):
         return _documentation(target.__bases__[-1])  # mixins come first
     return text
 

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--strategies",
         default="ddp,fsdp",
-        help="with commas: single, ddp, fsdp, zero0 to zero3, any registered name, package.module:Name; default: ddp,fsdp",
+        help="names with commas: those of `flextrain list strategies`, or package.module:Name; default: ddp,fsdp",
     )
     command.add_argument("--processes", type=int, default=2, help="default: 2")
     command.add_argument("--steps", type=int, default=20, help="updates; default: 20")

@@ -151,7 +151,7 @@ def verify(
     Args:
         script: a Python file that makes a FlexibleRunner when it is run, or that has a dict ``cfg`` of a FlexibleRunner's
             arguments or a function ``config()`` that returns one. It is run up to the runner in every process.
-        strategies: ``single``, ``ddp``, ``fsdp``, ``zero0`` to ``zero3``, registered names, or ``package.module:Name``. A
+        strategies: short names, registered names (`flextrain list strategies` shows both), or ``package.module:Name``. A
             strategy of the class that the script itself uses gets the script's options.
         arguments: of the script.
         device: "cpu", or the kind of accelerator, of which there must be one per process.

@@ -353,7 +353,7 @@ def test_every_check_can_fail(workers2: WorkerGroup, strategy: type[Strategy], n
 
 def test_a_name_that_only_the_caller_has_registered(workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES._modules, "registered_here", AveragesAtStep)
-    for strategy in ("registered_here", dict(type="registered_here")):
+    for strategy in ("registered_here", dict(type="registered_here"), "ddp"):
         assert check_strategy(strategy, workers=workers2, only=["facts"]).passed
 
 
