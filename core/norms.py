@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from .torch_private import BATCH_NORM_BASE, NORM_BASE
 
@@ -18,6 +18,11 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS)
 
 
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module has running statistics, which forward changes in training: batch and instance normalisation may."""
-    return isinstance(module, NORM_BASE) and module.track_running_stats
+def running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that forward changes in training, by name: those of batch and instance normalisation that keep an average."""
+    return {
+        name: buffer
+        for prefix, part in module.named_modules()
+        if isinstance(part, NORM_BASE) and part.track_running_stats
+        for name, buffer in part.named_buffers(prefix, recurse=False)
+    }

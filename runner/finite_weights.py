@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.comm import collectives as dist
 from ..core.finite import nonfinite
-from ..core.norms import keeps_statistics
+from ..core.norms import running_statistics
 from ..optim.canonical import STATE
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ def trained_names(runner: Run) -> set[str]:
     """The names of what training changes: parameters that are not frozen, and running statistics."""
     module = runner.strategy.module
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    for prefix, part in module.named_modules():
-        if keeps_statistics(part):
-            names |= {name for name, _ in part.named_buffers(prefix, recurse=False)}
-    return names
+    return names | running_statistics(module).keys()
 
 
 def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.matched_calls import roll_call
+from ..core.comm.model_sync import floating_buffers, share_weights
 from ..core.comm.topology import Topology
 from ..core.config import Config, check_call, validate
 from ..core.device import DeviceSpec, device_spec, select_device
@@ -289,7 +290,7 @@ class Strategy:
     def _place(self, model: nn.Module) -> None:
         """Bring the model to the device and every process to rank 0's weights."""
         model.to(self.device)
-        dist.broadcast_tensors([t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
+        share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         """What to call in place of ``model``, which is on the device and equal on all processes; called once."""
@@ -338,7 +339,11 @@ class Strategy:
         Running statistics follow what a process trains on. Evaluation with those of each would depend on which process
         has which sample; DistributedDataParallel sends rank 0's before every forward for the same reason.
         """
-        self.topology.data.share([buffer for buffer in self.module.buffers() if buffer.is_floating_point()])
+        self.topology.data.share(floating_buffers(self.module))
+
+    def average_buffers(self) -> None:
+        """Give every process the means of the floating-point buffers over the parts of the data; all come here."""
+        self.topology.data.average(floating_buffers(self.module))
 
     # State
 

@@ -25,15 +25,11 @@ class SyncBuffersHook(Hook):
 
     def after_train_epoch(self, runner: Run) -> None:
         """Average, and spare the validation that follows."""
-        self._average(runner)
+        runner.strategy.average_buffers()
         self._is_fresh = True
 
     def before_val_epoch(self, runner: Run) -> None:
         """Average, unless that was just done."""
         if not self._is_fresh:
-            self._average(runner)
+            runner.strategy.average_buffers()
         self._is_fresh = False
-
-    def _average(self, runner: Run) -> None:
-        buffers = [buffer for buffer in runner.strategy.module.buffers() if buffer.is_floating_point()]
-        runner.strategy.topology.data.average(buffers)

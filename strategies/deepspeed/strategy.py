@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.checkpoint.flat_shard import FlatShard
-from ...core.comm import collectives as dist
+from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
 from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
@@ -179,7 +179,7 @@ class DeepSpeedStrategy(Strategy):
         whole = [parameter for parameter in model.parameters() if not state.is_partitioned(parameter)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)
-        dist.broadcast_tensors([tensor.detach() for tensor in (*whole, *model.buffers())])
+        share_weights(model, whole)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         dtype, stage = self._request.dtype, self.config.zero_optimization.stage

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ...core.comm import collectives as dist
+from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
-from ...core.norms import keeps_statistics
+from ...core.norms import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
 from ...core.torch_private import settle_unit
@@ -126,7 +127,7 @@ class FSDPStrategy(Strategy):
 
     def _place(self, model: nn.Module) -> None:
         """See Strategy; the parameters of an instance are made equal and stay where they are until they are sharded."""
-        dist.broadcast_tensors([t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
+        share_weights(model)
         for scalar in self._scalars:
             if not scalar.is_meta:
                 scalar.data = scalar.data.to(self.device)
@@ -158,7 +159,7 @@ class FSDPStrategy(Strategy):
         self._log_units()
         for root in roots:
             root.register_forward_hook(_free_after_evaluation)
-            if any(keeps_statistics(module) for module in root.modules()) and self.topology.data.count > 1:
+            if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
 
@@ -234,9 +235,7 @@ class FSDPStrategy(Strategy):
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self.topology.data.share(
-                [b for m in module.modules() if keeps_statistics(m) for b in m.buffers(recurse=False)]
-            )
+            self.topology.data.share([*running_statistics(module).values()])
 
     # State
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, instancenorm, normalization
 
 from flextrain.core.errors import StrategyError
-from flextrain.core.norms import BATCH_NORM, is_norm, keeps_statistics
+from flextrain.core.norms import BATCH_NORM, is_norm, running_statistics
 from flextrain.core.precision import Precision, cast_parameters
 from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy
@@ -55,11 +55,11 @@ def test_have_a_weight_decay_of_their_own(layer: nn.Module) -> None:
 
 
 def test_statistics() -> None:
-    kept = [layer for layer in LAYERS if keeps_statistics(layer)]
+    kept = [layer for layer in LAYERS if running_statistics(layer)]
     assert all(isinstance(layer, BATCH_NORM) for layer in kept)
     assert len(kept) == 4
-    assert keeps_statistics(nn.InstanceNorm1d(4, track_running_stats=True))
-    assert not keeps_statistics(nn.BatchNorm1d(4, track_running_stats=False))
+    assert running_statistics(nn.InstanceNorm1d(4, track_running_stats=True))
+    assert not running_statistics(nn.BatchNorm1d(4, track_running_stats=False))
 
 
 class Frozen(BATCH_NORM):

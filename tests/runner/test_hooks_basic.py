@@ -211,7 +211,8 @@ def _buffers_after_sync(by_epoch: bool) -> list[tuple[float, int]]:
     strategy = DDPStrategy()
     strategy.setup_environment()
     module = nn.BatchNorm1d(2)
-    runner: Any = SimpleNamespace(world_size=strategy.world_size, strategy=SimpleNamespace(module=module))
+    strategy.setup(module)
+    runner: Any = SimpleNamespace(strategy=strategy)
     hook, seen = SyncBuffersHook(), []
     for _ in range(2):
         module.running_mean.fill_(1.0 + 2.0 * strategy.rank)  # type: ignore[union-attr]
