@@ -141,7 +141,8 @@ class Parts:
     @property
     def stepper(self) -> Stepper:
         """Calls the model the way it wants to be called."""
-        self._setup_model()
+        if self._stepper is None:  # asked first, because every iteration comes here
+            self._setup_model()
         assert self._stepper is not None
         return self._stepper
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -139,11 +139,14 @@ class InfiniteSampler(ShardedSampler):
 
 
 def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
-    """The indices at these positions of an order that begins again after ``size``; block by block."""
-    order = np.asarray(order) if isinstance(order, Sequence) else order
+    """The indices at these positions of an order that begins again after ``size``; computed block by block."""
+    return chain.from_iterable(_blocks(np.asarray(order) if isinstance(order, Sequence) else order, size, positions))
+
+
+def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
     for begin in range(0, len(positions), BLOCK):
         block = positions[begin : begin + BLOCK]
-        yield from order[np.arange(block.start, block.stop, block.step) % size].tolist()
+        yield order[np.arange(block.start, block.stop, block.step) % size].tolist()
 
 
 def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:

@@ -87,7 +87,7 @@ class NonFiniteHook(Hook):
         if self._raises:
             self._batch = data_batch
         hub = runner.message_hub
-        if hub.readings == self._readings and self._waited >= self._patience and not hub.some_wait:
+        if hub.readings == self._readings and self._waited >= self._patience and not hub.waiting:
             hub.fetch("train/", reduce=AVERAGED)
         if hub.readings != self._readings:
             self._look(runner, runner.iter + 1)

@@ -46,7 +46,7 @@ class RuntimeInfoHook(Hook):
             self._get_lr = optim.get_lr  # type: ignore[union-attr]
             wrappers = {}
         self._rates = [
-            (hub.history(f"train/{name}.lr" if name else "train/lr"), wrapper)
+            (hub.history(f"train/{name}.lr" if name else "train/lr"), _holder(wrapper))
             for name, wrapper in wrappers.items()
             if wrapper.param_groups[0].get("lr") is not None  # Adafactor, for one, may find its own
         ]
@@ -65,8 +65,8 @@ class RuntimeInfoHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Note the learning rate of each optimizer's first group."""
-        for history, wrapper in self._rates:
-            rate = wrapper.param_groups[0]["lr"]
+        for history, optimizer in self._rates:
+            rate = optimizer.param_groups[0]["lr"]
             history.append(rate if type(rate) is float else _as_it_is(rate))
         if self._get_lr is not None:
             for name, rates in self._get_lr().items():
@@ -128,6 +128,11 @@ class RuntimeInfoHook(Hook):
             runner.message_hub.update_info("loop_stage", self._stages[-1], resumed=False)
         else:
             runner.message_hub.pop_info("loop_stage")
+
+
+def _holder(wrapper: Any) -> Any:
+    """Who holds the parameter groups that a wrapper speaks of; its optimizer, unless a user's class has others."""
+    return wrapper if overridden(wrapper, "param_groups", "optimizer") else wrapper.optimizer
 
 
 def _as_it_is(rate: Any) -> Any:

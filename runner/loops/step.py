@@ -99,7 +99,7 @@ class Stepper:
         """
         optim, size = self.optim, len(window)
         assert optim is not None
-        factors = self._factors(window)
+        factors = _WHOLE if size == 1 and self.weighing is None else self._factors(window)
         if factors is None:
             return self._leave_out(optim)
         parts = []
@@ -128,7 +128,7 @@ class Stepper:
         """What to multiply the loss of each micro-batch with, None for 1; None for all: nothing in them counts."""
         size = len(window)
         if self.weighing is None:
-            return _WHOLE if size == 1 else (None if self._updates_itself else 1 / size,) * size
+            return (None if self._updates_itself or size == 1 else 1 / size,) * size
         if not self.weighing.weigh(window):
             return None
         # An own update divides by the window's length.

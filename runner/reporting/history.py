@@ -56,12 +56,6 @@ class HistoryBuffer:
             self._counts = None if self._counts is None else deque(self._counts, maxlen)
 
     @property
-    def is_half_unread(self) -> bool:
-        """Whether half as many values as are kept, or more, are unread: it is time to read, before some are dropped."""
-        maxlen = self._new.maxlen
-        return maxlen is not None and 2 * len(self._new) >= maxlen
-
-    @property
     def updates(self) -> int:
         """A number that grows with whatever is appended, and not with what is loaded."""
         return self._read + len(self._new)
@@ -71,9 +65,16 @@ class HistoryBuffer:
         return [entry[0] if type(entry) is tuple else entry for entry in self._tail(count)]
 
     def unread_mean(self, count: int) -> UnreadMean | None:
-        """The mean of the last ``count`` values, to be read later; None where values are sums over several items."""
+        """The mean of the last ``count`` values, to be read later.
+
+        None where it should be read now: half as many values as are kept are unread, and some will be dropped before long;
+        or values are sums over several items.
+        """
+        maxlen = self._new.maxlen
+        if self._counts is not None or (maxlen is not None and 2 * len(self._new) >= maxlen):
+            return None
         entries = self._tail(count)
-        return UnreadMean(entries) if self._counts is None and tuple not in map(type, entries) else None
+        return None if tuple in map(type, entries) else UnreadMean(entries)
 
     def _tail(self, count: int) -> list[Any]:
         new = self._new

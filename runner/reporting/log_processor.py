@@ -167,17 +167,16 @@ class LogProcessor:
         means = {}
         for name, buffer, is_mean in scalars:
             mean = buffer.unread_mean(self.window_size if is_mean else 1)
-            if mean is None or buffer.is_half_unread:
+            if mean is None:
                 return None
             means[name] = mean
-        hub.wait(means.values())
+        hub.waiting += means.values()
         return means
 
     def _log_of(
         self, runner: Run, batch_idx: int, mode: Mode, figures: Callable[[], dict[str, float]]
     ) -> Callable[[], tuple[dict[str, Any], str]]:
-        eta = runner.message_hub.get_info("eta")
-        return partial(self._log_of_iter, runner, mode, batch_idx, figures, runner.iter, self._epoch(runner, mode), eta)
+        return partial(self._log_of_iter, runner, mode, batch_idx, figures, runner.iter, self._epoch(runner, mode))
 
     def _log_of_iter(
         self,
@@ -187,7 +186,6 @@ class LogProcessor:
         figures: Callable[[], dict[str, float]],
         iteration: int,
         epoch: int,
-        eta: float | None,
     ) -> tuple[dict[str, Any], str]:
         tag = dict(figures())
         record = self._record(tag, mode)
@@ -200,6 +198,7 @@ class LogProcessor:
         rates = [f"{name}: {tag.pop(name):.{digits}e}" for name in list(tag) if name.endswith("lr")]
         fields = ["  ".join(rates)]
         if "time" in tag and "data_time" in tag:
+            eta = runner.message_hub.get_info("eta")  # the time left when the line is written
             if eta is not None:
                 fields.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
             fields += [f"{name}: {tag.pop(name):.{digits}f}" for name in ("time", "data_time")]
@@ -297,7 +296,7 @@ class LogProcessor:
 
 def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
     """The figures of a line; the first of several reads those of all."""
-    if hub.some_wait:
+    if hub.waiting:
         hub.fetch("train/", reduce=AVERAGED)
     return {name: mean.mean() for name, mean in means.items()}
 

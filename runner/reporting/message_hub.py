@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,8 @@ class MessageHub:
         self._not_resumed: set[str] = set()
         self.reads_every_line = False
         """Whether somebody wants figures to be read as soon as a line is due, also where lines are written several at a time."""
-        self._waiting: list[UnreadMean] = []
+        self.waiting: list[UnreadMean] = []
+        """Figures of lines that are due, to be read along with the rest by the next ``fetch`` for a log line."""
         self.readings = 0
         """How often the figures of training were read on all ranks together, for a log line."""
         self.beside: Callable[[], Sequence[Any]] | None = None
@@ -129,15 +130,6 @@ class MessageHub:
         for buffer in self._scalars.values():
             buffer.grow(history)
 
-    def wait(self, means: Iterable[UnreadMean]) -> None:
-        """Have these be read along with the rest by the next ``fetch`` for a log line."""
-        self._waiting += means
-
-    @property
-    def some_wait(self) -> bool:
-        """Whether there was no ``fetch`` for a log line since ``wait``."""
-        return bool(self._waiting)
-
     def fetch(self, prefix: str = "", reduce: str | None = None) -> None:
         """Bring what is pending to the host, in one copy per device and dtype.
 
@@ -149,7 +141,7 @@ class MessageHub:
         waiting: list[UnreadMean] = []
         if reduce is not None:
             self.readings += 1
-            waiting, self._waiting = self._waiting, waiting
+            waiting, self.waiting = self.waiting, waiting
             if reduce in self._scalars:
                 verdict = self._scalars[reduce].reduce(self.topology, self.beside() if self.beside else ())
                 if verdict is not None:
