@@ -31,7 +31,7 @@ class IterTimerHook(Hook):
         # Of the training, and of the validation or test at hand: seconds and iterations.
         self._seconds = self._eval_seconds = 0.0
         self._done = self._eval_done = 0
-        self._start = 0
+        self._start = self._to_do = 0
 
     def before_train(self, runner: Run) -> None:
         """Start anew, from a resumed iteration too."""
@@ -44,6 +44,8 @@ class IterTimerHook(Hook):
         """Start the clock, and offer the estimate."""
         runner.message_hub.compute_info("eta", partial(self._eta, runner))
         self._mode = mode
+        if mode == "train":
+            self._to_do = runner.max_iters - self._start
         self._eval_done, self._eval_seconds = 0, 0.0
         self._last = time.perf_counter()
 
@@ -98,5 +100,5 @@ class IterTimerHook(Hook):
         if self._mode != "train":
             done, seconds, length = self._eval_done, self._eval_seconds, num_batches(runner, self._mode)
         else:
-            done, seconds, length = self._done, self._seconds, runner.max_iters - self._start if self._done else 0
+            done, seconds, length = self._done, self._seconds, self._to_do
         return seconds / done * (length - done) if done else None

@@ -176,7 +176,8 @@ class LogProcessor:
     def _log_of(
         self, runner: Run, batch_idx: int, mode: Mode, figures: Callable[[], dict[str, float]]
     ) -> Callable[[], tuple[dict[str, Any], str]]:
-        return partial(self._log_of_iter, runner, mode, batch_idx, figures, runner.iter, self._epoch(runner, mode))
+        eta = runner.message_hub.get_info("eta")
+        return partial(self._log_of_iter, runner, mode, batch_idx, figures, runner.iter, self._epoch(runner, mode), eta)
 
     def _log_of_iter(
         self,
@@ -186,6 +187,7 @@ class LogProcessor:
         figures: Callable[[], dict[str, float]],
         iteration: int,
         epoch: int,
+        eta: float | None,
     ) -> tuple[dict[str, Any], str]:
         tag = dict(figures())
         record = self._record(tag, mode)
@@ -198,7 +200,6 @@ class LogProcessor:
         rates = [f"{name}: {tag.pop(name):.{digits}e}" for name in list(tag) if name.endswith("lr")]
         fields = ["  ".join(rates)]
         if "time" in tag and "data_time" in tag:
-            eta = runner.message_hub.get_info("eta")  # the time left when the line is written
             if eta is not None:
                 fields.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
             fields += [f"{name}: {tag.pop(name):.{digits}f}" for name in ("time", "data_time")]
