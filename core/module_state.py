@@ -63,6 +63,11 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def keeper_of(key: str) -> str:
+    """The module of which a checkpoint has the extra state, or a tensor of it, under ``key``."""
+    return key.removeprefix(EXTRA).partition("/")[0]
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 

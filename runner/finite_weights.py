@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 _AVERAGED = "averaged."
 
 
+def averaged_name(key: str) -> str:
+    """The name of the weight or buffer of which a hook's state has the average under ``key``; "" if it is none."""
+    return key.partition(_AVERAGED)[2]
+
+
 def trained_names(runner: Run) -> set[str]:
     """The names of what training changes: parameters that are not frozen, and running statistics."""
     module = runner.strategy.module
-    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in runner.strategy.named_parameters() if parameter.requires_grad}
     return names | running_statistics(module).keys()
 
 
@@ -40,7 +45,7 @@ def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:
         and (
             key.removeprefix("model.") in names
             or (key.startswith(STATE) and value.dim() > 0)
-            or (hooks and key.startswith(hooks) and key.partition(_AVERAGED)[2] in names)
+            or (hooks and key.startswith(hooks) and averaged_name(key) in names)
         )
     }
 
@@ -52,13 +57,14 @@ def own_nonfinite(runner: Run) -> list[str]:
 
 def nonfinite_weights(runner: Run) -> list[str]:
     """The same over all processes, which all have to call it."""
-    found = {name for names in dist.all_gather_object(own_nonfinite(runner)) for name in names}
-    return [name for name in _watched(runner) if name in found]
+    found = dict.fromkeys(name for names in dist.all_gather_object(own_nonfinite(runner)) for name in names)
+    own = [name for name in _watched(runner) if name in found]
+    return [*own, *(name for name in found if name not in own)]
 
 
 def _watched(runner: Run) -> dict[str, Tensor]:
     names = trained_names(runner)
     watched = {name: tensor for name, tensor in runner.strategy.model_state().items() if name in names}
     for state in (hook.state_dict() for hook in runner.hooks if hook.holds_weights):
-        watched |= {key: value for key, value in state.items() if key.partition(_AVERAGED)[2] in names}
+        watched |= {key: value for key, value in state.items() if averaged_name(key) in names}
     return watched

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import pydantic
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference
@@ -27,6 +28,7 @@ from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from .launch import Launch, detect_launch
+from .names import Names
 from .needs import Needs
 
 Optim = OptimWrapper | OptimWrapperDict
@@ -121,7 +123,8 @@ class Strategy:
         self._spec: DeviceSpec | None = None
         self._model: nn.Module | None = None
         self._module: nn.Module | None = None
-        self._names: frozenset[str] = frozenset()  # of parameters and buffers when the model was set up
+        self._names = Names(nn.Module())
+        self._at_setup: frozenset[str] = frozenset()  # names of parameters and buffers when the model was set up
         self._owns_group = False
 
     # Facts
@@ -265,6 +268,7 @@ class Strategy:
             if not checkpoint_activations(model, module_filter(chooser, model, where)):
                 raise ConfigError("strategy.activation_checkpointing.check_fn: accepts no submodule of the model")
         self._place(model)
+        self._names = Names(model)
         self._module = model
         self._model = self._wrap(model)
         if self.config.compile:
@@ -277,7 +281,8 @@ class Strategy:
         self._check_precision()
         if optim is not None:
             check_savable(self.module)
-            self._names = tensor_names(self.module)
+            self._at_setup = tensor_names(self.module)
+        self._names.gather(self.module)
         return self._model, optim
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
@@ -347,11 +352,28 @@ class Strategy:
 
     # State
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process, by the names that checkpoints have: those in the model as it was built."""
+        return self._names.parameters(self.module)
+
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters, with the name under which their state is kept."""
-        first: dict[int, str] = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        every = self.module.named_parameters(remove_duplicate=False)
-        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+        """Further names of tied parameters and of modules with extra state, on any process, to the one that is in use."""
+        return self._names.aliases(self.module)
+
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the model's parameters and persistent buffers that other processes hold, and this one does not."""
+        return self._names.elsewhere(self.module)
+
+    def keepers_elsewhere(self) -> frozenset[str]:
+        """Names of the model's modules with extra state that other processes hold, and this one does not."""
+        return self._names.keepers_elsewhere(self.module)
+
+    def saves(self, name: str) -> bool:
+        """Whether this process is the one whose copy counts: of a buffer, or of the extra state of a module.
+
+        Each process may have its own of those. The first counts that has one.
+        """
+        return self._names.owner(name, self.module, self.rank) == self.rank
 
     def model_state(self) -> dict[str, Tensor]:
         """Every parameter (its float32 master where one exists) and persistent buffer of this process, live, by name.
@@ -360,12 +382,12 @@ class Strategy:
         lies: a plain tensor is whole on every process.
         """
         optim = self.optim
-        state = {name: optim.master(p) if optim else p for name, p in self.module.named_parameters()}
+        state = {name: optim.master(p) if optim else p for name, p in self.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
 
     def appeared(self) -> tuple[list[str], list[str]]:
         """Names of the parameters, and of the persistent buffers, that the model has and had not when it was set up."""
-        late = tensor_names(self.module) - self._names if self._names else frozenset()
+        late = tensor_names(self.module) - self._at_setup if self._at_setup else frozenset()
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} if late else set()
         return sorted(late & parameters), sorted(late - parameters)
 
@@ -373,12 +395,19 @@ class Strategy:
         """Names of the parameters that checkpoints lack and the model brings along: frozen ones, if they are excluded."""
         if not self.config.exclude_frozen_parameters:
             return frozenset()
-        return frozenset(name for name, parameter in self.module.named_parameters() if not parameter.requires_grad)
+        return frozenset(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
 
     def _offered(self) -> dict[str, Tensor]:
-        """``model.<name>`` for what a checkpoint gets from this process."""
-        skipped = self.left_out().union(self._buffers() if self.rank > 0 else ())
+        """``model.<name>`` for what a checkpoint gets from this process: all that it has, of buffers those that it saves."""
+        skipped = self.left_out().union(
+            name for name, buffer in self._buffers().items() if not self._offers(name, buffer)
+        )
         return {f"model.{name}": tensor for name, tensor in self.model_state().items() if name not in skipped}
+
+    def _offers(self, name: str, buffer: Tensor) -> bool:
+        owner = self._names.owner(name, self.module, self.rank)
+        # What several hold in parts comes from all that share it with the owner.
+        return owner == self.rank or (isinstance(buffer, DTensor) and owner in buffer.device_mesh.mesh)
 
     def _buffers(self) -> dict[str, Tensor]:
         persistent = self.module.state_dict(keep_vars=True).keys()
@@ -391,8 +420,9 @@ class Strategy:
         - ``optim.state.<name>.<key>``: what the optimizer keeps of a parameter, if it has created it;
         - ``optim.group.<name>.<key>``: the hyper-parameters in force for it, and its optimizer's class as ``optimizer``.
 
-        Needs no communication. Buffers are rank 0's, as in evaluation (see ``share_buffers``); other processes' running
-        statistics, which may differ while training is under way, are not kept.
+        Needs no communication. Each process gives what it has; several may give the same, which a checkpoint gets once.
+        Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); other processes'
+        running statistics, which may differ while training is under way, are not kept.
         """
         state: dict[str, Any] = dict(self._offered())
         for name, wrapper, parameter, group in self._optimized():
@@ -467,7 +497,7 @@ class Strategy:
         """(name, its wrapper, the tensor that is optimized, its group) for every parameter of every optimizer."""
         if self.optim is None:
             return []
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
         return [
             (names[id(wrapper.model_parameter(parameter))], wrapper, parameter, group)
             for wrapper in self.optim.wrappers.values()

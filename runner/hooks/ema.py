@@ -175,11 +175,11 @@ class EMAHook(Hook):
 def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
     """The live tensors that are averaged, by canonical name."""
     strategy = runner.strategy
-    parameters = {name for name, _ in strategy.module.named_parameters()}
+    left_out = set() if with_buffers else {name for name, _ in strategy.module.named_buffers()}
     return {
         name: tensor
         for name, tensor in strategy.model_state().items()
-        if tensor.is_floating_point() and (with_buffers or name in parameters)
+        if tensor.is_floating_point() and name not in left_out
     }
 
 

@@ -22,13 +22,14 @@ from ...core.checkpoint import (
     save_in_background,
     what_is_not_finite,
 )
+from ...core.comm.together import gather_differing, raising_together
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
-from ...core.random_state import rng_state
-from ..finite_weights import keys_to_keep_finite
+from ...core.seed import rng_state
+from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .hook_view import SavedView
-from .module_state import aliases, extra_template, finish, module_state, prepare
+from .module_state import LATE, extra_template, finish, module_state, prepare
 from .pieces import (
     advice,
     begin_epoch_anew,
@@ -72,8 +73,9 @@ def save(
     state["loop"] = runner.train_loop.state_dict()
     state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # of those with data of their own, which have random states of their own
-    state.update(module_state(runner))
-    state["aliases"] = aliases(runner)  # exports write tied tensors under all of their names
+    modules, late_buffers = module_state(runner)
+    state.update(modules)
+    state["aliases"] = strategy.aliases()  # exports write tied tensors under all of their names
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
         "experiment_name": runner.experiment_name,
@@ -83,14 +85,13 @@ def save(
         **(meta or {}),
     }
     hooks = _hook_states(runner)
-    state["hooks"] = {name: sorted(part) for name, part in hooks.items() if part}
     state.update({key: value for part in hooks.values() for key, value in part.items()})
     view = SavedView(state)
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
     state.update(_flatten(view.apply(), "extra"))
-    if runner.rank > 0:  # of buffers rank 0's averages count, as its buffers do
-        own = {name for name, _ in strategy.module.named_buffers()}
-        state = {key: value for key, value in state.items() if key.partition(f"{_SEPARATOR}averaged.")[2] not in own}
+    # Of buffers the averages of one process count, as its buffers do.
+    others = {name for name, _ in strategy.module.named_buffers() if not strategy.saves(name)}
+    state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     per_shard = {
         "rng": rng_state(strategy.device),
         "own_losses": runner.message_hub.own_losses(),
@@ -99,6 +100,10 @@ def save(
     options: dict[str, Any] = dict(
         per_rank=per_shard if topology.reports else None,
         number=topology.data.index,
+        joined={
+            "hooks": {name: sorted(part) for name, part in hooks.items() if part},
+            LATE: late_buffers,
+        },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # only such a one can be resumed
         verify=verify,
@@ -124,21 +129,23 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         CheckpointError: a piece is missing or damaged, or does not fit the model, the optimizer or the data; it says under
             which name the piece can be left out.
     """
-    checkpoint = Checkpoint.open(path)
-    _warn_if_marked(runner, checkpoint)
-    values, strategy, loop = checkpoint.values, runner.strategy, runner.train_loop
-    missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
-    if missing:
-        lacks = " and no ".join(missing.values())
-        raise CheckpointError(f"{path}: cannot be resumed, it has no {lacks}; {advice(*missing)}")
-    saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
-    prepare(runner, checkpoint)
-    with piece(path, "optim", "optimizer"):
-        template = strategy.load_template(saved)
+    strategy, loop = runner.strategy, runner.train_loop
+    with raising_together():
+        checkpoint = Checkpoint.open(path)
+        _warn_if_marked(runner, checkpoint)
+        values = checkpoint.values
+        missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
+        if missing:
+            lacks = " and no ".join(missing.values())
+            raise CheckpointError(f"{path}: cannot be resumed, it has no {lacks}; {advice(*missing)}")
+        saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
+        prepare(runner, checkpoint)
+        with piece(path, "optim", "optimizer"):
+            template = strategy.load_template(saved)
     absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
     _, _, report = match_weights(checkpoint, live, strategy.aliases())
-    if report:
+    if report := report.of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     with piece(path, "loop"):
         check_counts(values["loop"])
@@ -195,23 +202,25 @@ def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[st
 def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Where the tensors of hooks are loaded to: those of their states, and what they added by themselves."""
     states = _hook_states(runner)
-    with piece(checkpoint.path, "hooks", "hooks"):
+    with raising_together(), piece(checkpoint.path, "hooks", "hooks"):
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
         saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
     own = {key: value for state in states.values() for key, value in state.items() if isinstance(value, Tensor)}
+    elsewhere = runner.strategy.elsewhere()
     new = {
         key: torch.empty(info.shape, dtype=info.dtype)
         for key, info in checkpoint.tensors.items()
-        if key.startswith(_EXTRA) or (key in saved and key not in own)
+        if key.startswith(_EXTRA) or (key in saved and key not in own and averaged_name(key) not in elsewhere)
     }
     return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
 
 
 def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
-    for name, hook in _named_hooks(runner):
-        if found := _unflatten(loaded, f"hook.{name}"):
-            with piece(path, f"hook.{name}", "hooks"):
-                hook.load_state_dict(found)
+    with raising_together():
+        for name, hook in _named_hooks(runner):
+            if found := _unflatten(loaded, f"hook.{name}"):
+                with piece(path, f"hook.{name}", "hooks"):
+                    hook.load_state_dict(found)
     added = _unflatten(loaded, "extra")
     runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
 
@@ -222,7 +231,8 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     Raises:
         CheckpointError: with ``strict``, if any name or shape does not fit; always, if nothing fits.
     """
-    opened = open_weights(path)
+    with raising_together():
+        opened = open_weights(path)
     _warn_if_marked(runner, opened)
     if (methods := own_loading(runner.strategy.module)) and not is_checkpoint(path):
         runner.logger.warning(
@@ -231,7 +241,8 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     prepare(runner, opened)
     opened, extra = extra_template(runner, opened, revise_keys)
     source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
-    if report and (strict or not fits):
+    report = report.of_all()
+    if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     source.load(fits)
     opened.load(extra)
@@ -242,7 +253,9 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     for name, hook in _named_hooks(runner):
         own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
         found = {key: tensor for key, tensor in own.items() if key in opened.tensors}
-        if found and all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items()):
+        fits_here = all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items())
+        everywhere = gather_differing([bool(found), fits_here]) if hook.holds_weights else []
+        if any(has_some for has_some, _ in everywhere) and all(fits for _, fits in everywhere):
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
 

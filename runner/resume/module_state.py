@@ -12,8 +12,8 @@ from torch import Tensor
 from ...core.checkpoint import Checkpoint
 from ...core.module_state import (
     EXTRA,
-    extra_aliases,
     extra_state,
+    keeper_of,
     keepers,
     make_buffers,
     set_extra_state,
@@ -28,8 +28,8 @@ LATE = "late_buffers"
 _MODEL = "model."
 
 
-def module_state(runner: Run) -> dict[str, Any]:
-    """What a save adds for the modules: rank 0's extra state, and the names of buffers that setup had not seen."""
+def module_state(runner: Run) -> tuple[dict[str, Any], list[str]]:
+    """What a save adds for the modules: their extra state, and the names of buffers that setup had not seen."""
     strategy = runner.strategy
     # Every process asks its modules, whose answer may take messages.
     state = extra_state(strategy.module)
@@ -40,14 +40,9 @@ def module_state(runner: Run) -> dict[str, Any]:
             f"The model has parameters by now that it had not when the run was set up: {', '.join(parameters)}; no optimizer "
             "trains them, and a run that resumes lacks them; make them in the constructor"
         )
-    if runner.rank > 0:
-        state = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-    return {**state, LATE: buffers}
-
-
-def aliases(runner: Run) -> dict[str, str]:
-    """Further names of tied parameters, and of modules with extra state."""
-    return {**runner.strategy.aliases(), **extra_aliases(runner.strategy.module)}
+    saved = {name for name, _ in keepers(strategy.module) if strategy.saves(name)}
+    own = {k: v for k, v in state.items() if not isinstance(v, Tensor) or keeper_of(k) in saved}
+    return own, buffers
 
 
 def prepare(runner: Run, checkpoint: Checkpoint) -> None:
@@ -67,7 +62,7 @@ def extra_template(
 ) -> tuple[Checkpoint, dict[str, Tensor]]:
     """The extra state in a checkpoint under the names of the model's modules, and tensors to fill for it."""
     module = runner.strategy.module
-    other_names, wanted = extra_aliases(module), {torch_key(name): name for name, _ in keepers(module)}
+    other_names, wanted = runner.strategy.aliases(), {torch_key(name): name for name, _ in keepers(module)}
     found: dict[str, str] = {}
     for key in checkpoint.values:
         if key.startswith(EXTRA):
@@ -77,7 +72,8 @@ def extra_template(
             found[other_names.get(name, name)] = key
     for name in wanted.keys() - found.keys():
         runner.logger.warning(f"{checkpoint.path}: has no {name}, of which the model keeps what it has")
-    for name in found.keys() - wanted.keys():
+    elsewhere = {torch_key(name) for name in runner.strategy.keepers_elsewhere()}
+    for name in found.keys() - wanted.keys() - elsewhere:
         runner.logger.warning(f"{checkpoint.path}: {name} is left out, the model has no such extra state")
     renamed = {found[name]: EXTRA + wanted[name] for name in found.keys() & wanted.keys()}
     values = {key: value for key, value in checkpoint.values.items() if not key.startswith(EXTRA)}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
+from ...core.comm.together import gather_differing, raising_together
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, ConfigError, FlexTrainError, counted
-from ...core.random_state import load_rng_state
-from ...core.seed import seed_process
+from ...core.seed import load_rng_state, seed_process
 from ...optim.canonical import GROUP, KIND, split_key
 from ..data.dataloaders import TrainData
 from ..data.samplers import DefaultSampler
@@ -238,6 +238,15 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
     """
     now = _settings(runner)
     then = {key: value for key, value in values.items() if key.startswith(GROUP)}
+    with raising_together():
+        _check_settings(then, now)
+    lacking = set.intersection(*map(set, gather_differing(sorted(then.keys() - now.keys()))))  # on all processes
+    gone = sorted(filter(None, map(_optimized, lacking)))
+    if gone:
+        runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
+
+
+def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key in now:
         if key not in then and (lost := _optimized(key)):
             raise CheckpointError(f"has no optimizer state of {lost}, which was not optimized then")
@@ -248,9 +257,6 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
                 f"{name} has {setting}={value}, and shares a group now with parameters that have {now[key]}; give each of "
                 "them a group of its own"
             )
-    gone = sorted(filter(None, map(_optimized, then.keys() - now.keys())))
-    if gone:
-        runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
 
 
 def _settings(runner: Run) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...comm.collectives import all_gather_object, get_rank, get_world_size
+from ...comm.together import gather_differing, raising_together
 from ...errors import CheckpointError
 from .. import directory
 from ..manifest import DTYPES, VALUES, FileEntry, TensorEntry
@@ -85,13 +86,24 @@ class Checkpoint:
         return {**self.values, **self.tensors}
 
     def load(self, template: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of a template in place, each process its own part; collective.
+        """Fill the tensors of a template in place, each process its own part; collective, also for one that needs nothing.
 
         All files are compared with their checksums before the first of them is read; the processes divide that work.
 
         Raises:
-            CheckpointError: a key is not in the checkpoint, a shape differs, or a file is damaged or cannot be read.
+            CheckpointError: on every process, if on any a key is not in the checkpoint, a shape differs, or a file is damaged
+                or cannot be read.
         """
+        with raising_together():
+            self._check_fit(template)
+        if not any(gather_differing(bool(template))):
+            return
+        self.check_files()
+        reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
+        with _own_errors(self.path, "could not be read"):
+            load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
+
+    def _check_fit(self, template: Mapping[str, Tensor]) -> None:
         for key, tensor in template.items():
             if key not in self.entries:
                 raise CheckpointError(f"{self.path}: has no tensor {key}")
@@ -99,12 +111,6 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.path}: {key} has shape {self.entries[key].shape}, shape {tuple(tensor.shape)} is needed"
                 )
-        if not template:
-            return
-        self.check_files()
-        reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
-        with _own_errors(self.path, "could not be read"):
-            load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
 
     def renamed(self, entries: Mapping[str, TensorEntry], values: Mapping[str, Any] | None = None) -> Checkpoint:
         """The same source with its tensors under other keys; values too, where they are given."""
@@ -150,6 +156,7 @@ def _own_errors(path: Path, what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP's word for one process
+            warnings.filterwarnings("ignore", "Detected mismatched keys")  # processes may hold different ones
             yield
     except CheckpointException as error:  # derives from BaseException, which `except Exception` does not see
         # DCP gives (exception, stack summary) by rank.

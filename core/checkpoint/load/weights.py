@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...comm.together import gather_differing
 from ...errors import CheckpointError, nearest
 from ...module_state import EXTRA, module_of
 from ..directory import is_checkpoint
@@ -91,6 +92,17 @@ class MatchReport:
     def __bool__(self) -> bool:
         """Whether anything does not fit."""
         return bool(self.missing or self.unexpected or self.misshaped)
+
+    def of_all(self) -> MatchReport:
+        """The same for the names of all processes: what any misses, and what no process has; collective."""
+        own = (self.missing, self.unexpected, dict(self.misshaped))
+        missing, unexpected, misshaped = zip(*gather_differing(own), strict=True)
+        lacking_everywhere = set.intersection(*map(set, unexpected))
+        return MatchReport(
+            missing=tuple(dict.fromkeys(name for names in missing for name in names)),
+            unexpected=tuple(name for name in self.unexpected if name in lacking_everywhere),
+            misshaped={name: shapes for found in misshaped for name, shapes in found.items()},
+        )
 
     def __str__(self) -> str:
         parts = []

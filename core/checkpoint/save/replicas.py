@@ -59,11 +59,12 @@ class Replicas:
         rows = [(*place, value) for place, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 
-    def difference(self, everyones: Sequence[bytes]) -> str | None:
+    def difference(self, everyones: Sequence[bytes], keys: Iterable[str] = ()) -> str | None:
         """What is not the same on all processes that hold it, and where; None if there is nothing.
 
         Args:
             everyones: what ``packed`` gave on each process.
+            keys: those of all processes, of which this one may have some only.
         """
         ranks: dict[bytes, list[int]] = {}
         for rank, packed in enumerate(everyones):
@@ -78,13 +79,13 @@ class Replicas:
                 split.setdefault(key, list(kinds.values()))
         if not split:
             return None
-        order = list(self._names)
-        first = min(split, key=lambda key: order.index(key) if key in self._names else len(order))
+        names = self._names | {_number(key): key for key in keys}
+        order = list(names)
+        first = min(split, key=order.index)
         most, *others = sorted(split[first], key=lambda owners: (-len(owners), owners))
         stray = ", ".join(map(str, sorted(rank for owners in others for rank in owners)))
-        name = self._names.get(first, "a tensor that rank 0 lacks")
         more = f", {counted(len(split) - 1, 'tensor')} more likewise" if len(split) > 1 else ""
-        return f"{name} is not the same everywhere, rank {stray} has another than rank {most[0]}{more}"
+        return f"{names[first]} is not the same everywhere, rank {stray} has another than rank {most[0]}{more}"
 
 
 def _number(name: str) -> int:

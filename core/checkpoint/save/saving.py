@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...comm.collectives import get_rank, get_world_size
@@ -28,12 +27,14 @@ from ...errors import CheckpointError
 from ...finite import nonfinite
 from ...host_memory import HostBuffer
 from .. import directory
-from ..manifest import DTYPE_NAMES, VALUES, Chunk, FileEntry, Manifest, TensorEntry
+from ..manifest import DTYPE_NAMES, VALUES, FileEntry, Manifest
 from ..paths import is_local, place
 from ..planners import ShardSavePlanner, layout_of
-from ..storage import name_in_file, write_shard
+from ..storage import write_shard
 from .participants import Peers
+from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
+from .written_index import WrittenIndex, file_of
 
 _logger = logging.getLogger("flextrain")
 
@@ -46,6 +47,7 @@ def save_checkpoint(
     *,
     per_rank: Mapping[str, Any] | None = None,
     number: int | None = None,
+    joined: Mapping[str, Any] | None = None,
     written_by: Mapping[str, str | int] | None = None,
     is_latest: bool = False,
     verify: bool = False,
@@ -61,9 +63,10 @@ def save_checkpoint(
         path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); a checkpoint of this name is replaced
             once the new one is complete.
         state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
-            JSON-able value (rank 0's counts).
+            JSON-able value (rank 0's counts, or that of the first process that has it).
         per_rank: JSON-able values that differ by process; read back as lists of those that gave some, in order of ``number``.
         number: by default its rank.
+        joined: lists of names, or mappings to such lists, of which the checkpoint gets what any process has.
         written_by: facts for people, such as the strategy's name.
         is_latest: ``latest`` in the parent directory names it when it is complete.
         verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
@@ -75,7 +78,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
     """
-    save = _Save(path, state, per_rank, number, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save = _Save(
+        path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
+    )
     save.prepare(copy=False)
     save.finish()
     return save.path
@@ -87,6 +92,7 @@ def save_in_background(
     *,
     per_rank: Mapping[str, Any] | None = None,
     number: int | None = None,
+    joined: Mapping[str, Any] | None = None,
     written_by: Mapping[str, str | int] | None = None,
     is_latest: bool = False,
     verify: bool = False,
@@ -103,7 +109,9 @@ def save_in_background(
     Raises:
         CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
     """
-    save = _Save(path, state, per_rank, number, written_by, is_latest, verify, timeout_s, staging or Staging(), finite)
+    save = _Save(
+        path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
+    )
     save.prepare(copy=True)
     return PendingSave(save)
 
@@ -118,24 +126,6 @@ class Staging:
         self.memory = HostBuffer()
 
 
-class _Index:
-    """Of every tensor, its pieces and where they will be."""
-
-    def __init__(self) -> None:
-        self._plans: tuple[list[SavePlan], Metadata] | None = None
-        self._entries: dict[str, TensorEntry] = {}
-
-    def plan(self, plans: list[SavePlan], metadata: Metadata) -> None:
-        """Let it follow from the plans of all processes."""
-        self._plans = plans, metadata
-
-    def entries(self) -> dict[str, TensorEntry]:
-        """Made when they are first asked for, when training goes on already; the plans of all then make room."""
-        if self._plans is not None:
-            self._entries, self._plans = _entries(*self._plans), None
-        return self._entries
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Who writes what. It holds for as long as the layouts of all processes' tensors are those that it was made for."""
@@ -146,7 +136,7 @@ class _Plan:
     """The rank, the number of processes, and the layout of each of this one's tensors."""
     items: Sequence[WriteItem] = ()
     """What this process writes."""
-    index: _Index = field(default_factory=_Index)
+    index: WrittenIndex = field(default_factory=WrittenIndex)
     """What all write; rank 0's."""
 
 
@@ -199,6 +189,7 @@ class _Save:
         state: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
         number: int | None,
+        joined: Mapping[str, Any] | None,
         written_by: Mapping[str, str | int] | None,
         is_latest: bool,
         verify: bool,
@@ -209,8 +200,9 @@ class _Save:
         self.path = self._folder = place(path)
         self._is_latest, self._verify = is_latest, verify
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        self._values = {key: value for key, value in state.items() if key not in self._tensors}
-        self._own = (get_rank() if number is None else number, dict(per_rank or {}))
+        values = {key: value for key, value in state.items() if key not in self._tensors}
+        own = get_rank() if number is None else number
+        self._plain = PlainValues(values, own, per_rank or {}, joined or {})
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
@@ -226,9 +218,12 @@ class _Save:
 
         Where all write what they wrote in the save before, they copy it at once, and a single round of messages does.
         """
-        folder, as_before = self._peers.round(lambda: self._offer(copy), self._begin)
+        folder, as_before, known = self._peers.round(lambda: self._offer(copy), self._begin)
         # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
         self._folder = directory.temporary(self.path) if is_local(self.path) else place(folder)
+        if known is not None:
+            with self._cleared_away():
+                self._peers.round(lambda: (self._plain.own, self._plain.beyond(known)), self._put_together)
         if not as_before:
             self._staged = None  # what was copied already would keep the memory that gives way to more
             with self._cleared_away():
@@ -239,30 +234,40 @@ class _Save:
             self._tensors.clear()
             del self._planner
 
-    def _offer(self, copy: bool) -> tuple[str | None, tuple[int, dict[str, Any]]]:
-        """The plan that still holds here, if one does, and what differs by process, with the place of that."""
+    def _offer(self, copy: bool) -> tuple[str | None, Own, int]:
+        """The plan that still holds here, if one does, what differs by process, and whether that is more than it should."""
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
-        directory.to_json(self._own[1], "per_rank")  # what JSON cannot hold may not be sent either
+        fingerprint = self._plain.fingerprint()
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
         if self._staging.plan.made_for != self._layouts():
-            return None, self._own
+            return None, self._plain.own, fingerprint
         self._plan = self._staging.plan
         if copy:
             self._copy()
-        return self._plan.mark, self._own
+        return self._plan.mark, self._plain.own, fingerprint
 
-    def _begin(self, offers: list[tuple[str | None, tuple[int, dict[str, Any]]]]) -> list[tuple[str, bool]]:
-        given = [own for _, own in sorted((own for _, own in offers), key=lambda own: own[0]) if own]
-        lists = {key: [own[key] for own in given] for key in (given[0] if given else ())}
-        self._text = directory.to_json(self._values | lists, "checkpoint")
-        directory.check_length(self.path / VALUES, self._text)
-        marks = {mark for mark, _ in offers}
-        return [(str(directory.begin(self.path)), len(marks) == 1 and None not in marks)] * len(offers)
+    def _begin(self, offers: list[tuple[str | None, Own, int]]) -> list[tuple[str, bool, list[str] | None]]:
+        marks, own, fingerprints = zip(*offers, strict=True)
+        known = None if len(set(fingerprints)) == 1 else self._plain.keys()
+        if known is None:
+            self._keep_text(self._plain.text(own))
+        as_before = len(set(marks)) == 1 and None not in marks
+        return [(str(directory.begin(self.path)), as_before, known)] * len(offers)
+
+    def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> list[None]:
+        """The values of processes that hold different names."""
+        own, others = zip(*offers, strict=True)
+        self._keep_text(self._plain.text(own, others))
+        return [None] * len(offers)
+
+    def _keep_text(self, text: bytes) -> None:
+        directory.check_length(self.path / VALUES, text)
+        self._text = text
 
     def _agree(self) -> _Plan:
-        index = _Index()
+        index = WrittenIndex()
 
         def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
             plans, metadata = self._planner.create_global_plan(offers)
@@ -317,7 +322,7 @@ class _Save:
             self._look_at_replicas(None)
         if not self._plan.items:
             return _Written(None, self._nonfinite, self._replicas.packed())
-        file = _file(get_rank())
+        file = file_of(get_rank())
         self._staging.memory.wait()
         tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
@@ -335,7 +340,7 @@ class _Save:
             yield tensor
 
     def _complete(self, written: list[_Written]) -> list[tuple[str, ...]]:
-        if found := self._replicas.difference([part.replicas for part in written]):
+        if found := self._replicas.difference([part.replicas for part in written], self._plan.index.entries()):
             raise CheckpointError(f"{found}; what every process keeps has to be equal, or rank 0's alone")
         folder = self._folder
         files = {VALUES: directory.write_file(folder / VALUES, self._text)}
@@ -362,25 +367,3 @@ class _Written:
     """Keys of what should be finite and is not."""
     replicas: bytes
     """Fingerprints of what other processes hold too."""
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
-    """Of every tensor, its pieces and where they will be."""
-    chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            assert item.tensor_data is not None
-            piece = item.tensor_data.chunk
-            chunks[item.index.fqn].append(
-                Chunk(offsets=tuple(piece.offsets), shape=tuple(piece.sizes), file=_file(rank), name=name_in_file(item))
-            )
-    entries = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        dtype = DTYPE_NAMES[entry.properties.dtype]
-        entries[key] = TensorEntry(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks[key]))
-    return entries

@@ -1,0 +1,52 @@
+"""Index of what all processes write: of every tensor, its rectangles and the files that they are in."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from ..manifest import DTYPE_NAMES, Chunk, TensorEntry
+from ..storage import name_in_file
+
+
+class WrittenIndex:
+    """Of every tensor, its pieces and where they will be."""
+
+    def __init__(self) -> None:
+        self._plans: tuple[list[SavePlan], Metadata] | None = None
+        self._entries: dict[str, TensorEntry] = {}
+
+    def plan(self, plans: list[SavePlan], metadata: Metadata) -> None:
+        """Let it follow from the plans of all processes."""
+        self._plans = plans, metadata
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Made when they are first asked for, when training goes on already; the plans of all then make room."""
+        if self._plans is not None:
+            self._entries, self._plans = _entries(*self._plans), None
+        return self._entries
+
+
+def file_of(rank: int) -> str:
+    """The name of what ``rank`` writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
+    """Of every tensor, its pieces and where they will be."""
+    chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            piece = item.tensor_data.chunk
+            chunks[item.index.fqn].append(
+                Chunk(
+                    offsets=tuple(piece.offsets), shape=tuple(piece.sizes), file=file_of(rank), name=name_in_file(item)
+                )
+            )
+    entries = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = DTYPE_NAMES[entry.properties.dtype]
+        entries[key] = TensorEntry(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks[key]))
+    return entries

@@ -1,0 +1,90 @@
+"""Which names of the model this process holds, what others call them, and who saves what each may have its own of."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from torch import nn
+
+from ..core.comm.together import gather_differing
+from ..core.module_state import extra_aliases, keepers, tensor_names, torch_key
+
+
+class Names:
+    """The names of a model, of which a process may hold some only once the strategy has wrapped it.
+
+    A name is the one in the model as it was built. A tied parameter has the first of its names, also on a process that
+    holds it under another one alone, as the last stage of a pipeline does.
+
+    Args:
+        model: as it was built, the same on every process.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._aliases = {**tied(model), **extra_aliases(model)}
+        self._all = tensor_names(model)
+        self._keepers = frozenset(name for name, _ in keepers(model))
+        self._owners: dict[str, int] = {}
+
+    def gather(self, module: nn.Module) -> None:
+        """Find out who holds what; collective, once the model is what it will stay."""
+        own = sorted({*(name for name, _ in module.named_buffers()), *(_part(m, n) for n, m in module.named_modules())})
+        everyones = gather_differing(own)
+        if all(names == own for names in everyones):
+            return  # rank 0 has everything
+        for rank, names in enumerate(everyones):
+            for name in names:
+                self._owners.setdefault(name, rank)
+
+    def owner(self, name: str, module: nn.Module, own: int) -> int:
+        """The first process that has the buffer ``name`` of ``module``, or its submodule of that name.
+
+        Args:
+            own: the process that asks; it answers for modules that came later.
+        """
+        if name in self._owners or not self._owners:
+            return self._owners.get(name, 0)
+        while name:  # a buffer that has come up in training belongs to its module
+            try:
+                return self._owners.get(_part(module.get_submodule(name), name), own)
+            except AttributeError:
+                name = name.rpartition(".")[0]
+        return self._owners.get(_part(module, ""), own)
+
+    def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this process holds, by their names in the model."""
+        own = dict(module.named_parameters())
+        for name, parameter in own.items():
+            yield self._first(name, own), parameter
+
+    def aliases(self, module: nn.Module) -> dict[str, str]:
+        """Further names of tied parameters and of modules with extra state, of all processes, to the first of them."""
+        held = dict(module.named_parameters(remove_duplicate=False))
+        names = {*held, *(torch_key(name) for name, _ in keepers(module, every_name=True))}
+        elsewhere = {alias: name for alias, name in self._aliases.items() if not {alias, name} <= names}
+        now = {**tied(module), **extra_aliases(module)}
+        return {**elsewhere, **{alias: self._first(name, names) for alias, name in now.items()}}
+
+    def elsewhere(self, module: nn.Module) -> frozenset[str]:
+        """Names of parameters and persistent buffers that other processes hold, and this one does not."""
+        return self._all - tensor_names(module) - {name for name, _ in self.parameters(module)}
+
+    def keepers_elsewhere(self, module: nn.Module) -> frozenset[str]:
+        """Names of modules with extra state that other processes hold, and this one does not."""
+        return self._keepers - {name for name, _ in keepers(module, every_name=True)}
+
+    def _first(self, name: str, held: Container[str]) -> str:
+        first = self._aliases.get(name, name)
+        return name if first in held else first
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, to the first of them."""
+    first: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _part(module: nn.Module, name: str) -> str:
+    """A module by name and class: what stands in for another process's has another class."""
+    return f"{name}: {type(module).__name__}"
