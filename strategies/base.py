@@ -21,6 +21,7 @@ from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, tensor_names
+from ..core.overriding import overridden
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
@@ -30,6 +31,7 @@ from ..optim.wrapper_dict import OptimWrapperDict
 from .launch import Launch, detect_launch
 from .names import Names
 from .needs import Needs
+from .steps import EvalStep, TrainStep
 
 Optim = OptimWrapper | OptimWrapperDict
 
@@ -126,6 +128,7 @@ class Strategy:
         self._names = Names(nn.Module())
         self._at_setup: frozenset[str] = frozenset()  # names of parameters and buffers when the model was set up
         self._owns_group = False
+        self._puts_off_sync = True  # whether grad_sync does anything, which setup finds out
 
     # Facts
 
@@ -278,6 +281,7 @@ class Strategy:
             if found := first_difference(recipe_of(optim), kind=f"part {self.topology.place_in_model} of the model"):
                 raise StrategyError(f"{found}; every process has to be configured alike")
         self.optim = optim
+        self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
             check_savable(self.module)
@@ -328,6 +332,42 @@ class Strategy:
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
         return NOTHING
+
+    def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
+        """Forward and backward of the micro-batches of one update; the update itself comes after.
+
+        By default one micro-batch after the other, each within ``grad_sync``.
+
+        Args:
+            window: the micro-batches, as ``split`` gave them.
+            step: calls the model the way it wants to be called.
+
+        Returns:
+            What to log: 0-dim tensors by name, means over the window. On every process, also those that see no loss.
+        """
+        parts = []
+        for i, batch in enumerate(window):
+            reduces = step.begin(i)
+            if self._puts_off_sync:
+                with self.grad_sync(reduces):
+                    parts.append(step.run(batch, i))
+            else:  # entering a context that does nothing takes as long as the rest of this loop
+                parts.append(step.run(batch, i))
+        return step.mean(parts)
+
+    def evaluate(self, batch: Any, step: EvalStep) -> Any:
+        """What the model predicts for a batch of evaluation, as ``split`` gave it; None on processes that have no outputs.
+
+        Those are no processes that report, see ``Topology``. By default one forward.
+        """
+        return step.predict(batch)
+
+    def split(self, batch: Any) -> Any:
+        """The part of a batch that this process computes with, where several share one; by default all of it.
+
+        What ``loss_weight`` counts in the parts is added up over all processes.
+        """
+        return batch
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an update that an exception has ended, because all of its micro-batches come again.

@@ -1,4 +1,4 @@
-"""The training loop without the runner: what a strategy and an OptimWrapper must do together, and nothing else."""
+"""The runner's updates without its loops: what a strategy and an OptimWrapper must do together, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..core.comm.collectives import all_reduce
 from ..core.device import to_device
-from ..core.model import parse_losses, run_forward
+from ..core.model import run_forward
+from ..optim.wrapper import OptimWrapper
+from ..runner.loops.step import Stepper
+from ..strategies.base import Strategy
 from .models import Batch
-
-if TYPE_CHECKING:
-    from ..optim.wrapper import OptimWrapper
-    from ..strategies.base import Strategy
 
 T = TypeVar("T")
 
@@ -74,28 +72,18 @@ def train(
         schedulers: moved after each update that was not skipped.
         after_update: called after each update and the schedulers.
     """
-    trace = Trace()
+    trace, stepper = Trace(), _Watched(strategy, model, optim)
     model.train()
     for window in global_windows:
-        parts = [shard(batch, *strategy.topology.shard) for batch in window]
-        factors = loss_factors(strategy, parts)
-        trace.lrs_seen.append([])
-        losses = []
-        for i, batch in enumerate(parts):
-            trace.lrs_seen[-1].append(learning_rates(optim))
-            optim.begin(i, len(parts))
-            with strategy.grad_sync(i == len(parts) - 1):
-                with strategy.autocast():
-                    loss, _ = parse_losses(run_forward(model, to_device(batch, strategy.device)))
-                loss = loss * factors[i]
-                optim.backward(loss / len(parts))
-            losses.append(loss.detach())
+        stepper.seen = []
+        outputs = stepper.train([shard(batch, *strategy.topology.shard) for batch in window])
+        trace.lrs_seen.append(stepper.seen)
         trace.lrs.append(learning_rates(optim))
-        info = optim.step()
-        trace.losses.append(float(strategy.topology.data.mean(torch.stack(losses).float().mean())))
-        trace.grad_norms.append(None if info.grad_norm is None else float(info.grad_norm))
-        trace.skipped.append(info.skipped)
-        if not info.skipped:
+        norm, skipped = outputs.get("grad_norm"), optim.last_step.skipped
+        trace.losses.append(float(strategy.topology.data.mean(outputs["loss"].float().clone())))
+        trace.grad_norms.append(None if norm is None else float(norm))
+        trace.skipped.append(skipped)
+        if not skipped:
             for scheduler in schedulers:
                 scheduler.step()
         if after_update:
@@ -103,28 +91,42 @@ def train(
     return trace
 
 
-def loss_factors(strategy: Strategy, parts: Sequence[Batch]) -> Tensor:
-    """What each micro-batch's mean loss is multiplied by so that every term of the window counts the same.
+class _Watched(Stepper):
+    """Notes the learning rates before every micro-batch."""
 
-    A strategy averages over n parts of the data and the loop over ``len(parts)`` micro-batches; a part with the share s of
-    all terms then needs the factor s * n * len(parts). Ones for a model without ``loss_weight``.
-    """
-    weight = getattr(strategy.module, "loss_weight", None)
-    if weight is None:
-        return torch.ones(len(parts))
-    weights = torch.stack([weight(part) for part in parts])
-    total = all_reduce(weights.sum())
-    return weights / total * strategy.world_size * len(parts)
+    seen: list[list[float]]
+
+    def begin(self, index: int) -> bool:
+        self.seen.append(learning_rates(cast(OptimWrapper, self.optim)))
+        return super().begin(index)
+
+
+class _RawOutputs:
+    """Evaluation that gives what the model computes; see EvalStep."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module) -> None:
+        self._strategy, self._model = strategy, model
+
+    def prepare(self, batch: Batch) -> Batch:
+        found: Batch = to_device(batch, self._strategy.device)
+        return found
+
+    def predict(self, batch: Batch) -> Tensor:
+        with self._strategy.autocast():
+            output: Tensor = run_forward(self._model, self.prepare(batch), mode="tensor")
+        return output.cpu()
 
 
 def evaluate(strategy: Strategy, model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
-    """The model's raw outputs without gradients, each process on its part of every batch; the model is left in training mode."""
+    """The model's raw outputs without gradients, each process on its part of every batch; the model is left in training mode.
+
+    None in place of what a process has no outputs of.
+    """
     model.eval()
-    outputs = []
-    with torch.no_grad(), strategy.autocast():
-        for batch in batches:
-            part = to_device(shard(batch, *strategy.topology.shard), strategy.device)
-            outputs.append(run_forward(model, part, mode="tensor").cpu())
+    step = _RawOutputs(strategy, model)
+    with torch.no_grad():
+        parts = (strategy.split(shard(batch, *strategy.topology.shard)) for batch in batches)
+        outputs = [strategy.evaluate(part, step) for part in parts]
     model.train()
     return outputs
 

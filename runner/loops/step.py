@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.device import to_device
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
 from ...core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
@@ -60,10 +60,16 @@ class Stepper:
         self.has_preprocessor = callable(preprocessor)
         self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
-        self._run = self._custom_step if self.custom_train else self._micro_batch
+        self.run: Callable[[Any, int], dict[str, Tensor]] = (
+            self._custom_step if self.custom_train else self._micro_batch
+        )
+        self.shares: Sequence[float | None] = _WHOLE
+        self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
+        self._has_own_window = type(strategy).run_window is not Strategy.run_window
+        splits = type(strategy).split is not Strategy.split or overridden(strategy, "split")
+        self._split = strategy.split if splits else None
+        self._eval_steps = {mode: _EvalStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is left out: entering one takes as long as the rest of this class.
-        syncs = type(strategy).grad_sync is not Strategy.grad_sync or overridden(strategy, "grad_sync")
-        self._grad_sync = strategy.grad_sync if syncs else None
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
@@ -97,23 +103,15 @@ class Stepper:
             0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
             ``grad_norm``, or ``<name>.grad_norm`` of each of several optimizers, when it was computed.
         """
-        optim, size = self.optim, len(window)
+        optim = self.optim
         assert optim is not None
-        factors = _WHOLE if size == 1 and self.weighing is None else self._factors(window)
-        if factors is None:
+        if self._split is not None:
+            window = [self._split(batch) for batch in window]
+        shares = _WHOLE if len(window) == 1 and self.weighing is None else self._shares_of(window)
+        if shares is None:
             return self._leave_out(optim)
-        parts = []
-        for i, batch in enumerate(window):
-            optim.begin(i, size)
-            if self._grad_sync is None:
-                parts.append(self._run(batch, optim, factors[i]))
-            else:
-                with self._grad_sync(i + 1 == size if self._should_sync is None else self._should_sync()):
-                    parts.append(self._run(batch, optim, factors[i]))
-        if self.weighing is not None:
-            outputs = self.weighing.mean(parts)
-        else:
-            outputs = parts[0] if size == 1 else _mean(parts)
+        self.shares = shares
+        outputs = self._run_window(window, self)
         if self._updates_itself:
             for name, wrapper in optim.wrappers.items():
                 if (norm := wrapper.last_step.grad_norm) is not None:
@@ -124,7 +122,7 @@ class Stepper:
                 outputs["grad_norm"] = info.grad_norm
         return outputs
 
-    def _factors(self, window: list[Any]) -> Sequence[float | None] | None:
+    def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """What to multiply the loss of each micro-batch with, None for 1; None for all: nothing in them counts."""
         size = len(window)
         if self.weighing is None:
@@ -139,46 +137,85 @@ class Stepper:
         return self.weighing is None or self.weighing.counts(batch)
 
     def rehearse(self, batch: Any, optim: Any) -> None:
-        """Forward of a micro-batch once more, for whoever watches the model's parts.
+        """Forward of a micro-batch once more, for whoever watches the model's parts; a strategy's own window has a backward.
 
         Args:
             batch: the micro-batch.
             optim: what a model's own ``train_step`` gets, which must not update anything.
         """
+        if self._split is not None:
+            batch = self._split(batch)
         if self.custom_train:
-            self._custom_step(batch, optim)
-            return
-        with torch.no_grad(), self._autocast() if self._autocast else NOTHING:
-            self._losses(self.preprocess(batch, True))
+            self._call_train_step(batch, optim)
+        elif self._has_own_window:
+            self.shares = _WHOLE
+            self._run_window([batch], self)
+        else:
+            with torch.no_grad():
+                self.forward(batch)
 
     def differentiate(self, window: list[Any]) -> bool:
         """Forward and backward of a window without its update; False where both are one thing."""
         if self._updates_itself:
             return False
-        assert self.optim is not None
-        for i, (batch, factor) in enumerate(zip(window, self._factors(window) or (), strict=False)):
-            self.optim.begin(i, len(window))
-            with self._grad_sync(i + 1 == len(window)) if self._grad_sync else NOTHING:
-                self._micro_batch(batch, self.optim, factor)
+        if self._split is not None:
+            window = [self._split(batch) for batch in window]
+        shares = self._shares_of(window)
+        if shares is not None:
+            self.shares = shares
+            self._run_window(window, self)
         return True
 
-    def _micro_batch(self, batch: Any, optim: Any, factor: float | None) -> dict[str, Tensor]:
+    # What a strategy is handed, see TrainStep
+
+    def begin(self, index: int) -> bool:
+        """See TrainStep."""
+        size = len(self.shares)
+        self.optim.begin(index, size)  # type: ignore[union-attr]
+        return index + 1 == size if self._should_sync is None else self._should_sync()
+
+    def prepare(self, batch: Any) -> Any:
+        """See TrainStep."""
+        return self.preprocess(batch, True)
+
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """See TrainStep."""
+        if self.custom_train:
+            raise StrategyError(
+                f"{type(self.strategy).__name__}: calls forward and backward by itself, and {type(self.module).__name__} "
+                "defines its own train_step, which does both; leave that out"
+            )
         data = self.preprocess(batch, True)
         if self._autocast is None:
             loss, logs = self._losses(data)
         else:
             with self._autocast():
                 loss, logs = self._losses(data)
-        if factor is None:
+        if self._reuses_outputs:
+            return loss, {name: value.detach().clone() for name, value in logs.items()}
+        return loss, {name: value.detach() for name, value in logs.items()}
+
+    def backward(self, loss: Tensor, index: int) -> None:
+        """See TrainStep."""
+        share = self.shares[index]
+        if share is None:
             self._differentiate(loss)
-        elif factor:
-            self._differentiate(loss * factor)
+        elif share:
+            self._differentiate(loss * share)
         else:
             with giving_nothing(loss, self.module.parameters()) as zero:
                 self._differentiate(zero)
-        if self._reuses_outputs:
-            return {name: value.detach().clone() for name, value in logs.items()}
-        return {name: value.detach() for name, value in logs.items()}
+
+    def mean(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """See TrainStep."""
+        if self.weighing is not None:
+            return self.weighing.mean(parts)
+        return parts[0] if len(parts) == 1 else _mean(parts)
+
+    def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
+        loss, logs = self.forward(batch)
+        self.backward(loss, index)
+        return logs
 
     def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
         """An update of nothing: as one that loss scaling cancels, it moves no weight, no average and no schedule."""
@@ -201,7 +238,10 @@ class Stepper:
             logs = {**scalars, **logs}
         return total, logs
 
-    def _custom_step(self, batch: Any, optim: Any, share: object = None) -> dict[str, Tensor]:
+    def _custom_step(self, batch: Any, index: int) -> dict[str, Tensor]:
+        return self._call_train_step(batch, self.optim)
+
+    def _call_train_step(self, batch: Any, optim: Any) -> dict[str, Tensor]:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
@@ -226,6 +266,12 @@ class Stepper:
         return loss
 
     def evaluate(self, batch: Any, mode: str) -> Any:
+        """What the strategy gives for one batch; ``mode`` is "val" or "test"."""
+        if self._split is not None:
+            batch = self._split(batch)
+        return self._evaluate(batch, self._eval_steps[mode])
+
+    def predict(self, batch: Any, mode: str) -> Any:
         """What the model predicts for one batch; ``mode`` is "val" or "test"."""
         if overrides(self.module, f"{mode}_step"):
             with self.strategy.autocast():
@@ -240,6 +286,21 @@ class Stepper:
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)
+
+
+class _EvalStep:
+    """A batch of validation or of testing, see EvalStep."""
+
+    def __init__(self, stepper: Stepper, mode: str) -> None:
+        self._stepper, self._mode = stepper, mode
+
+    def prepare(self, batch: Any) -> Any:
+        """See EvalStep."""
+        return self._stepper.preprocess(batch, False)
+
+    def predict(self, batch: Any) -> Any:
+        """See EvalStep."""
+        return self._stepper.predict(batch, self._mode)
 
 
 def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
