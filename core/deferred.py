@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,15 +267,3 @@ class _Replay:
             flat.as_strided(place.like.shape, place.like.stride()).copy_(place.read())
         self._held[key] = flat
         return flat
-
-
-@contextmanager
-def same_random_state(state: Tensor) -> Iterator[None]:
-    """Draw from ``state`` of the CPU generator; a process that had another one goes on with its own."""
-    own = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        if not torch.equal(own, state):
-            torch.set_rng_state(own)

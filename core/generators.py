@@ -37,6 +37,13 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed % 2**64, epoch % 2**64]).generate_state(1, np.uint64)[0])
 
 
+def seed_alike(seed: int) -> None:
+    """Seed Python, NumPy and torch on the CPU with one number; see ``seed_generators`` for numbers without relation."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    _TORCH.manual_seed(seed)
+
+
 def seed_generators(seed: int) -> None:
     """Seed Python, NumPy and torch on the CPU with 64 bits."""
     random.seed(seed)
@@ -100,9 +107,7 @@ class RandomStream(Apart):
     def __enter__(self) -> None:
         super().__enter__()
         if self._own_at is None:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            _TORCH.manual_seed(self._seed)
+            seed_alike(self._seed)
         else:
             set_python_state(self._own_python)
             _TORCH.set_state(self._own_torch)

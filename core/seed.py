@@ -1,19 +1,15 @@
-"""Random numbers: one seed for a run, and the state of every generator that training draws from."""
+"""Seeding: one seed for a run, and of it one for each of its processes."""
 
 from __future__ import annotations
 
-import base64
 import os
-import random
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .comm.collectives import broadcast_object
 from .comm.topology import Topology
-from .device import DEVICES
+from .generators import seed_alike
 
 
 def draw_seed() -> int:
@@ -56,41 +52,5 @@ def seed_process(*numbers: int) -> None:
 
 
 def _seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of this process's generators, that of ``device`` among them, as JSON-able values."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
-        "torch": encode(torch.get_rng_state()),
-    }
-    if device.type != "cpu":
-        state[device.type] = encode(DEVICES[device.type].module.get_rng_state(device))
-    return state
-
-
-def load_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue the generators where ``rng_state`` found them; that of another kind of device is left out."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(decode(state["torch"]))
-    if device.type != "cpu" and device.type in state:
-        DEVICES[device.type].module.set_rng_state(decode(state[device.type]), device)
-
-
-def encode(state: Tensor) -> str:
-    """A generator's state (uint8, 1-D) as text."""
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
-
-
-def decode(text: str) -> Tensor:
-    """The tensor that ``encode`` was given."""
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    seed_alike(number)
+    torch.manual_seed(number)  # of all devices

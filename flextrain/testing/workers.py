@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -297,7 +298,15 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, and is given to nobody who leaves the choice to the system."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the ports have no end")
+
+
+# Below those of connections (32768 and above on Linux): one of them could take the port before rank 0 does. Test sessions
+# that run beside each other begin at places that are far apart.
+_FIRST_PORT, _PORT_COUNT = 16000, 16000
+_PORTS = (_FIRST_PORT + (os.getpid() * 617 + number) % _PORT_COUNT for number in itertools.count())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.comm.collectives import destroy_process_group
 from ..core.errors import ConfigError
 from ..core.norms import BATCH_NORM
+from ..core.random_state import torch_states
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS, Hook
 from ..runner.runner import FlexibleRunner
@@ -237,7 +238,7 @@ class _Observer(Hook):
     def __init__(self, steps: int, trace: Trace, reference: Reference | None, folder: Path) -> None:
         self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
         self._batch_norms: list[nn.Module] = []
-        self._random_state: list[Tensor] = []
+        self._random_states: dict[str, Tensor] = {}
 
     def before_train(self, runner: FlexibleRunner) -> None:
         module, trace = runner.strategy.module, self.trace
@@ -257,7 +258,7 @@ class _Observer(Hook):
     def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
         for module in self._batch_norms:
             module.eval()
-        self._random_state = _random_state(runner.strategy.device)
+        self._random_states = torch_states(runner.strategy.device)
 
     def after_train_iter(
         self,
@@ -267,8 +268,8 @@ class _Observer(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         trace, values = self.trace, outputs or {}
-        after = _random_state(runner.strategy.device)
-        if not trace.losses and not all(map(torch.equal, self._random_state, after)):
+        after = torch_states(runner.strategy.device)
+        if not trace.losses and not all(torch.equal(state, after[name]) for name, state in self._random_states.items()):
             trace.notes.append(
                 "The model draws random numbers in training, which differ from process to process: turn that off in it, or "
                 "expect a difference"
@@ -316,12 +317,6 @@ def _coarsest(strategy: Strategy) -> tuple[str, float]:
     kinds = {kind for kind in (*report.compute, *report.parameters, *report.gradients) if kind.is_floating_point}
     worst = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
     return str(worst).removeprefix("torch."), torch.finfo(worst).eps
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """Of the generators that a model on ``device`` may draw from."""
-    on_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state()]
-    return [torch.get_rng_state(), *on_device]
 
 
 def _of_values(ours: Any, theirs: Any) -> float:

@@ -25,7 +25,7 @@ from ...core.checkpoint import (
 from ...core.comm.together import gather_differing, raising_together
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
-from ...core.seed import rng_state
+from ...core.random_state import rng_state
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .hook_view import SavedView

@@ -13,7 +13,8 @@ import pydantic
 from ...core.comm.together import gather_differing, raising_together
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, ConfigError, FlexTrainError, counted
-from ...core.seed import load_rng_state, seed_process
+from ...core.random_state import load_rng_state
+from ...core.seed import seed_process
 from ...optim.canonical import GROUP, KIND, split_key
 from ..data.dataloaders import TrainData
 from ..data.samplers import DefaultSampler

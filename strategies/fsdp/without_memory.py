@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.comm import collectives as dist
-from ...core.deferred import DeferredInit, Place, same_random_state
+from ...core.deferred import DeferredInit, Place
 from ...core.errors import StrategyError
+from ...core.random_state import drawing_from
 from ...core.rectangles import fill, full_tensor
 from ...core.torch_private import apply_to_tensors, storage_key
 
@@ -68,7 +69,7 @@ class ModelWithoutMemory:
             target = model.get_parameter(name).detach()
             places[storage_key(built)] = Place(built, partial(_gather, target), partial(_scatter, target))
         if not self._keep_zeros:
-            with same_random_state(dist.broadcast(torch.get_rng_state())):
+            with drawing_from(dist.broadcast(torch.get_rng_state())):
                 self.context.replay(places)
         self._built = {}
 

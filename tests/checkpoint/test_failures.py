@@ -26,6 +26,8 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
+from ..waiting import wait_until
+
 pytestmark = pytest.mark.distributed
 
 FORK = multiprocessing.get_context("fork")
@@ -152,21 +154,20 @@ def test_a_process_that_cannot_write(
 # A process does not come
 
 
-def some_save(path: Path, callers: Sequence[int], timeout_s: float) -> tuple[str, float]:
-    """Only these call ``save_checkpoint``; what they heard, and after how many seconds."""
+def some_save(path: Path, callers: Sequence[int], timeout_s: float) -> str:
+    """Only these call ``save_checkpoint``; what they heard. The others come back when all of them have."""
     with group() as rank:
         content = state(2.0)
         dist.barrier()
-        begin = time.monotonic()
         heard = ""
         if rank in callers:
             try:
                 save_checkpoint(path, content, is_latest=True, timeout_s=timeout_s)
             except CheckpointError as error:
                 heard = str(error)
-        waited = time.monotonic() - begin
-        time.sleep(0 if rank in callers else 3 * timeout_s)  # busy with something else
-        return heard, waited
+            (path.parent / f"rank {rank} heard").touch()
+        wait_until(lambda: len(list(path.parent.glob("rank * heard"))) == len(callers))
+        return heard
 
 
 @pytest.mark.parametrize("callers, missing", [([0, 1], "rank 2"), ([0], "rank 1, 2"), ([1, 2], "rank 0")])
@@ -174,10 +175,9 @@ def test_a_save_that_some_do_not_call(tmp_path: Path, workers3: WorkerGroup, cal
     workers3.run(save_once, tmp_path / "epoch_1", 1.0)
     answers = workers3.run(some_save, tmp_path / "epoch_2", callers, 1.0)
     for rank in callers:
-        heard, waited = answers[rank]
+        heard = answers[rank]
         assert f"epoch_2: could not be saved: {missing} did not" in heard
         assert "come within 1 s; every process has to save" in heard
-        assert waited < 3.0
     assert number_in(tmp_path) == 1.0
     assert workers3.run(save_once, tmp_path / "epoch_2", 2.0) == ["saved"] * 3
 
@@ -218,7 +218,7 @@ def test_a_process_that_is_killed_while_it_saves(tmp_path: Path, dying: int, at:
     processes = [FORK.Process(target=save_until_killed, args=(rank, *arguments)) for rank in range(3)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]

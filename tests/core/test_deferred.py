@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.init import orthogonal_ as orthogonal
 from torch.nn.init import trunc_normal_
 
-from flextrain.core.deferred import DeferredInit, Place, same_random_state, storage_key
+from flextrain.core.deferred import DeferredInit, Place, storage_key
 from flextrain.core.errors import StrategyError
+from flextrain.core.random_state import drawing_from
 
 
 class Plain(nn.Module):
@@ -206,9 +207,9 @@ def test_a_borrowed_random_state_is_given_back() -> None:
     torch.manual_seed(2)
     other = torch.get_rng_state()
     torch.set_rng_state(own)
-    with same_random_state(other):
+    with drawing_from(other):
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), own)
-    with same_random_state(own):
+    with drawing_from(own):
         torch.rand(1)
     assert not torch.equal(torch.get_rng_state(), own), "drawn from, as in a run of one process"

@@ -33,7 +33,7 @@ def test_train_classifier_alone_then_resumed(run_example: RunExample) -> None:
 @pytest.mark.distributed
 def test_train_classifier_with_ddp(run_example: RunExample) -> None:
     flags = ("--use-ddp", "--epochs", "2", "--batch-size", "32", "--amp", "--accumulate", "2")
-    done = run_example("train_classifier.py", *flags, processes=2)
+    done = run_example("train_classifier.py", *flags, processes=2, launcher="torch.distributed.run")
     assert "[1][10/11]" in done.stdout
     assert len(accuracies(done.stdout)) == 2, "rank 0 alone reports"
     assert accuracies(done.stdout)[-1] > 70
@@ -113,18 +113,41 @@ def test_language_model(run_example: RunExample) -> None:
     assert figures("mfu", sharded) == pytest.approx(utilisations, abs=1e-4)
 
 
+def rows(output: str) -> list[tuple[str, str, str]]:
+    """Of the demo's table: name, processes, largest difference of a loss from the first's."""
+    row = r"^\S (\S+) +\S +(\d) +\S +[\d.]+ % +\S +[\d.]+ +\S +(\d+e[+-]\d+|) "
+    return re.findall(row, output, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+def test_demo_in_short(run_example: RunExample, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    done = run_example("demo.py", "--epochs", "2", "--only", "SingleDevice", "FSDP", "ZeRO-2", check=False)
+    found = rows(done.stdout)
+    assert [row[:2] for row in found] == [("SingleDevice", "1"), ("FSDP", "2"), ("ZeRO-2", "2")], (
+        done.stdout + done.stderr
+    )
+    assert all(float(difference) < 1e-3 for _, _, difference in found[1:])
+    assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
+    assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, FSDP, ZeRO-2\n", (
+        "two epochs are few"
+    )
+    assert done.returncode == 1
+
+
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.deepspeed
 def test_demo(run_example: RunExample, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     done = run_example("demo.py")
-    # Rows of the table: name, processes, accuracy, final loss, largest difference of a loss from the first's.
-    row = r"^\S (\S+) +\S +(\d) +\S +[\d.]+ % +\S +[\d.]+ +\S +(\d+e[+-]\d+|) "
-    rows = re.findall(row, done.stdout, re.MULTILINE)
-    assert [name for name, _, _ in rows] == ["SingleDevice", "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    assert [processes for _, processes, _ in rows] == ["1", "2", "2", "2", "2", "2"]
-    assert all(float(difference) < 1e-3 for _, _, difference in rows[1:])
+    found = rows(done.stdout)
+    assert [name for name, _, _ in found] == ["SingleDevice", "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert [processes for _, processes, _ in found] == ["1", "2", "2", "2", "2", "2"]
+    assert all(float(difference) < 1e-3 for _, _, difference in found[1:])
     assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from .conftest import forked
 
 SCRIPT = Path(__file__).with_name("mmengine_script.py")
 LOG_LINE = re.compile(
@@ -18,7 +18,7 @@ LOG_LINE = re.compile(
 
 
 @pytest.mark.slow
-def test_runs_with_other_imports(tmp_path: Path) -> None:
+def test_runs_with_other_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
     text = SCRIPT.read_text()
     for module, name in (
@@ -31,8 +31,9 @@ def test_runs_with_other_imports(tmp_path: Path) -> None:
     # Ten epochs show no more than two.
     text = text.replace("max_epochs=10", "max_epochs=2")
     (tmp_path / "script.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
 
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = forked(tmp_path / "script.py")
 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [match.groupdict() for line in done.stdout.splitlines() if (match := LOG_LINE.fullmatch(line))]

@@ -389,7 +389,7 @@ def test_a_hook_that_is_new_starts_afresh(tmp_path: Path) -> None:
             "was saved in the middle of an epoch with shuffle=True, it is False now",
         ),
     ],
-    ids=str,
+    ids=["shape", "names", "optimizer", "schedulers", "samples", "order"],
 )
 def test_a_checkpoint_of_another_run(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     path = checkpoint(tmp_path)

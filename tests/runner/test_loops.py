@@ -333,7 +333,7 @@ def test_a_stream_starts_anew_when_it_ends(tmp_path: Path) -> None:
             "train_dataloader: DataLoader gives no batch, its dataset",
         ),
     ],
-    ids=str,
+    ids=["stream-by-epoch", "stream-by-iteration", "list-by-epoch", "list-by-iteration", "less-than-a-batch"],
 )
 def test_data_that_cannot_be_trained_on(tmp_path: Path, data: Any, cfg: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}"):

@@ -6,8 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,34 @@ def test_training_compiles_nothing(workers2: WorkerGroup, tmp_path: Path, stage:
     assert workers2.run(compiled, tmp_path, stage) == [[], []]
 
 
+class Clock:
+    """Time that passes only while somebody sleeps; takes the place of the module ``time``.
+
+    Attributes:
+        naps: how long each sleep was.
+        at: what happens at the end of a sleep, by its number.
+    """
+
+    def __init__(self) -> None:
+        self.naps: list[float] = []
+        self.at: dict[int, Callable[[], object]] = {}
+        self.time = time.time
+
+    def monotonic(self) -> float:
+        return sum(self.naps)
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.at.get(len(self.naps), lambda: None)()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(compiling, "time", clock)
+    return clock
+
+
 def leave_lock(folder: Path, age_s: float) -> Path:
     """As a process leaves it that was killed while it compiled."""
     folder.mkdir(exist_ok=True)
@@ -68,7 +96,7 @@ def test_a_lock_that_was_left_behind_is_named(tmp_path: Path) -> None:
     assert lock.exists()
 
 
-def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     lock = leave_lock(tmp_path / "op", 600)
     code = "import os, sys, time; os.open(sys.argv[1], os.O_RDONLY); print('open', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
@@ -77,10 +105,9 @@ def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.Lo
     logger = logging.getLogger("flextrain")
     logger.addHandler(caplog.handler)
     caplog.set_level("WARNING", logger="flextrain")
-    threading.Timer(0.6, lock.unlink).start()
-    began = time.monotonic()
+    clock.at[3] = lock.unlink
     compiling.await_lock(tmp_path / "op", 60)
-    assert time.monotonic() - began < 10
+    assert len(clock.naps) == 3
     assert f"Waiting for process {holder.pid}, which compiles an extension of DeepSpeed: {lock}" in caplog.text
     leave_lock(tmp_path / "op", 600)
     with pytest.raises(StrategyError, match="no process here holds it"):
@@ -91,12 +118,11 @@ def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.Lo
     logger.removeHandler(caplog.handler)
 
 
-def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(tmp_path: Path) -> None:
+def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(tmp_path: Path, clock: Clock) -> None:
     leave_lock(tmp_path / "op", 0)
-    began = time.monotonic()
     with pytest.raises(StrategyError, match="its lock is still there"):
         compiling.await_lock(tmp_path / "op", 0.5)
-    assert 0.4 < time.monotonic() - began < 10
+    assert 0.5 < clock.monotonic() <= 0.5 + clock.naps[-1]
 
 
 def test_what_an_optimizer_compiles_is_said_before(
