@@ -16,7 +16,7 @@ from flextrain import Hook
 from flextrain.runner.reporting import LogProcessor, MessageHub, line_queue, log_processor
 from flextrain.runner.reporting.line_queue import LineQueue
 
-from .training import make_runner
+from .training import make_runner, validation
 
 Log = Callable[[], tuple[dict[str, Any], str]]
 
@@ -125,7 +125,8 @@ def test_a_run_writes_the_same_lines_at_any_speed(
     monkeypatch.setattr(line_queue, "HOLD_S", hold_s)
     runner = make_runner(
         tmp_path,
-        train_cfg=dict(by_epoch=False, max_iters=8),
+        train_cfg=dict(by_epoch=False, max_iters=8, val_interval=4),
+        **validation(),
         default_hooks=dict(logger=dict(interval=2)),
         custom_hooks=[Schedule()],
         log_level="INFO",
@@ -133,6 +134,7 @@ def test_a_run_writes_the_same_lines_at_any_speed(
     runner.train()
     found = [line for path in tmp_path.rglob("*.log") for line in path.read_text().splitlines() if "lr: " in line]
     rates = [float(line.partition("lr: ")[2].split()[0]) for line in found]
+    assert all("  eta: 0:00:0" in line for line in found), "also on lines that a validation brings forward"
     assert rates == pytest.approx([0.5 * 0.5 ** (done - 1) for done in (2, 4, 6, 8)], rel=1e-3)
 
 
