@@ -52,7 +52,8 @@ def facts(kit: Kit) -> None:
             isinstance(module, ConformanceNet), f"module is a {type(module).__name__}, the user's is a ConformanceNet"
         )
         names = {name for name, _ in ConformanceNet().named_parameters()}
-        require({name for name, _ in module.named_parameters()} == names, "module's parameter names are not the user's")
+        held = set().union(*kit.all_gather({name for name, _ in module.named_parameters()}))
+        require(held == names, "module's parameter names are not the user's")
         require(len(session.optim.param_groups) > 0, "the wrapper that setup returned has no param_groups")
 
 

@@ -15,6 +15,7 @@ from flextrain.core.checkpoint import Checkpoint, export_weights, find_latest
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.together import raising_together
 from flextrain.core.errors import CheckpointError
+from flextrain.runner.finite_weights import nonfinite_weights
 from flextrain.testing import WorkerGroup
 
 from .split import Net, SplitStrategy, make_runner
@@ -93,6 +94,33 @@ def test_other_strategies_go_on_and_back(
     check_alike(workers(2).run(train, tmp_path / "on", kind, ALL, path)[0], end)
     path = workers(2).run(train, tmp_path / "other", kind, HALF)[0]
     check_alike(workers(4).run(train, tmp_path / "back", "split", ALL, path)[0], end)
+
+
+def spoiled(folder: Path) -> tuple[list[str], list[str], str]:
+    """What is found once a weight of the last process is not a number, and what a save says once its tied weight strays."""
+    strategy = SplitStrategy(device="cpu", timeout_s=60)
+    runner = make_runner(folder, strategy, 1)
+    runner.train()
+    is_last = strategy.rank == strategy.world_size - 1
+    for name, parameter in strategy.named_parameters():
+        if name == "layers.3.linear.bias":
+            parameter.data[0] = torch.nan
+    found = nonfinite_weights(runner)
+    runner.save_checkpoint(folder, "spoiled")
+    marked = list(Checkpoint.open(folder / "spoiled").nonfinite)
+    for name, parameter in strategy.named_parameters():
+        if name == "embed.weight" and is_last:
+            parameter.data += 1
+    heard = hear(lambda: runner.save_checkpoint(folder, "astray"))
+    strategy.teardown()
+    return found, marked, heard
+
+
+def test_what_is_wrong_on_one_process_is_seen_on_all(workers: Workers, tmp_path: Path) -> None:
+    for found, marked, heard in workers(2).run(spoiled, tmp_path):
+        assert found == ["layers.3.linear.bias"]
+        assert marked == ["model.layers.3.linear.bias"]
+        assert "model.embed.weight is not the same everywhere, rank 1 has another than rank 0" in heard
 
 
 def hear(action: Callable[[], Any]) -> str:
