@@ -168,14 +168,29 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
     return box
 
 
-def gather_object(value: T) -> list[T] | None:
-    """The values of all processes, ordered by rank, on rank 0; None elsewhere."""
+def gather_object(value: T, group: Any = None) -> list[T] | None:
+    """The values of all processes, ordered by rank, on rank 0; None elsewhere. A ``group`` has to be of all processes."""
     size = get_world_size()
     if size == 1:
         return [value]
     box: list[Any] | None = [None] * size if get_rank() == 0 else None
-    dist.gather_object(value, box, dst=0)
+    dist.gather_object(value, box, dst=0, group=group)
     return box
+
+
+def scatter_objects(values: Sequence[T] | None, group: Any = None) -> T:
+    """Of rank 0's values, one for each process, this one's. A ``group`` has to be of all processes.
+
+    Args:
+        values: None on all processes but rank 0.
+    """
+    if get_world_size() == 1:
+        assert values is not None
+        return values[0]
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, None if values is None else list(values), src=0, group=group)
+    found: T = box[0]
+    return found
 
 
 def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:

@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..errors import FlexTrainError
-from .collectives import get_world_size, side_group
+from .collectives import all_gather, all_gather_object, is_alone, side_group
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ def raising_together() -> Iterator[None]:
         yield
     except FlexTrainError as error:
         failure = error
-    reports = _gather(None if failure is None else (type(failure), str(failure)))
+    reports = all_gather_object(None if failure is None else (type(failure), str(failure)), side_group())
     found = next((report for report in reports if report is not None), None)
     if found is None:
         return
@@ -41,20 +40,11 @@ def raising_together() -> Iterator[None]:
 
 def gather_differing(own: T) -> list[T]:
     """What each process has, by rank, of what JSON can hold; one message of 16 bytes where it is the same on all."""
-    size = get_world_size()
-    if size == 1:
+    if is_alone():
         return [own]
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).digest()
     # The device is named, because the user may have made another one the default.
-    digests = [torch.empty(16, dtype=torch.uint8, device="cpu") for _ in range(size)]
-    dist.all_gather(digests, torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), group=side_group())
-    return [own] * size if all(torch.equal(other, digests[0]) for other in digests) else _gather(own)
-
-
-def _gather(own: Any) -> list[Any]:
-    size = get_world_size()
-    if size == 1:
-        return [own]
-    everyones: list[Any] = [None] * size
-    dist.all_gather_object(everyones, own, group=side_group())
-    return everyones
+    digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), side_group())
+    if all(torch.equal(other, digests[0]) for other in digests):
+        return [own] * len(digests)
+    return all_gather_object(own, side_group())

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from ...comm.collectives import get_rank, get_world_size, side_group
+from ...comm.collectives import gather_object, get_rank, scatter_objects, side_group
 from ...comm.matched_calls import roll_call
 from ...errors import CheckpointError
 
@@ -56,9 +54,9 @@ class Peers:
         """
         result, error = _attempt(own)
         try:
-            gathered = self._gather(result)
+            gathered = gather_object(result, self.group)
             answers = None if gathered is None else self._combine(gathered, combine)
-            answer = self._scatter(answers)
+            answer = scatter_objects(answers, self.group)
         except RuntimeError as lost:
             reason = " ".join(str(lost).split())
             raise CheckpointError(f"{self.what}: another process was lost, {reason}") from lost
@@ -73,21 +71,6 @@ class Peers:
             return [_Failure(f"on rank {ranks}: {first.reason}")] * len(gathered)
         answers, _ = _attempt(lambda: combine(gathered))
         return [_Failure(f"on rank 0: {answers.reason}")] * len(gathered) if isinstance(answers, _Failure) else answers
-
-    def _gather(self, value: Any) -> list[Any] | None:
-        if self.group is None:
-            return [value]
-        box = [None] * get_world_size() if self.is_main else None
-        dist.gather_object(value, box, dst=0, group=self.group)
-        return box
-
-    def _scatter(self, values: Sequence[Any] | None) -> Any:
-        if self.group is None:
-            assert values is not None
-            return values[0]
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.group)
-        return box[0]
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
