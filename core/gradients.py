@@ -42,11 +42,17 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
     norms = [_norm(group, norm_type) for group in _alike(grads)]
     norms = [norm.to(norms[0].device) for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
+    if error_if_nonfinite:
+        require_finite(total, norm_type)
+    return total
+
+
+def require_finite(total: Tensor, norm_type: float) -> None:
+    """Raise RuntimeError if a total norm is not finite; waits for the device."""
+    if not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
         )
-    return total
 
 
 def average(parameters: list[Tensor], data: DataShard) -> None:
@@ -75,12 +81,17 @@ def clip_by_norm(
     if not grads:
         return None
     total = total_norm(grads, norm_type, error_if_nonfinite)
+    scale_down(grads, total, max_norm)
+    return total
+
+
+def scale_down(grads: list[Tensor], total: Tensor, max_norm: float) -> None:
+    """Scale gradients whose total norm is ``total`` so that it is at most ``max_norm``."""
     # Not torch.nn.utils.clip_grads_with_norm_, which finds the gradients once more and dispatches on DTensors: it takes up to
     # twice as long, and torch 2.6 leaves those that are Partial as they are.
     # The factor stays on the device: no branch on its value, the maximum is 1.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     multiply(grads, factor)
-    return total
 
 
 def clip_by_value(grads: list[Tensor], clip_value: float) -> None:

@@ -143,6 +143,8 @@ class GroupedGradScaler(GradScaler):
     def __init__(self, groups: Callable[[Any], list[list[Tensor]]], *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._groups = groups
+        self.agree: Callable[[Tensor], Tensor] | None = None
+        """Combines what several processes have found, also those without a gradient."""
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -152,7 +154,9 @@ class GroupedGradScaler(GradScaler):
             part = cast(Any, SimpleNamespace(param_groups=[{"params": group}]))
             for found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).values():
                 found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-        return {found_inf.device: found_inf} if groups else {}
+        if self.agree is not None:
+            found_inf = self.agree(found_inf)
+        return {found_inf.device: found_inf} if groups or self.agree is not None else {}
 
 
 # Compiling

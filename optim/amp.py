@@ -17,6 +17,7 @@ from ..core.errors import ConfigError, StrategyError, one_of
 from ..core.precision import DTYPES, Precision, autocast_computes_in
 from ..core.registry import OPTIM_WRAPPERS
 from ..core.torch_private import GroupedGradScaler
+from .model_group import ModelGroup
 from .wrapper import OptimWrapper
 
 
@@ -56,6 +57,20 @@ class LossScaler:
                 "largest number; set INF_NAN_MODE_ENABLE=1 where the chip has that, or choose one of torch_npu's "
                 "optimizers (NpuFusedAdamW, ...), whose scaler asks the chip"
             )
+
+    def spread(self, model_group: ModelGroup, where: str) -> None:
+        """Skip where the gradients of other processes' parameters are not finite either.
+
+        Raises:
+            StrategyError: the optimizer has a scaler of its own.
+        """
+        if not isinstance(self._scaler, GroupedGradScaler):
+            raise StrategyError(
+                f"{where}: float16 under this optimizer's own loss scaling cannot be agreed on by processes with other parameters "
+                "of the model, choose bfloat16 or one of torch's optimizers"
+            )
+        self._scaler.agree = model_group.any
+        self._scaler.scale(torch.zeros((), device=model_group.device))  # a process without a loss never does
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current factor."""
@@ -172,6 +187,12 @@ class AmpOptimWrapper(OptimWrapper):
         super().build(model)
         if self._scaler:
             self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.dtype")
+
+    def spread(self, model_group: ModelGroup) -> None:
+        """See OptimWrapper; loss scaling too."""
+        super().spread(model_group)
+        if self._scaler:
+            self._scaler.spread(model_group, f"{self.where}.dtype")
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""

@@ -14,6 +14,7 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
 from .amp import LossScaler
+from .model_group import ModelGroup
 from .param_groups import make_optimizer
 from .wrapper import OptimWrapper
 
@@ -158,6 +159,12 @@ class ApexOptimWrapper(OptimWrapper):
             )
         if self._scaler:
             self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.opt_level")
+
+    def spread(self, model_group: ModelGroup) -> None:
+        """See OptimWrapper; loss scaling too."""
+        super().spread(model_group)
+        if self._scaler:
+            self._scaler.spread(model_group, f"{self.where}.opt_level")
 
     def model_parameter(self, parameter: Tensor) -> Tensor:
         """See OptimWrapper."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core import gradients
 from ..core.comm.collectives import all_reduce
+from .model_group import ModelGroup
 
 
 class UpdateGuard:
@@ -28,13 +29,20 @@ class UpdateGuard:
         """Remember a loss that is about to be differentiated."""
         self._losses.append(loss.detach())
 
-    def spoil(self, grads: list[Tensor]) -> None:
-        """Make NaN of the gradients if one of them or of the losses is not finite, on any process; collective."""
+    def spoil(self, grads: list[Tensor], model_group: ModelGroup | None = None) -> None:
+        """Make NaN of the gradients if one of them or of the losses is not finite, on any process; collective.
+
+        Args:
+            grads: of one optimizer.
+            model_group: set where a process may have neither losses nor gradients.
+        """
         losses, self._losses = self._losses, []
         parts = [loss.float().reshape(()) for loss in losses]
         if grads:
             norm = gradients.total_norm(grads).float()
             parts = [*(part.to(norm.device) for part in parts), norm]
+        if not parts and model_group is not None:
+            parts = [torch.zeros((), device=model_group.device)]
         if not parts:
             self._verdict = None
             return

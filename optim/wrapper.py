@@ -21,6 +21,7 @@ from ..core.registry import OPTIM_WRAPPERS
 from .adapters.base import OptimizerAdapter
 from .adapters.choose import adapter_for
 from .adapters.trial import Samples, resumes, why_not_usable
+from .model_group import ModelGroup
 from .param_groups import check_optimizer, make_for, make_optimizer
 from .update_guard import UpdateGuard
 
@@ -105,6 +106,7 @@ class OptimWrapper:
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None
+        self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._index, self._size, self._driven = 0, accumulative_counts, False
 
@@ -137,6 +139,19 @@ class OptimWrapper:
                 )
         self.adapter.check(model)
         self._try_optimizer()
+
+    def spread(self, model_group: ModelGroup) -> None:
+        """Take note that other processes hold the other parameters of the model, over which norms and overflows are combined.
+
+        Raises:
+            StrategyError: the optimizer keeps gradients to itself.
+        """
+        if self.adapter.owns_gradients:
+            raise StrategyError(
+                f"{self.where}.optimizer: {type(self.optimizer).__name__} clips the gradients that it keeps by itself, and the "
+                "strategy spreads the model over processes; choose one of torch's optimizers"
+            )
+        self._model_group = model_group
 
     def _make(self, model: nn.Module) -> Optimizer:
         return make_optimizer(self._recipe, model)
@@ -278,7 +293,7 @@ class OptimWrapper:
             hook(self)
         self.adapter.begin_update()
         if self.guard is not None:
-            self.guard.spoil(self._given_gradients())
+            self.guard.spoil(self._given_gradients(), self._model_group)
         self._unscale()
         norm = None if self.clip_grad is None else self._clip(self.clip_grad)
         applied = self._apply()
@@ -298,6 +313,9 @@ class OptimWrapper:
         pass
 
     def _clip(self, clip: ClipGrad) -> Tensor | None:
+        if clip.max_norm is not None and self._model_group is not None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            return self._model_group.clip(parameters, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
         if clip.max_norm is not None and not clip.error_if_nonfinite:
             norm = self.adapter.clip(clip.max_norm, clip.norm_type)
             if norm is not None:

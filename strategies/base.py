@@ -29,6 +29,7 @@ from ..optim.description import description as recipe_of
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from .launch import Launch, detect_launch
+from .model_parts import spread_updates
 from .names import Names
 from .needs import Needs
 from .steps import EvalStep, TrainStep
@@ -280,6 +281,8 @@ class Strategy:
             optim.build(self.module)
             if found := first_difference(recipe_of(optim), kind=f"part {self.topology.place_in_model} of the model"):
                 raise StrategyError(f"{found}; every process has to be configured alike")
+            if self.topology.model is not None:
+                spread_updates(optim, self.named_parameters(), self.topology, self.device)
         self.optim = optim
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()

@@ -96,6 +96,7 @@ WRAPPER = {
     "get_momentum": _USER,
     "has_stepped": _FACT,
     "is_built": _FACT,
+    "spread": "a strategy calls it whose processes hold different parameters",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"

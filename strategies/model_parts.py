@@ -1,0 +1,44 @@
+"""Optimizers of processes that hold different parameters of one copy of a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..core.comm import collectives as dist
+from ..core.comm.topology import Topology
+from ..optim.model_group import ModelGroup
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict
+
+
+def spread_updates(
+    optim: OptimWrapper | OptimWrapperDict,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    topology: Topology,
+    device: torch.device,
+) -> None:
+    """Have norms, clipping and overflows combined over ``topology.model``, of which every process must come here.
+
+    A parameter that several of them hold, under one name or as one that was tied in the whole model, counts once. Its gradient
+    has to be the whole one on each.
+
+    Args:
+        parameters: that this process holds, by their names in the whole model; a tied one by the first of its names.
+    """
+    names = {id(parameter): name for name, parameter in parameters}
+    for wrapper in optim.wrappers.values():
+        own = {
+            names[id(wrapper.model_parameter(parameter))]: parameter
+            for group in wrapper.param_groups
+            for parameter in group["params"]
+        }
+        kinds = {parameter.dtype for parameter in own.values()}
+        everyones = dist.all_gather_object((set(own), kinds), topology.model)
+        before = set().union(*(names for names, _ in everyones[: topology.place_in_model]))
+        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
+        elsewhere = [parameter for name, parameter in own.items() if name in before]
+        wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))

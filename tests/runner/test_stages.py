@@ -1,0 +1,135 @@
+"""Processes that hold different parameters of one copy of a model train, clip, skip and evaluate as one device does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain import Hook, SingleDeviceStrategy
+from flextrain.testing import WorkerGroup
+
+from .stages import Stages, TwoParts
+from .training import SGD, Accuracy, Samples, Watch, make_runner
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
+
+
+class Norms(Hook):
+    """Writes down the gradient norms, and whether updates were left out; spoils a gradient of the first part, or of the last."""
+
+    priority = "LOWEST"
+
+    def __init__(self, spoiled: str | None = None, at: int = 2) -> None:
+        self.norms: list[float] = []
+        self.skipped: list[bool] = []
+        self.spoiled, self.at = spoiled, at
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        part = getattr(runner.strategy.module, self.spoiled) if self.spoiled else None
+        if part is not None and runner.iter == self.at:
+            bias = part[-1].bias
+            handle = bias.register_hook(lambda grad: handle.remove() or grad * math.inf)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.skipped.append(runner.optim_wrapper.last_step.skipped)
+        if "grad_norm" in outputs:
+            self.norms.append(float(outputs["grad_norm"]))
+
+
+def life(folder: str, strategy: type, processes: int, wrapper: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    watch, norms = Watch(), Norms(changes.pop("spoiled", None))
+    torch.manual_seed(0)
+    runner = make_runner(
+        folder,
+        model=TwoParts(),
+        strategy=dict(type=strategy, device="cpu"),
+        train_dataloader=dict(dataset=Samples(22, noisy=True), batch_size=8 // processes, collate_fn="default_collate"),
+        optim_wrapper={"optimizer": SGD, "accumulative_counts": 2, **wrapper},
+        train_cfg=dict(max_epochs=2),
+        val_dataloader=dict(dataset=Samples(11), batch_size=3, collate_fn="default_collate"),
+        val_cfg={},
+        val_evaluator=dict(type=Accuracy),
+        custom_hooks=[watch, norms],
+        **changes,
+    )
+    runner.train()
+    metrics = runner.val()
+    weights = {name: value.clone() for name, value in runner.strategy.model_state().items()}
+    optim: Any = runner.optim_wrapper
+    data = runner.strategy.topology.data
+    losses = torch.stack([data.mean(loss.clone()) for loss in watch.losses])
+    runner.strategy.teardown()
+    return dict(
+        weights=weights,
+        losses=losses,
+        norms=norms.norms,
+        skipped=norms.skipped,
+        metrics=metrics,
+        state=optim.state_dict(),
+    )
+
+
+def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    held: set[str] = set()
+    for own in found:
+        held |= own["weights"].keys()
+        torch.testing.assert_close(own["losses"], expected["losses"])
+        assert own["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert own["norms"] == found[0]["norms"]
+        assert own["skipped"] == expected["skipped"]
+        assert own["metrics"] == expected["metrics"]
+        assert own["state"] == expected["state"]
+        for name, value in own["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name], msg=lambda text, name=name: f"{name}: {text}")
+    assert held == expected["weights"].keys()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, pytest.param(3.0, marks=pytest.mark.full)])
+def test_two_stages_clip_by_the_norm_of_both(tmp_path: Path, workers2: WorkerGroup, norm_type: float) -> None:
+    """The tied matrix counts once; the micro-batches of a window are all forward before any is backward."""
+    wrapper = dict(clip_grad=dict(max_norm=0.01, norm_type=norm_type))
+    expected = life(str(tmp_path), SingleDeviceStrategy, 1, wrapper)
+    assert min(expected["norms"]) > 0.01
+    compare(workers2.run(life, str(tmp_path), Stages, 1, wrapper), expected)
+
+
+def test_two_stages_over_two_parts_of_the_data(tmp_path: Path, workers: Any) -> None:
+    wrapper = dict(clip_grad=dict(max_norm=0.01))
+    expected = life(str(tmp_path), SingleDeviceStrategy, 1, wrapper)
+    found = workers(4).run(life, str(tmp_path), Stages, 2, wrapper)
+    for own in found:  # samples of an epoch are drawn alike; the order within a batch differs
+        assert own["metrics"]["count"] == 11
+    compare(found, expected)
+
+
+@pytest.mark.parametrize("spoiled", ["first", "last"])
+def test_an_overflow_in_one_stage_skips_the_update_in_both(tmp_path: Path, workers2: WorkerGroup, spoiled: str) -> None:
+    wrapper = dict(
+        type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=8.0), clip_grad=dict(max_norm=0.01)
+    )
+    found = workers2.run(life, str(tmp_path), Stages, 1, wrapper, spoiled=spoiled)
+    for own in found:
+        assert own["skipped"] == [False, False, True, False]
+        assert own["state"]["scaler"]["scale"] == 4.0
+
+
+@pytest.mark.parametrize("spoiled", ["first", pytest.param("last", marks=pytest.mark.full)])
+def test_gradients_that_are_not_finite_in_one_stage_are_left_out_in_both(
+    tmp_path: Path, workers2: WorkerGroup, spoiled: str
+) -> None:
+    found = workers2.run(
+        life,
+        str(tmp_path),
+        Stages,
+        1,
+        dict(clip_grad=dict(max_norm=0.01)),
+        spoiled=spoiled,
+        env_cfg=dict(nonfinite="skip"),
+    )
+    for own in found:
+        assert own["skipped"] == [False, False, True, False]
+        assert all(value.isfinite().all() for value in own["weights"].values())
