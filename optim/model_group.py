@@ -31,7 +31,8 @@ class ModelGroup:
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._elsewhere]
         own = gradients.total_norm(grads, norm_type) if grads else torch.zeros((), device=self.device)
         parts = dist.all_gather(own.to(self.device, self.dtype), self.group)
-        return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        return total
 
     def clip(
         self, parameters: Collection[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
