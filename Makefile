@@ -5,13 +5,17 @@ PY := $(VENV)/bin/python
 # Quiet about setuptools' advice for editable installs, which fits neither user nor developer.
 PIP := PYTHONWARNINGS=ignore $(PY) -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
+# Sessions of pytest beside each other: one more than there are cores, because tests of several processes wait for each other.
+PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint types unit bench format clean distclean
+.PHONY: help demo test test-fast test-full lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
 	@echo "make test    lint, type check and the whole test suite"
+	@echo "make test-fast  the tests that start no process, in a minute: for while you write"
 	@echo "make test-full  the same with every combination of strategies and processes"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
@@ -24,6 +28,10 @@ demo: $(VENV)/.installed-examples
 	$(PY) examples/demo.py
 
 test: lint types unit
+
+test-fast: PYTEST_ARGS += -m "not full and not processes and not slow"
+test-fast: $(VENV)/.installed-dev
+	$(PYTEST)
 
 # An empty expression for the marker puts back what pyproject.toml leaves out.
 test-full: PYTEST_ARGS += -m ""
@@ -42,7 +50,7 @@ types: $(VENV)/.installed-dev
 # torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
 unit: $(VENV)/.installed-dev
 	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 
 # Measures on the machine at hand, and puts the result into benchmarks/results/ and the README.
 bench: $(VENV)/.installed-bench

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,17 @@ THREAD_GRACE_S = 2.0
 # Imported once, in the process that all workers are forked from: most of them will use it.
 IMPORTS = [name for name in ("deepspeed",) if importlib.util.find_spec(name)]
 
+# Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
+PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"})
+
 WorkerFactory = Callable[[int], WorkerGroup]
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("distributed") or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
 
 
 def pytest_collection_finish() -> None:
@@ -67,6 +78,27 @@ def workers2(workers: WorkerFactory) -> WorkerGroup:
 @pytest.fixture(scope="session")
 def workers3(workers: WorkerFactory) -> WorkerGroup:
     return workers(3)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_without_marker(request: pytest.FixtureRequest) -> Iterator[None]:
+    """make test-fast leaves out what starts processes, and knows it by the marker."""
+    STARTED.clear()
+    yield
+    if not request.node.get_closest_marker("processes"):
+        assert not STARTED, f"starts a process ({STARTED[0]}): mark it with processes"
+
+
+STARTED: list[str] = []
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    # Compilers and the like, which libraries ask for their version once in a while, are not what is looked for.
+    if event == "os.fork" or (event == "subprocess.Popen" and sys.executable in map(str, arguments[1])):
+        STARTED.append(event)
+
+
+sys.addaudithook(_watch)
 
 
 @pytest.fixture(autouse=True)

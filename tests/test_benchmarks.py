@@ -12,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_loop_overhead(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

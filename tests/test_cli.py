@@ -22,6 +22,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"flextrain {flextrain.__version__}\n"
 
 
+@pytest.mark.processes
 def test_run_as_module() -> None:
     done = subprocess.run([sys.executable, "-m", "flextrain", "--version"], capture_output=True, text=True)
     assert done.stdout == f"flextrain {flextrain.__version__}\n"
@@ -78,6 +79,7 @@ def test_unknown_kind_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "strategies"?' in error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", [["list", "optimizers"], ["list", "--json"]])
 def test_a_reader_that_leaves_early_is_no_error(command: list[str]) -> None:
     reading, writing = os.pipe()

@@ -50,6 +50,7 @@ def said(report: dict[str, Any]) -> list[str]:
     return [f"{finding['level']}: {finding['what']}; {finding['advice']}" for finding in report["findings"]]
 
 
+@pytest.mark.processes
 @needs_no_torch_npu
 def test_a_machine_without_accelerators() -> None:
     status, report = doctor(CUDA_VISIBLE_DEVICES="")
@@ -65,6 +66,7 @@ def test_a_machine_without_accelerators() -> None:
     assert report["versions"]["torch_npu"] is None
 
 
+@pytest.mark.processes
 @needs_deepspeed
 def test_deepspeed_is_asked_where_it_works() -> None:
     _, report = doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
@@ -90,6 +92,7 @@ def without_cann(tmp_path: Path) -> str:
     return str(package(tmp_path, "torch_npu", "99.0", NO_CANN, entry_points=AUTOLOADED))
 
 
+@pytest.mark.processes
 @needs_no_torch_npu
 def test_torch_npu_without_cann_keeps_torch_from_being_imported(without_cann: str) -> None:
     importing = subprocess.run(
@@ -108,6 +111,7 @@ def test_torch_npu_without_cann_keeps_torch_from_being_imported(without_cann: st
     assert report["versions"]["torch_npu"] == "99.0"
 
 
+@pytest.mark.processes
 @needs_no_torch_npu
 def test_the_way_out_works(without_cann: str) -> None:
     _, report = doctor(PYTHONPATH=without_cann, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -120,6 +124,7 @@ def test_the_way_out_works(without_cann: str) -> None:
     assert not any("import torch fails" in line for line in said(report))
 
 
+@pytest.mark.processes
 @needs_no_torch_npu
 def test_a_torch_npu_for_an_older_torch(tmp_path: Path) -> None:
     source = "class npu:\n    is_available = staticmethod(lambda: False)\n__version__ = '2.1.0'\n"
@@ -160,6 +165,7 @@ def bare_python() -> str:
     return str(base)
 
 
+@pytest.mark.processes
 def test_deepspeed_missing(tmp_path: Path, bare_python: str) -> None:
     status, report = doctor(bare_python, PYTHONPATH=site_without(tmp_path, "deepspeed"), CUDA_VISIBLE_DEVICES="")
     assert status == 0
@@ -179,6 +185,7 @@ class Theirs(DDPStrategy):
 """
 
 
+@pytest.mark.processes
 @needs_no_torch_npu
 def test_a_strategy_of_a_third_party_says_what_it_needs(tmp_path: Path) -> None:
     points = "[flextrain.strategies]\nTheirs = theirs:Theirs\nBroken = theirs:Missing\n"
@@ -197,6 +204,7 @@ def test_a_strategy_of_a_third_party_says_what_it_needs(tmp_path: Path) -> None:
     assert report["versions"]["their_engine"] == "2.0"
 
 
+@pytest.mark.processes
 def test_torch_missing(tmp_path: Path, bare_python: str) -> None:
     status, report = doctor(bare_python, PYTHONPATH=site_without(tmp_path, "torch", "functorch"))
     assert status == 1
@@ -275,6 +283,7 @@ def test_what_flextrain_cannot_do_without() -> None:
     assert report.exit_status == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", REQUIRED)
 def test_it_starts_where_a_requirement_is_missing(name: str) -> None:
     program = f"import sys; sys.modules[{name!r}] = None; from flextrain.cli import main; main(['doctor', '--help'])"
@@ -348,6 +357,7 @@ def test_torch_npu_and_torch_belong_together(torch_npu: str, wants: str | None, 
     assert report.exit_status == int(not fits)
 
 
+@pytest.mark.processes
 def test_the_version_of_cann_is_read_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "compiler").mkdir()
     (tmp_path / "compiler" / "version.info").write_text("Version=8.2.RC1\ntimestamp=20250101\n")

@@ -125,12 +125,14 @@ def loaded_by(code: str, tmp_path: Path) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.processes
 def test_import_alone_loads_no_torch(tmp_path: Path) -> None:
     loaded = loaded_by("import flextrain", tmp_path)
     assert "flextrain" in loaded
     assert loaded & {"torch", "numpy", "pydantic", "rich", *OPTIONAL} == set()
 
 
+@pytest.mark.processes
 def test_public_names_load_no_optional_package(tmp_path: Path) -> None:
     assert loaded_by("from flextrain import *", tmp_path) & OPTIONAL == set()
 

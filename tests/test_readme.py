@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.processes
 def test_shortest_script_runs(tmp_path: Path) -> None:
     script = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
     assert "runner.train()" in script

@@ -79,6 +79,7 @@ class DieWhileSaving(Hook):
         os._exit(0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["iter_3", "iter_2"], ids=["new", "replaced"])
 def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
     """Killed before the first, the second, ... step on disk: the checkpoint before is there, or the new one is."""
@@ -106,6 +107,7 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
     assert set(found) == {2, 3}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("background", [False, True], ids=["synchronous", "asynchronous"])
 def test_killed_at_random_moments(tmp_path: Path, background: bool) -> None:
     """Several times in one training, which goes on from a complete checkpoint each time, and loses no other save."""

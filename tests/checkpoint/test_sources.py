@@ -262,6 +262,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux does")
 @pytest.mark.parametrize("form", ["zip", "safetensors", "index"])
 def test_a_process_reads_its_part(tmp_path: Path, form: str) -> None:

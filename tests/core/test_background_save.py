@@ -166,6 +166,7 @@ def test_what_is_kept_for_the_next_save_does_not_hold_for_another_state(
         assert Checkpoint.open(tmp_path / name).values == {"iter": number, "rng": [number]}
 
 
+@pytest.mark.processes
 def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = """
         import sys, time, torch

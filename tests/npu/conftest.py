@@ -5,6 +5,7 @@ Registering a device cannot be undone and makes it the one that torch.accelerato
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -79,7 +80,11 @@ def simulated_npu() -> Path:
         pytest.skip("the simulated device needs g++")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("the simulated device needs Python's headers (python3-dev)")
-    built = python("-c", "import torch; print(torch.npu.device_count())", timeout_s=BUILD_TIMEOUT_S)
+    cache = Path(os.environ.get("NPU_SIM_CACHE", Path(__file__).parents[2] / "build" / "npu_sim"))
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:  # sessions beside this one would build it too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = python("-c", "import torch; print(torch.npu.device_count())", timeout_s=BUILD_TIMEOUT_S)
     assert built.stdout.split()[-1:] == ["2"], f"the simulated device cannot be built\n{built.stdout}{built.stderr}"
     return SIMULATED
 

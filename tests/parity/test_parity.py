@@ -6,11 +6,13 @@ one more entry of STRATEGIES.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flextrain import AmpOptimWrapper, OptimWrapper
 from flextrain.testing import WorkerGroup
@@ -21,6 +23,7 @@ from flextrain.testing.sessions import Session, single_device, started, whole_mo
 
 pytestmark = pytest.mark.distributed
 
+Weights = dict[str, Tensor]
 UPDATES = {"DDPStrategy": 50, "FSDPStrategy": 30, "DeepSpeedStrategy": 30}
 BATCH = 8  # samples in a global micro-batch
 # Float32 rounds each sum to 6e-8 of its size, and a sum over processes is rounded in another order. Over 50 updates these
@@ -111,19 +114,27 @@ def global_windows(model: type[SmallModel], recipe: Recipe, updates: int) -> lis
     return (one * (updates // len(one) + 1))[:updates]
 
 
-def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, dict[str, Any]]:
+def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, Weights]:
     return train(session.strategy, session.model, session.optim, data), whole_model(session.strategy)
 
 
+@functools.cache
+def alone(model: type[SmallModel], name: str, updates: int) -> tuple[Trace, Weights, Weights, list[str]]:
+    """On a single device, once in each process: what happened, all weights before and after, and the names of those trained."""
+    recipe = RECIPES[name]
+    with single_device(recipe.optim(), model) as single:
+        before = whole_model(single.strategy)
+        expected, weights = trained(single, global_windows(model, recipe, updates))
+        trainable = [f"model.{name}" for name, p in single.strategy.module.named_parameters() if p.requires_grad]
+    return expected, before, weights, trainable
+
+
 def compare(strategy: dict[str, Any], model: type[SmallModel], name: str) -> Trace:
-    """In a worker: train under the strategy and alone, and hold one against the other."""
+    """In a worker: train under the strategy, and hold it against what a single device made of the same."""
     recipe = RECIPES[name]
     data = global_windows(model, recipe, UPDATES[strategy["type"]])
     tolerance = recipe.tolerance(strategy)
-    with single_device(recipe.optim(), model) as single:
-        before = whole_model(single.strategy)
-        expected, weights = trained(single, data)
-        trainable = [f"model.{name}" for name, p in single.strategy.module.named_parameters() if p.requires_grad]
+    expected, before, weights, trainable = alone(model, name, len(data))
     with started(strategy, recipe.optim(), model) as session:
         found, found_weights = trained(session, data)
     same_numbers(found.losses, expected.losses, "the loss", tolerance)

@@ -496,6 +496,7 @@ class WorkerSeeds(TensorDataset):
         return info.seed
 
 
+@pytest.mark.processes
 def test_workers_are_seeded_by_seed_and_epoch() -> None:
     def seeds(seed: int, epoch: int, start: int = 0) -> list[int]:
         built = loader(dict(dataset=WorkerSeeds(torch.zeros(4)), num_workers=2))

@@ -166,6 +166,7 @@ def test_each_generator_alone(draw: Callable[[], float], workers: int) -> None:
     assert len({row[1] for row in whole}) == 22
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [Noisy, Rarely])
 def test_the_process_draws_as_if_nothing_was_read(kind: type[Noisy]) -> None:
     """All but NumPy's spare normal number, which it forgets with every batch, whoever reads it."""
@@ -186,6 +187,7 @@ def test_the_process_draws_as_if_nothing_was_read(kind: type[Noisy]) -> None:
     assert spare[0] == spare[1]
 
 
+@pytest.mark.processes
 def test_a_dataset_that_draws_rarely_is_read_again_where_it_first_does() -> None:
     dataset = Rarely()
     whole = rows(data(dataset), 0)
@@ -207,6 +209,7 @@ def test_a_dataset_that_draws_is_read_once() -> None:
 # What wraps a dataset, and what is drawn for a batch
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "make",
     [
@@ -224,6 +227,7 @@ def test_what_wraps_a_dataset_draws_by_sample_too(make: Callable[[], Any]) -> No
     assert over_processes(1, 0, make=make, batch_size=5, num_workers=2) == whole
 
 
+@pytest.mark.processes
 def test_a_dataset_that_reads_batches_draws_by_batch() -> None:
     whole = rows(data(AtOnce()), 0)
     assert rows(data(AtOnce(), num_workers=2), 0) == whole
@@ -237,6 +241,7 @@ def drawing_collate(samples: list[Row]) -> list[Row]:
     return [(*samples[0], *(draw() for draw in DRAWS)), *samples[1:]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [Noisy, lambda: list(zip(range(22)))], ids=["noisy", "silent"])
 def test_what_collating_draws(kind: Any) -> None:
     whole = rows(data(kind(), collate_fn=drawing_collate), 0)
@@ -245,6 +250,7 @@ def test_what_collating_draws(kind: Any) -> None:
         assert rows(data(kind(), collate_fn=drawing_collate, num_workers=workers), 0, 4) == whole[8:]
 
 
+@pytest.mark.processes
 def test_without_batches() -> None:
     def make(workers: int) -> TrainData:
         return data(None, loader=DataLoader(Noisy(), batch_size=None, num_workers=workers, collate_fn=tuple))
@@ -303,6 +309,7 @@ def test_processes_with_an_order_of_their_own_draw_other_numbers() -> None:
     assert not drawn[0] & drawn[1]
 
 
+@pytest.mark.processes
 def test_an_infinite_sampler_draws_other_numbers_in_every_pass() -> None:
     def make(workers: int) -> TrainData:
         return data(Noisy(), sampler=dict(type="InfiniteSampler"), num_workers=workers)
@@ -337,6 +344,7 @@ def seed_everything(worker: int) -> None:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_have_the_user_s_dataset_and_the_epoch(persistent: bool) -> None:
     source = data(Curious(), num_workers=1, persistent_workers=persistent, worker_init_fn=seed_everything)
@@ -345,6 +353,7 @@ def test_workers_have_the_user_s_dataset_and_the_epoch(persistent: bool) -> None
     assert isinstance(source.loader.dataset, Curious)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_that_seed_themselves(method: str) -> None:
     options = dict(num_workers=1, multiprocessing_context=method, worker_init_fn=seed_everything)
@@ -368,6 +377,7 @@ class Tosses(IterableDataset[Row]):
         return iter([(self.epoch, index, *(draw() for draw in DRAWS)) for index in order])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
     [

@@ -323,6 +323,7 @@ def streamed(workers: int) -> dict[str, Any]:
     return {**changes, "train_dataloader": {**changes["train_dataloader"], "dataset": Numbers()}}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [

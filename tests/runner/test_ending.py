@@ -187,6 +187,7 @@ def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None
     assert runner.epoch == 3
 
 
+@pytest.mark.processes
 def test_a_forked_child_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     runs = fork.Event()
@@ -230,6 +231,7 @@ FlexibleRunner(
 """
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_scheduler_signals_the_process_and_its_workers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

@@ -121,6 +121,7 @@ def test_all_processes_hear_it(workers2: WorkerGroup, tmp_path: Path) -> None:
 # At the same time
 
 
+@pytest.mark.processes
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     asks = Asks(tmp_path)
     run(tmp_path, custom_hooks=[asks]).train()
@@ -181,6 +182,7 @@ time.sleep(30)
 """
 
 
+@pytest.mark.processes
 def test_a_killed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
@@ -196,6 +198,7 @@ def test_a_killed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
     holder.stdout.close()
 
 
+@pytest.mark.processes
 def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
     """Whoever opens the file as it is removed must not hold a file that is not there any more."""
     code = (

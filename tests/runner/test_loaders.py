@@ -221,6 +221,7 @@ def settings(kind: str, accumulate: int = 1) -> dict[str, Any]:
     return changes | (dict(train_cfg=ITERATIONS) if kind in WITHOUT_LENGTH else {})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "kind, accumulate",
     [

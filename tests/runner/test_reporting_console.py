@@ -164,6 +164,7 @@ def test_a_pipe_is_not_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_interactive(Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"}))
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="data-loading workers are not forked here")
 def test_a_forked_worker_may_print_while_the_bar_is_being_drawn(new_runner: Callable[..., Any]) -> None:
     """A thread that draws holds a lock; in a forked child nobody would ever release it."""

@@ -261,6 +261,7 @@ def test_resume_is_exact(tmp_path: Path, name: str) -> None:
     compare(tmp_path, CASES[name], None if name in EVERY else SOME)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("sampler", [None, Dice])

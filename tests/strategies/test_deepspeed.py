@@ -690,6 +690,7 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.Monk
         DeepSpeedStrategy()
 
 
+@pytest.mark.processes
 def test_importing_the_strategy_does_not_import_deepspeed(tmp_path: Path) -> None:
     code = "import sys, flextrain.strategies as s; s.DeepSpeedStrategy; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

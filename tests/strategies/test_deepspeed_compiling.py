@@ -96,6 +96,7 @@ def test_a_lock_that_was_left_behind_is_named(tmp_path: Path) -> None:
     assert lock.exists()
 
 
+@pytest.mark.processes
 def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     lock = leave_lock(tmp_path / "op", 600)
     code = "import os, sys, time; os.open(sys.argv[1], os.O_RDONLY); print('open', flush=True); time.sleep(60)"
@@ -125,6 +126,7 @@ def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(tmp_path: Path
     assert 0.5 < clock.monotonic() <= 0.5 + clock.naps[-1]
 
 
+@pytest.mark.processes
 def test_what_an_optimizer_compiles_is_said_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
