@@ -43,6 +43,7 @@ def test_list_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word in overview for word in ("strategies", "hooks", "DDPStrategy"))
 
 
+@pytest.mark.processes
 def test_a_list_in_a_pipe_has_one_name_per_line() -> None:
     done = subprocess.run([sys.executable, "-m", "flextrain", "list"], capture_output=True, text=True)
     lines = done.stdout.splitlines()
