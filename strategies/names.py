@@ -53,16 +53,21 @@ class Names:
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this process holds, by their names in the model."""
+        if not self._aliases:
+            yield from module.named_parameters()
+            return
         own = dict(module.named_parameters())
         for name, parameter in own.items():
             yield self._first(name, own), parameter
 
     def aliases(self, module: nn.Module) -> dict[str, str]:
         """Further names of tied parameters and of modules with extra state, of all processes, to the first of them."""
+        now = {**tied(module), **extra_aliases(module)}
+        if not self._aliases:
+            return now
         held = dict(module.named_parameters(remove_duplicate=False))
         names = {*held, *(torch_key(name) for name, _ in keepers(module, every_name=True))}
         elsewhere = {alias: name for alias, name in self._aliases.items() if not {alias, name} <= names}
-        now = {**tied(module), **extra_aliases(module)}
         return {**elsewhere, **{alias: self._first(name, names) for alias, name in now.items()}}
 
     def elsewhere(self, module: nn.Module) -> frozenset[str]:
