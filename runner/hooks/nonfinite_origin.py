@@ -31,7 +31,10 @@ def find_origin(runner: Run, batch: Any) -> str:
     weights = nonfinite_weights(runner)
     own = _run_again(runner, window)
     if weights:
-        return f"{_first_with(weights, own, runner)}; LoggerHook(interval=1) looks after every iteration"
+        # Each process may hold some of the modules; those that come first in forward have the lower ranks.
+        answers = dist.all_gather_object(_first_with(weights, own, runner))
+        first = next(filter(None, answers), f"NaN or infinity is in {what_is_not_finite(weights)} by now")
+        return f"{first}; LoggerHook(interval=1) looks after every iteration"
     found = {rank: run for rank, run in enumerate(dist.all_gather_object(own)) if run.bad is not None}
     if found:
         rank, run = min(found.items(), key=lambda item: item[1].called.index(str(item[1].bad)))
@@ -106,15 +109,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _first_with(weights: list[str], run: _Run, runner: Run) -> str:
-    """The first module in forward that has some of the ``weights`` of its own."""
+def _first_with(weights: list[str], run: _Run, runner: Run) -> str | None:
+    """The first module in forward that has some of the ``weights`` of its own; None where averages alone are bad."""
     own = {
         _title(prefix, part): [name for name in weights if name.rpartition(".")[0] == prefix]
         for prefix, part in runner.strategy.module.named_modules()
     }
     first = next((title for title in (*run.called, *own) if own.get(title)), None)
-    if first is None:  # averages alone
-        return f"NaN or infinity is in {what_is_not_finite(weights)} by now"
+    if first is None:
+        return None
     return (
         f"weights are not finite by now, {first} is the first module in forward that has such ({', '.join(own[first])})"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain import Hook, SingleDeviceStrategy
+from flextrain import Hook, NonFiniteError, SingleDeviceStrategy
 from flextrain.testing import WorkerGroup
 
 from .stages import Stages, TwoParts
@@ -133,3 +133,24 @@ def test_gradients_that_are_not_finite_in_one_stage_are_left_out_in_both(
     for own in found:
         assert own["skipped"] == [False, False, True, False]
         assert all(value.isfinite().all() for value in own["weights"].values())
+
+
+def raising(folder: str, spoiled: str) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        life(
+            folder,
+            Stages,
+            1,
+            {},
+            spoiled=spoiled,
+            env_cfg=dict(nonfinite="raise"),
+            default_hooks=dict(logger=dict(interval=1)),
+        )
+    return str(caught.value)
+
+
+def test_what_is_not_finite_is_looked_for_along_the_strategys_own_way(tmp_path: Path, workers2: WorkerGroup) -> None:
+    first, second = workers2.run(raising, str(tmp_path), "last")
+    assert first == second
+    assert "Iteration 4: loss is nan" in first
+    assert "is the first module in forward that has such" in first

@@ -23,6 +23,8 @@ from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.check_table import CHECKS
 from flextrain.testing.conformance import ORDER
 
+from .splitting import CutsBatches, ForwardFirst
+
 pytestmark = pytest.mark.distributed
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_strategy.py"
 
@@ -200,6 +202,12 @@ def test_a_fault_fails_the_check_of_its_name(
 
 def test_the_strategy_that_the_faulty_ones_start_from_has_no_fault(workers2: WorkerGroup) -> None:
     assert check_strategy(AveragesAtStep, workers=workers2, only=ARITHMETIC).passed
+
+
+@pytest.mark.parametrize("strategy", [ForwardFirst, CutsBatches])
+def test_a_strategy_may_drive_updates_and_evaluation_itself(workers2: WorkerGroup, strategy: type[Strategy]) -> None:
+    only = {*ARITHMETIC, "facts", "losses", "schedule", "evaluation", "overflow"}
+    assert check_strategy(strategy, workers=workers2, only=only).passed
 
 
 class SeesAllData(DDPStrategy):
