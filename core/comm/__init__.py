@@ -1,1 +1,1 @@
-"""Processes and what they say to each other: groups, collectives, and who is what to the others."""
+"""Communication between processes: process groups, collectives, topology, and checks that all ranks agree."""

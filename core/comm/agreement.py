@@ -1,4 +1,4 @@
-"""What all processes have to have alike: a fingerprint is compared, and only if one differs is it looked for what."""
+"""Compare names and values over all processes: first by digests, and only if those differ by everything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .collectives import get_world_size, side_group
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a process differs from the first of its kind.
+    """The first item in which a process differs from the first process of its kind.
 
     Attributes:
-        name: of what differs first.
+        name: name of the first item that differs.
         rank: the first process that differs.
-        first, other: what ``first_rank`` and ``rank`` have; None: nothing of this name.
-        is_order: both have all of the names, in another order; ``first`` and ``other`` are names then.
-        first_rank: the process it is compared with.
+        first, other: the values on ``first_rank`` and on ``rank``; None: no item of this name.
+        is_order: both have the same names in a different order; ``first`` and ``other`` are names then.
+        first_rank: the process that ``rank`` is compared with.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Difference:
 
 
 def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | None:
-    """The first difference between the processes, the same on all; None if there is none. Every process must call it.
+    """Return the first difference between the processes, the same on all ranks; None if there is none. A collective.
 
-    One message of 32 bytes, and a second one with everything only if they differ.
+    It sends one message of 32 bytes, and all items in a second message only if the digests differ.
 
     Args:
-        own: what this process has, by name.
-        kind: only processes with the same are compared, each with the first of them.
+        own: the values of this process, by name.
+        kind: processes are compared only with those of the same kind, each with the first of them.
     """
     size = get_world_size()
     if size == 1:
         return None
     items = list(own.items())
-    # The device is named, because a model may be under construction on another one by default.
+    # The device is explicit, because the default device may be another one while a model is constructed.
     digests = [torch.empty(32, dtype=torch.uint8, device="cpu") for _ in range(size)]
     digest = list(_digest(kind) + _digest(items))
     dist.all_gather(digests, torch.tensor(digest, dtype=torch.uint8, device="cpu"), group=side_group())
@@ -89,10 +89,10 @@ def _between(first: dict[str, str], other: dict[str, str], rank: int, first_rank
 
 
 def description(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> dict[str, str]:
-    """Of every parameter and buffer, by name and in order, what has to be the same on all processes.
+    """Describe every parameter and buffer, by name and in order, by what must be the same on all processes.
 
     Args:
-        shape_of: the shape of the whole parameter, where a process has a part of it.
+        shape_of: returns the shape of the whole parameter, of which a process may hold a shard.
     """
     found, names = {}, dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Collectives that also work without a process group, where the world is this one process."""
+"""Collectives that also work without a process group: the world size is 1 then."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .rendezvous import meet
 
-# A thread of gloo needs the GIL to let go of the tensor that it has just sent, a moment after the collective has returned.
-# An interpreter that ends meanwhile aborts ("terminate called without an active exception"), and torch before 2.8
-# (pytorch/pytorch#154976) waits for that thread with the GIL in hand, for ever.
+# A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
+# An interpreter that exits meanwhile aborts ("terminate called without an active exception"). torch before 2.8
+# (pytorch/pytorch#154976) holds the GIL while it waits for that thread, and never returns.
 _GLOO_LETS_GO_S = 0.05
-# For a group that some process has left in the middle of a collective.
+# The limit is needed when another process has left the group during a collective.
 _LEAVE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
@@ -36,17 +36,17 @@ def is_initialized() -> bool:
 
 
 def get_rank() -> int:
-    """This process's number in the group; 0 without a group."""
+    """The rank of this process; 0 without a process group."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def rank_in(group: Any) -> int:
-    """This process's number in a group, to which it belongs."""
+    """The rank of this process in ``group``, of which it must be a member."""
     return dist.get_group_rank(group, dist.get_rank())
 
 
 def get_world_size(group: Any = None) -> int:
-    """Number of processes in a group, None: that of all; 1 without a group."""
+    """Number of processes in ``group`` (None: all processes); 1 without a process group."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
@@ -61,7 +61,7 @@ def is_main() -> bool:
 
 
 def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
-    """Decorator: the function runs on rank 0 and answers None elsewhere."""
+    """Decorator: run the function on rank 0 only; it returns None on the other ranks."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> T | None:
@@ -71,15 +71,15 @@ def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def barrier() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has called this function."""
     if get_world_size() > 1:
         dist.barrier()
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Any = None) -> Tensor:
-    """``tensor`` combined over the processes of a group, None: over all, in place; returned for convenience.
+    """All-reduce ``tensor`` in place over the processes of ``group`` (None: all) and return it.
 
-    ``mean`` is a sum divided by their number in the tensor's own dtype, because gloo has no average of its own.
+    ``mean`` is the sum divided by the number of processes, in the tensor's dtype, because gloo has no average.
     """
     size = get_world_size(group)
     if size > 1:
@@ -90,14 +90,14 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Any = None) -> Tenso
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """``tensor`` overwritten in place with the value that process ``src`` holds."""
+    """Overwrite ``tensor`` in place with the value of rank ``src``, and return it."""
     if get_world_size() > 1:
         dist.broadcast(tensor, src)
     return tensor
 
 
 def all_gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """The tensors of all processes of a group, which are alike in form, in its order; None: of all."""
+    """The tensors of all processes of ``group`` (None: all), in rank order; all must have the same shape and dtype."""
     size = get_world_size(group)
     if size == 1:
         return [tensor]
@@ -107,7 +107,7 @@ def all_gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
-    """Many tensors overwritten with those of process ``src`` of a group, in messages of about ``bucket_bytes``."""
+    """Overwrite the tensors in place with those of rank ``src`` of the group, in messages of about ``bucket_bytes``."""
     if get_world_size(group) == 1:
         return
     sender = src if group is None else dist.get_global_rank(group, src)
@@ -118,7 +118,7 @@ def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 2
 
 
 def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
-    """Many tensors replaced, in place, by their mean over a group, in messages of about ``bucket_bytes``; None: over all."""
+    """Replace the tensors in place by their means over ``group`` (None: all), in messages of about ``bucket_bytes``."""
     size = get_world_size(group)
     if size == 1:
         return
@@ -129,7 +129,7 @@ def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group
 
 
 def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """``tensors`` in groups of one dtype and device and about ``bucket_bytes`` each, in an order all ranks share."""
+    """``tensors`` in buckets of one dtype and device and about ``bucket_bytes``, in the same order on all ranks."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -150,7 +150,7 @@ def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def broadcast_object(value: T, src: int = 0) -> T:
-    """A picklable value as process ``src`` has it."""
+    """The value of rank ``src``; it must be picklable."""
     if get_world_size() == 1:
         return value
     box = [value]
@@ -159,7 +159,7 @@ def broadcast_object(value: T, src: int = 0) -> T:
 
 
 def all_gather_object(value: T, group: Any = None) -> list[T]:
-    """The values of all processes of a group, ordered by rank, on every one of them; None: of all."""
+    """The values of all processes of ``group`` (None: all), ordered by rank, on each of them."""
     size = get_world_size(group)
     if size == 1:
         return [value]
@@ -194,11 +194,11 @@ def scatter_objects(values: Sequence[T] | None, group: Any = None) -> T:
 
 
 def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
-    """A gloo group of all processes beside the main one, for messages that come while that one is in use.
+    """A second gloo group of all processes, for messages while the main process group is in use.
 
-    Made by the first call for a purpose, which every process must make; None for one process. Messages of different
-    purposes may come in another order on every process. A message may take ``timeout_s`` seconds, those of the first
-    call; torch's own 30 minutes by default.
+    The first call for a purpose makes the group; every process must make that call. None for a single process. Messages
+    of different purposes may be sent in a different order on each process. The time limit of a message is the
+    ``timeout_s`` (seconds) of the first call; default: torch's 30 minutes.
     """
     if get_world_size() == 1:
         return None
@@ -209,14 +209,14 @@ def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
 
 
 def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> Callable[[], int]:
-    """Begin to combine the ``number`` of all processes; what is returned waits for the result.
+    """Start an all-reduce of ``number``; return a function that waits for the result and returns it.
 
     Args:
         group: from ``side_group``.
     """
     if group is None:
         return lambda: number
-    box = torch.tensor(number, device="cpu")  # whatever device the user has made the default
+    box = torch.tensor(number, device="cpu")  # explicit: the user may have set another default device
     work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
 
     def wait() -> int:
@@ -235,7 +235,7 @@ _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDi
 
 @contextmanager
 def group_of(ranks: Sequence[int]) -> Iterator[Any]:
-    """A process group of some of the processes for the time of a ``with``, None on the others; every process must come here."""
+    """Context with a process group of these ranks; None on the other ranks. Every process must enter it."""
     made = dist.new_group(list(ranks))
     group = made if get_rank() in ranks else None
     try:
@@ -246,9 +246,9 @@ def group_of(ranks: Sequence[int]) -> Iterator[Any]:
 
 
 def carries_cpu_tensors(backend: str) -> bool:
-    """Whether a group with this back end, a name or ``device:name,...``, can send tensors that are on the CPU.
+    """Whether a group with this back end (a name or ``device:name,...``) can send CPU tensors.
 
-    A single name that torch has not heard of is taken at its word: torch tries such a one on every device.
+    The answer for a name that torch does not know is True, because torch uses such a back end for every device.
     """
     if ":" in backend:
         return any(pair.partition(":")[0].strip() == "cpu" for pair in backend.lower().split(","))
@@ -256,30 +256,30 @@ def carries_cpu_tensors(backend: str) -> bool:
 
 
 def group_backend() -> str:
-    """The back ends of the process group, as ``device:name,...``."""
+    """The back ends of the default process group, as ``device:name,...``."""
     return str(dist.get_backend_config())
 
 
 def init_process_group(
     backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
 ) -> None:
-    """Join the group of all processes; as often as wanted, one group after the other. The arguments are those of ``meet``.
+    """Join the default process group. It can be joined again after it was left. The arguments are those of ``meet``.
 
     Raises:
-        LaunchError: not all of them came within ``timeout_s`` seconds.
+        LaunchError: not all processes joined within ``timeout_s`` seconds.
     """
     store = meet(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
-    side_group(timeout_s)  # now that all are here: one that is missing later could not be waited for with a limit
+    side_group(timeout_s)  # made now, while all are here: waiting for a missing process later would have no time limit
 
 
 def init_alone(backend: str) -> None:
-    """Form a group of this process alone."""
+    """Make a default process group with this process alone."""
     dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def destroy_process_group() -> None:
-    """Leave the process group; nothing happens when there is none."""
+    """Leave the default process group; nothing happens if there is none."""
     if is_initialized():
         time.sleep(_GLOO_LETS_GO_S)
         _side_groups.pop(dist.group.WORLD, None)
@@ -288,7 +288,7 @@ def destroy_process_group() -> None:
 
 @functools.cache
 def leave_at_exit() -> None:
-    """Have the process group left when the interpreter ends; a group that cannot be left is waited for a few seconds only."""
+    """Leave the process group when the interpreter exits; wait only a few seconds if it cannot be left."""
     ends, left = threading.Event(), threading.Event()
 
     def leave() -> None:
@@ -300,6 +300,6 @@ def leave_at_exit() -> None:
         ends.set()
         left.wait(_LEAVE_TIMEOUT_S)
 
-    # Started now: Python 3.12 starts no thread while the interpreter ends.
+    # Started now, because Python 3.12 starts no thread while the interpreter exits.
     threading.Thread(target=leave, name="flextrain-leave", daemon=True).start()
     atexit.register(wait)

@@ -1,4 +1,4 @@
-"""Calls that all processes have to make: whoever is left alone in one, or meets others in another, is told."""
+"""Check that all ranks make the same call: every rank learns which others make another call or do not come."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .rendezvous import await_key
 _logger = logging.getLogger("flextrain")
 
 SILENT_S = 60.0
-"""After which one that waits says so; it may well be that others still have something to do."""
+"""Seconds after which a waiting process logs that it waits; the others may still have work to do."""
 
 _numbers: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def roll_call(call: str, timeout_s: float) -> str | None:
-    """Wait until every process has come to ``call``; what is wrong if they have not, None if they have.
+    """Wait until every process has made this call. Return None, or a text that says which ranks did not.
 
-    All make the same calls in the same order, so that two that are in different ones hear of it at once. One that does not
-    come is waited for ``timeout_s`` seconds, and told when it comes later. Every process finds out by itself:
-    dist.monitored_barrier tells rank 0 alone, and keeps the others for minutes.
+    All processes make the same calls in the same order. Processes in different calls learn of it at once. A process that
+    does not come is waited for at most ``timeout_s`` seconds; it is told if it comes later. Every process gets the
+    result: dist.monitored_barrier reports on rank 0 only, and blocks the others for minutes.
 
     Args:
-        call: its name, for people.
+        call: name of the call, for messages.
     """
     if get_world_size() == 1:
         return None
@@ -45,7 +45,7 @@ def roll_call(call: str, timeout_s: float) -> str | None:
 
 
 class _Call:
-    """One call of all processes; its number is the same on each."""
+    """One call of this process, to be matched with the calls of the same number on the other ranks."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.rank = name, number, get_rank()
@@ -53,7 +53,7 @@ class _Call:
         self._verdict = f"flextrain call {number} verdict"
 
     def wait(self, timeout_s: float) -> str | None:
-        """What the processes have found out together."""
+        """Return the text for ``roll_call``: the first verdict that any process put into the store, for this rank."""
         store = self.store
         store.set(self._whereabouts(self.rank), json.dumps([self.number, self.name]))
         first = json.loads(store.compare_set(f"flextrain call {self.number}", "", json.dumps([self.rank, self.name])))
@@ -77,7 +77,7 @@ class _Call:
         return f"rank {ranks} did not come within {seconds:g} s" + (f", last seen in {seen}" if seen else "")
 
     def _is_decided(self, timeout_s: float) -> bool:
-        """Wait for the verdict; after a while with a word to say for whom."""
+        """Whether there is a verdict within ``timeout_s``; after SILENT_S seconds a warning names the missing ranks."""
         if await_key(self.store, self._verdict, min(timeout_s, SILENT_S)):
             return True
         if timeout_s > SILENT_S:
@@ -89,14 +89,14 @@ class _Call:
         return [rank for rank in range(get_world_size()) if self._last_call(rank)[0] < self.number]
 
     def _decide(self, verdict: str, facts: list[Any]) -> None:
-        """Tell all processes; the first verdict counts."""
+        """Put a verdict into the store for all processes; only the first one is kept."""
         self.store.compare_set(self._verdict, "", json.dumps([verdict, facts]))
 
     def _whereabouts(self, rank: int) -> str:
         return f"flextrain call of rank {rank}"
 
     def _last_call(self, rank: int) -> tuple[int, str]:
-        """The number and name of the call that a process made last."""
+        """Number and name of the last call of ``rank``; (0, "") if there is none."""
         if not self.store.check([self._whereabouts(rank)]):
             return 0, ""
         number, name = json.loads(self.store.get(self._whereabouts(rank)))

@@ -1,4 +1,4 @@
-"""Where the processes of a job find each other: a store, and in it a place of its own for every group they form."""
+"""Rendezvous of a job's processes: open the store, and give every process group keys of its own in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.05
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """A store that this process has opened; rank 0 may be the one that serves it."""
+    """A store that this process has opened; rank 0 may serve it."""
 
     where: tuple[str, ...]
     store: Any
@@ -30,26 +30,26 @@ _endpoint: _Endpoint | None = None
 
 
 def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "") -> Any:
-    """The part of the job's store that belongs to the group which is formed next, as soon as all processes are here.
+    """Wait for all processes, and return the job's store under a prefix for the process group that is made next.
 
-    Addresses of a group that was left are still in the store, and whoever is early would try those. Therefore every group
-    has a number, and what it keeps stands under it.
+    The store still holds the addresses of a group that was left, and a process that comes early would try them.
+    Therefore every group has a number, and its keys start with it.
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file://path``.
-        job: what processes of this job have in common and others have not; where it is known.
+        job: an identifier that only the processes of this job have; empty if there is none.
 
     Raises:
-        LaunchError: the store or a process did not come within ``timeout_s`` seconds, or belongs to another job.
+        LaunchError: the store or a process was not there within ``timeout_s`` seconds, or belongs to another job.
     """
     store = _open(init_method, rank, world_size, timeout_s)
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     _check_job(store, init_method, rank, timeout_s, job)
     own = f"flextrain/groups/{rank}"
     while True:
-        # Counted in the store, so that a process which was started again does not begin from the first.
+        # Counted in the store, because a restarted process must not begin with number 1 again.
         number = store.add(own, 1)
-        if number > 1:  # nobody waits for this process there any more
+        if number > 1:  # no process shall wait for this one in its previous group
             store.compare_set(f"flextrain/{number - 1}/state", "", _OVER)
         state = f"flextrain/{number}/state"
         if store.add(f"flextrain/{number}/here", 1) == world_size:
@@ -66,9 +66,9 @@ def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float, job:
 
 
 def await_key(store: Any, key: str, timeout_s: float) -> bool:
-    """Whether somebody has set ``key`` within ``timeout_s`` seconds.
+    """Whether a process sets ``key`` within ``timeout_s`` seconds.
 
-    Store.wait would keep signals, Ctrl-C too, until it ends, and print two lines of its own when it does in vain.
+    Store.wait would delay signals, also Ctrl-C, until it returns, and it prints two lines when it times out.
     """
     began = time.monotonic()
     while not store.check([key]):
@@ -80,14 +80,14 @@ def await_key(store: Any, key: str, timeout_s: float) -> bool:
 
 
 def _check_job(store: Any, init_method: str, rank: int, timeout_s: float, job: str) -> None:
-    """Raise LaunchError if the store is rank 0's of another job, which happens to have chosen the same port."""
+    """Raise LaunchError if the store belongs to another job that uses the same port."""
     if not job:
         return
     if rank == 0:
         store.set("flextrain/job", job)
         return
     if not await_key(store, "flextrain/job", timeout_s):
-        return  # rank 0 will be missed
+        return  # meet() then reports that rank 0 is missing
     if (here := store.get("flextrain/job").decode()) != job:
         raise LaunchError(
             f"launcher: {_said(init_method)} is where {here} meets, this process belongs to {job}; set MASTER_PORT"
@@ -95,13 +95,13 @@ def _check_job(store: Any, init_method: str, rank: int, timeout_s: float, job: s
 
 
 def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The store at ``init_method``, kept until another is asked for: a process that is late needs rank 0's."""
+    """The store at ``init_method``, kept open until another one is needed: late processes need that of rank 0."""
     global _endpoint
     where: tuple[str, ...] = (str(os.getpid()), init_method, str(rank), str(world_size))
     if init_method.startswith("env://"):
         where += (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if _endpoint is None or _endpoint.where != where:
-        _endpoint = None  # the old one goes before the new one comes, which may have its port
+        _endpoint = None  # close the old store first: the new one may need its port
         timeout = datetime.timedelta(seconds=timeout_s)
         if rank > 0 and init_method.startswith(("env://", "tcp://")):
             _await_server(_said(init_method).removeprefix("tcp://"), min(timeout_s, _PATIENCE_S))
@@ -117,14 +117,14 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any
 
 
 def _await_server(address: str, patience_s: float) -> None:
-    """Return as soon as rank 0 listens, or after a while: torch, when it comes too early, tries again after most of a second."""
+    """Return as soon as rank 0 listens, or after ``patience_s``: torch would retry only after almost a second."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
             return
-        except (OSError, ValueError):  # torch has the words for what is wrong for good
+        except (OSError, ValueError):  # torch reports an error that lasts
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Errors that all processes raise as soon as one has them, and what each process has, gathered only where they differ."""
+"""Raise an error of one process on all processes, and gather values only where processes differ."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 @contextmanager
 def raising_together() -> Iterator[None]:
-    """A context in which all processes raise if one raises a FlexTrainError; every process must come here.
+    """A context in which all processes raise if one raises a FlexTrainError; every process must enter it.
 
-    What is inside may not wait for another process, which may have failed.
+    The code inside must not wait for another process, because that process may have failed.
 
     Raises:
-        FlexTrainError: the first process's, of its class, on every process.
+        FlexTrainError: on every process, with class and text of the first failed process.
     """
     failure: FlexTrainError | None = None
     try:
@@ -39,11 +39,11 @@ def raising_together() -> Iterator[None]:
 
 
 def gather_differing(own: T) -> list[T]:
-    """What each process has, by rank, of what JSON can hold; one message of 16 bytes where it is the same on all."""
+    """The values of all processes, by rank; values must be JSON-able. Only 16 bytes are sent if all are equal."""
     if is_alone():
         return [own]
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).digest()
-    # The device is named, because the user may have made another one the default.
+    # The device is explicit, because the user may have set another default device.
     digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), side_group())
     if all(torch.equal(other, digests[0]) for other in digests):
         return [own] * len(digests)

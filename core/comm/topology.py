@@ -1,4 +1,4 @@
-"""Topology: what a process is to the others. Whoever seeds, deals out data, averages or counts asks it, and not the rank."""
+"""Topology: the part of the data and of the model that a process has. Seeding, sampling and averaging ask it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import collectives as dist
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which part of every global batch a process trains on, and who trains on the others.
+    """The part of every global batch that a process trains on, and the process group that trains on all parts.
 
     Attributes:
-        index, count: this part, of how many.
-        group: one process for each part, in the order of the parts, that hold what this one holds: over them gradients and
-            losses are averaged. It has to carry tensors on the CPU too. None: all processes, or, with a ``count`` of 1,
-            this one alone.
+        index, count: number of this part, and number of parts.
+        group: one process for each part, in the order of the parts, with the same shard of the model as this one.
+            Gradients and losses are averaged over it. It must carry CPU tensors too. None: all processes, or, with a
+            ``count`` of 1, this process alone.
 
     Raises:
         StrategyError: the group does not fit index and count.
@@ -50,7 +50,7 @@ class DataShard:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The processes of the group, by their numbers among all."""
+        """The global ranks of the group."""
         if self.count == 1:
             return (dist.get_rank(),)
         if self.group is None:
@@ -58,36 +58,36 @@ class DataShard:
         return tuple(torch_dist.get_process_group_ranks(self.group))
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """``tensor`` replaced, in place, by its mean over the parts of the data; returned for convenience."""
+        """Replace ``tensor`` in place by its mean over the parts of the data, and return it."""
         return tensor if self.count == 1 else dist.all_reduce(tensor, "mean", self.group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """``tensor`` replaced, in place, by its sum over the parts of the data; returned for convenience."""
+        """Replace ``tensor`` in place by its sum over the parts of the data, and return it."""
         return tensor if self.count == 1 else dist.all_reduce(tensor, "sum", self.group)
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Replace many tensors, in place, by their means over the parts of the data."""
+        """Replace the tensors in place by their means over the parts of the data."""
         if self.count > 1:
             dist.average_tensors(tensors, group=self.group)
 
     def share(self, tensors: list[Tensor]) -> None:
-        """Replace many tensors, in place, by those of the process with the first part of the data."""
+        """Overwrite the tensors in place with those of the process that has the first part of the data."""
         if self.count > 1:
             dist.broadcast_tensors(tensors, group=self.group)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What this process is to the others; without arguments: every process trains on data of its own.
+    """The part of this process in data and model parallelism; without arguments: plain data parallelism.
 
     Attributes:
-        data: which part of every global batch it trains on. Processes with the same part read the same samples with the
-            same augmentation, and drop out the same.
-        reports: whether what the model predicts here counts in metrics. One process for each part of the data does.
-        model: the processes that hold different parameters of one copy of the model, as the stages of a pipeline do; over
-            them norms of gradients are combined. None where every process has a part in every parameter.
+        data: the part of every global batch that it trains on. Processes with the same part read the same samples with
+            the same augmentation and the same dropout masks.
+        reports: whether metrics count the predictions of this process; one process for each part of the data reports.
+        model: process group of those that hold different parameters of one replica of the model, such as pipeline stages.
+            Gradient norms are combined over it. None: every process holds a shard of every parameter.
         axes: (index, size) of this process on every named axis of a mesh, such as "dp_shard" or "tp".
-        rank, world_size: number of this process and of all, for files and messages.
+        rank, world_size: the global ones, for files and messages.
     """
 
     data: DataShard = field(default_factory=DataShard)
@@ -109,19 +109,19 @@ class Topology:
 
     @property
     def shares_data(self) -> bool:
-        """Whether processes have the same part of the data."""
+        """Whether several processes have the same part of the data."""
         return self.data.count < self.world_size
 
     @property
     def place_in_model(self) -> int:
-        """Number of this process among those that hold one copy of the model together; 0 where each has all names."""
+        """Rank of this process in the ``model`` group; 0 if every process has all parameters."""
         return 0 if self.model is None else dist.rank_in(self.model)
 
     def check(self) -> None:
-        """See that every part of the data has one process that reports; every process must call it.
+        """Check that every part of the data has exactly one process that reports; every process must call it.
 
         Raises:
-            StrategyError: on every process, if one has not.
+            StrategyError: on every process, if a part has none or several.
         """
         everyone: Sequence[tuple[tuple[int, int], bool]] = dist.all_gather_object((self.shard, self.reports))
         counts = {count for (_, count), _ in everyone}
