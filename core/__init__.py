@@ -1,1 +1,1 @@
-"""What strategies, optimizers and the runner share; imports nothing above itself."""
+"""Code shared by strategies, optimizers and the runner; it imports from none of them."""

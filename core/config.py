@@ -1,4 +1,4 @@
-"""Typed configuration: pydantic models, models derived from signatures, and errors on one line."""
+"""Validate configuration with pydantic: models, checks of a call's arguments by its signature, one-line errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .errors import ConfigError, one_of, suggest
 
 
 class Config(BaseModel):
-    """Base of every component's configuration: unknown keys raise, values are not converted, fields stay as given."""
+    """Base class of every component's configuration: unknown keys raise, values are not converted, fields frozen."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=()
@@ -25,7 +25,7 @@ class Config(BaseModel):
 
 
 PositiveInt = Annotated[int, pydantic.Field(ge=1)]
-"""An int that is 1 or more; as an annotation of a constructor it is checked with the configuration."""
+"""An int of 1 or more; a constructor's parameter with this annotation is checked with the configuration."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 P = ParamSpec("P")
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 def validate(model: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT:
-    """``data`` as an instance of ``model``.
+    """Return ``data`` as an instance of ``model``.
 
     Raises:
-        ConfigError: naming the first wrong key as ``where.key``, on one line.
+        ConfigError: the data is not valid; one line that names the first wrong key as ``where.key``.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: {_show(data)} is not allowed, give a dict")
@@ -49,9 +49,9 @@ def validate(model: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT
 def explain(
     problems: Sequence[Any], where: str, model: type[BaseModel], data: Mapping[str, Any], hidden: tuple[str, ...] = ()
 ) -> str:
-    """The first of the problems that pydantic found with ``data`` as a ``model``, in flextrain's words.
+    """The error message, on one line, for the first problem that pydantic found when it validated ``data``.
 
-    ``hidden`` are top-level keys that are not the user's to give.
+    ``hidden`` are top-level keys that the user cannot give.
     """
     problem = next((p for p in problems if p["type"] in _UNKNOWN_KEY), problems[0])
     kind, given, context = problem["type"], problem.get("input"), problem.get("ctx", {})
@@ -79,7 +79,7 @@ def explain(
 
 
 def _location(problem: Any, data: Any) -> list[Any]:
-    """The keys and positions that lead to a problem; pydantic puts the branches of unions between them."""
+    """The keys and positions that lead to a problem, without the union branches that pydantic puts between them."""
     location: list[Any] = []
     for part in problem["loc"]:
         sequence = isinstance(data, (list, tuple)) and isinstance(part, int) and part < len(data)
@@ -92,7 +92,7 @@ def _location(problem: Any, data: Any) -> list[Any]:
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """The keys of the model that stands at ``location`` inside ``model``."""
+    """The keys of the model at ``location`` inside ``model``."""
     for part in location:
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
         if isinstance(part, int) or part not in fields:
@@ -111,7 +111,7 @@ def _nested_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _wanted(location: list[Any], problems: Sequence[Any], data: Any) -> str:
-    """What would have been right, over all branches of a union that failed at the same place."""
+    """The advice "give ...": the expected values of all union branches that failed at this place."""
     same = [p for p in problems if _location(p, data) == location and p["type"] not in _UNKNOWN_KEY]
     wanted = list(dict.fromkeys(_words(p) for p in same))
     if "a number" in wanted and "an integer" in wanted:
@@ -125,7 +125,7 @@ def _words(problem: Any) -> str:
 
 
 def _as_asked(message: str) -> str:
-    """What pydantic says that the input should be."""
+    """The expected input, from pydantic's message."""
     for start in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
         message = message.removeprefix(start)
     return _one_line(message).replace("'", '"')
@@ -166,7 +166,7 @@ _STRICT: dict[Any, Any] = {int: StrictInt, float: StrictFloat | StrictInt, bool:
 
 
 def _strict(annotation: Any) -> Any:
-    """``annotation`` without pydantic's conversions of scalars ("8" is not 8), and Any where pydantic has no schema."""
+    """``annotation`` without pydantic's conversion of scalars ("8" is not 8), and Any where pydantic has no schema."""
     if annotation in _STRICT:
         return _STRICT[annotation]
     if annotation is None or annotation is type(None):
@@ -176,7 +176,7 @@ def _strict(annotation: Any) -> Any:
         parts = (_strict(args[0]), *args[1:])
         return typing.cast(Any, Annotated)[parts]
     if origin in (typing.Union, types.UnionType):
-        # A class beside a scalar (a float or a Tensor) must be itself; Any would let every wrong scalar through.
+        # A class next to a scalar (float | Tensor) is checked by isinstance; Any would accept every wrong scalar.
         branches = [_instance_of(arg) if _is_class(arg) and _strict(arg) is Any else _strict(arg) for arg in args]
         return typing.Union[tuple(branches)]  # noqa: UP007 - built at run time
     if origin is typing.Literal:
@@ -196,7 +196,7 @@ def _strict(annotation: Any) -> Any:
 
 
 def _is_class(annotation: Any) -> bool:
-    # Callable[[int], None] passes for a class before Python 3.11.
+    # inspect.isclass(Callable[[int], None]) is True before Python 3.11.
     return inspect.isclass(annotation) and annotation is not Any and typing.get_origin(annotation) is None
 
 
@@ -206,7 +206,7 @@ def _instance_of(cls: Any) -> Any:
 
 @functools.cache
 def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
-    """A pydantic model of the keyword arguments of ``function``; None when it has no signature."""
+    """A pydantic model of the keyword arguments of ``function``; None if it has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -230,12 +230,12 @@ def _signature_model(function: Callable[..., Any]) -> type[BaseModel] | None:
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """The annotations that can be resolved; of one that cannot (imported for type checkers only, say) nothing is checked."""
+    """The annotations that can be resolved; others (names imported for type checkers only, say) are not checked."""
     found: dict[str, Any] = {}
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     for name, annotation in getattr(function, "__annotations__", {}).items():
         alone = types.SimpleNamespace(__annotations__={name: annotation})
-        with contextlib.suppress(Exception):  # whatever a foreign library's annotation raises when it is evaluated
+        with contextlib.suppress(Exception):  # evaluating a foreign annotation may raise anything
             found |= typing.get_type_hints(alone, scope, include_extras=True)
     return found
 
@@ -243,13 +243,13 @@ def _hints(function: Any) -> dict[str, Any]:
 def check_call(
     function: Callable[..., Any], kwargs: Mapping[str, Any], where: str, provided: tuple[str, ...] = ()
 ) -> None:
-    """Check the keyword arguments of a call, names and plain types, without making it.
+    """Check the names and plain types of the keyword arguments of a call, without calling.
 
     Args:
-        function: a class or function; its annotations say what is allowed.
+        function: a class or function; its annotations define what is allowed.
         kwargs: the arguments from a configuration.
         where: the configuration key, for the message.
-        provided: parameters that the library fills in; giving one of them is an error, leaving them out is not.
+        provided: parameters that the library fills in; the user must not give them.
 
     Raises:
         ConfigError: an unknown, missing or wrongly typed argument.
@@ -271,10 +271,10 @@ def check_call(
 
 
 def known_keywords(elsewhere: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: a ConfigError that offers the nearest name in place of the TypeError for an unknown keyword.
+    """Decorator: an unknown keyword raises a ConfigError that suggests the nearest name, instead of a TypeError.
 
     Args:
-        elsewhere: keywords that belong to something else, with what to call instead.
+        elsewhere: keywords of other functions, with what to call instead.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -291,10 +291,10 @@ def known_keywords(elsewhere: Mapping[str, str] | None = None) -> Callable[[Call
 
 
 def check_keywords(given: Iterable[str], names: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """See that the given keywords are among ``names``; see ``known_keywords``.
+    """Check that the given keywords are among ``names``; see ``known_keywords``.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one of them is not.
     """
     known = list(names)
     for name in given:

@@ -1,11 +1,11 @@
-"""Parameters without memory: what a model's constructor does to them is noted, and carried out one parameter at a time.
+"""Deferred initialisation: record what a constructor does to the parameters, and replay it one parameter at a time.
 
 A strategy that shards a model builds it in ``DeferredInit()``. Every parameter that is registered there becomes one on
-the meta device, and every operation that initialises it goes on a list with the random numbers still undrawn. ``replay``
-carries the list out in the constructor's order, on whole plain tensors, of which it holds one at a time: the values are
-those that an ordinary construction with the same random state gives, bit for bit, and no process ever holds the model.
-Buffers are real from the start. What is drawn at once, as ``torch.randn`` draws a parameter before it is registered, comes
-after what was put off until then, which is drawn once more for that, and thrown away.
+the meta device, and every operation that initialises it is recorded on a tape, before it draws random numbers.
+``replay`` runs the tape in the constructor's order on whole plain tensors, and holds one of them at a time. The values
+are equal, bit for bit, to those of an ordinary construction with the same RNG state, and no process ever holds the
+whole model. Buffers are real from the start. An operation that draws at once, such as ``torch.randn`` for a parameter
+before it is registered, must draw after the recorded ones; they run before it, and their results are discarded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_fl
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a parameter go.
+    """Functions that read and write the values of a parameter.
 
     Attributes:
-        like: the parameter as the context left it, on the meta device.
-        read: gives the whole tensor.
+        like: the parameter on the meta device, as the context left it.
+        read: returns the whole tensor.
         write: takes the whole tensor, on the CPU.
     """
 
@@ -42,15 +42,15 @@ class Place:
 
 
 class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which a module is built, or initialised, without memory for its parameters; may be entered again."""
+    """Context that builds or initialises a module without memory for its parameters; it may be entered again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self._drawn = 0  # so much of the tape the random generator is past
+        self._drawn = 0  # index in the tape: earlier entries have drawn their random numbers
         self._registered: list[Tensor] = []
-        # Memory that was allocated and not written to. Of what is freed the reference stays, so that its key is not given
-        # to other memory.
+        # Memory that is allocated and not written yet. The reference stays when the memory is freed, so that no other
+        # memory gets the same key.
         self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -84,7 +84,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            # A lazy one is left as it is: setup says what is wrong with it.
+            # Lazy parameters stay unchanged: setup raises an error for them.
             if param is not None and not param.is_meta and not is_lazy(param):
                 empty = torch.empty_like(param, device="meta")
                 deferred = type(param)(empty, requires_grad=param.requires_grad)
@@ -103,7 +103,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._catch_up()
         out = func(*args, **kwargs)
         if is_put_off:
-            # A view needs no note: where it lies says what it is a view of.
+            # Views are not recorded: replay finds their memory by its storage key.
             if not func.is_view:
                 self._tape.append((func, args, kwargs, out))
         elif isinstance(out, Tensor) and not out.is_meta and not func.is_view:
@@ -114,7 +114,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _catch_up(self) -> None:
-        """Bring the random generator to where it is in an ordinary construction; the tape then says where it was."""
+        """Advance the RNG state to that of an ordinary construction, and record on the tape the state before."""
         behind = [entry for entry in self._tape[self._drawn :] if _draws(entry[0])]
         if not behind:
             return
@@ -126,17 +126,17 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def touched(self) -> set[int]:
-        """The memory, by ``storage_key``, that something was done to."""
+        """The ``storage_key`` of all memory that recorded operations use."""
         return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}
 
     def replay(self, places: Mapping[int, Place]) -> None:
-        """Carry out what was noted, drawing from the random generators as the constructor would have.
+        """Run the recorded operations; they draw from the random generators as the constructor would have.
 
         Args:
-            places: for each parameter, by ``storage_key`` of what it was in this context.
+            places: one for each parameter, by the ``storage_key`` that it had in this context.
 
         Raises:
-            StrategyError: an operation that cannot be carried out later.
+            StrategyError: an operation cannot be deferred.
         """
         replay = _Replay(places, {storage_key(parameter) for parameter in self._registered})
         if self._drawn:
@@ -147,7 +147,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay.write_back()
 
 
-# Those of nn.init that do nothing to a tensor on the meta device; not every torch has the private ones.
+# Functions of nn.init that do nothing to a tensor on the meta device; not every torch has the private ones.
 _PASS_OVER_META: dict[str, Callable[..., Tensor]] = {
     name: getattr(nn.init, name)
     for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", *INITIALIZERS)
@@ -163,7 +163,7 @@ _ALLOCATE = (
 
 
 def _mentions(functions: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where modules have one of the functions: nn.init itself, and those that imported it by name."""
+    """(namespace, name, function) for nn.init, and for every module that has imported one of the functions by name."""
     wanted = {id(function) for function in functions}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
@@ -178,31 +178,31 @@ def _draws(func: Any) -> bool:
 
 
 def _from_state(state: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
-    """The entry of a tape from which on random numbers are drawn from ``state``."""
+    """A tape entry that sets the RNG state of the CPU to ``state``."""
     return torch.set_rng_state, (state,), {}, None
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """On the CPU, with the layout of ``like``, on which it depends how many numbers are drawn."""
+    """Zeros on the CPU with the strides of ``like``, because the number of draws depends on them."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_() if like.is_meta else like
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that ask for the meta device, for the CPU."""
+    """``kwargs`` with the meta device replaced by the CPU."""
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == torch.device("meta") else kwargs
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Memory for all that shares the memory of a tensor on the meta device."""
+    """Memory on the CPU, 1-D, for the whole storage of a tensor on the meta device."""
     return torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
 
 
 def _agreed(tensor: Tensor) -> Tensor:
-    """Rank 0's values of a tensor that each process made for itself, maybe from random numbers of its own."""
+    """Rank 0's values of a tensor that every process has made, possibly from its own random numbers."""
     if dist.is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(values.view(-1).view(torch.uint8))  # as bytes, since back ends do not take every dtype
+    dist.broadcast(values.view(-1).view(torch.uint8))  # as bytes, because back ends do not support every dtype
     return values
 
 
@@ -213,10 +213,10 @@ def _is_meta(value: Any) -> bool:
 class _Replay:
     def __init__(self, places: Mapping[int, Place], registered: set[int]) -> None:
         self._places = places
-        self._replaced = registered - places.keys()  # parameters that others took the place of
+        self._replaced = registered - places.keys()  # parameters that were replaced by others
         self._written: set[int] = set()
-        self._held: dict[int, Tensor] = {}  # the memory of the parameters at hand, flat
-        self._others: dict[int, Tensor] = {}  # that of what was computed on the way
+        self._held: dict[int, Tensor] = {}  # memory of the current parameters, 1-D
+        self._others: dict[int, Tensor] = {}  # memory of intermediate results
 
     def run(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given = {storage_key(value) for value in tree_flatten((args, kwargs))[0] if _is_meta(value)}
@@ -240,7 +240,7 @@ class _Replay:
         self._written |= self._held.keys()
 
     def write_back(self) -> None:
-        """Give what is at hand to where it belongs."""
+        """Write the current parameters to their places, and release the memory."""
         for key, flat in self._held.items():
             like = self._places[key].like
             self._places[key].write(flat.as_strided(like.shape, like.stride()))

@@ -1,4 +1,4 @@
-"""Devices: which one this process uses, what it is called in torch, and moving data to it."""
+"""Kinds of devices that flextrain knows, selection of this process's device, and moving data to it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .errors import ConfigError, StrategyError, one_of, suggest
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What flextrain must know of a kind of device.
+    """Description of a kind of device.
 
     Attributes:
-        type: torch's name of it ("cuda").
-        backend: the process-group back end for its tensors ("nccl").
-        autocast_dtype: what ``AmpOptimWrapper(dtype=None)`` computes in.
-        package: the package whose import adds the type to torch; None when torch has it built in.
-        install: what to install when that package is missing; default: its name.
+        type: torch's name for it ("cuda").
+        backend: the process group back end for its tensors ("nccl").
+        autocast_dtype: dtype in which ``AmpOptimWrapper(dtype=None)`` computes.
+        package: the package whose import adds the type to torch; None if it is part of torch.
+        install: what to install if that package is missing; default: its name.
     """
 
     type: str
@@ -40,19 +40,19 @@ class DeviceSpec:
 
     @property
     def module(self) -> ModuleType:
-        """``torch.cuda`` and its like."""
+        """torch's module for the device, such as ``torch.cuda``."""
         return getattr(torch, self.type)  # type: ignore[no-any-return]
 
     def is_available(self) -> bool:
-        """Whether a device of this kind can be used in this process, as far as its package is imported."""
+        """Whether this process can use a device of this kind; False before its package is imported."""
         if self.type == "cpu":
             return True
-        # torch answers for mps in torch.backends, for the others at its top.
+        # torch has is_available() of mps in torch.backends.mps, that of the others in torch.<type>.
         places: list[Any] = [getattr(torch.backends, self.type, None), getattr(torch, self.type, None)]
         return any(place.is_available() for place in places if hasattr(place, "is_available"))
 
     def load(self, where: str = "strategy.device") -> None:
-        """Import the package that adds the type to torch, if torch has not done so at its own import.
+        """Import the package that adds the type to torch, if torch has not imported it itself.
 
         Raises:
             StrategyError: it is not installed, or cannot be imported.
@@ -79,10 +79,10 @@ class DeviceSpec:
         return self.backend if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.backend}"
 
     def complete_backend(self, asked: str | None, where: str = "strategy.backend") -> str:
-        """The back end that was asked for, with gloo beside it if it carries none of the CPU's tensors; None: the device's.
+        """The back end ``asked``, with gloo added if it cannot send CPU tensors; None: the device's ``group_backend``.
 
         Raises:
-            ConfigError: one for accelerators only was asked for on the CPU.
+            ConfigError: the device is the CPU, and the back end cannot send CPU tensors.
         """
         if asked is None:
             return self.group_backend
@@ -98,10 +98,10 @@ class DeviceSpec:
 
 
 class Devices(Mapping[str, DeviceSpec]):
-    """The kinds of devices by type: the built-in ones, those that were registered, and those of installed packages.
+    """DeviceSpec by type: built-in ones, registered ones, and those of installed packages.
 
-    A package adds one by an entry point whose name is the type and which leads to a DeviceSpec; it is imported when
-    somebody asks for that type.
+    A package adds one by an entry point with the type as its name and a DeviceSpec as its value. The entry point is
+    loaded when its type is looked up.
     """
 
     def __init__(self, *specs: DeviceSpec, entry_points: str | None = None) -> None:
@@ -109,7 +109,7 @@ class Devices(Mapping[str, DeviceSpec]):
         self._entry_points = entry_points
 
     def register(self, spec: DeviceSpec) -> DeviceSpec:
-        """Add a kind of device, or replace what is known of one; returned for convenience."""
+        """Add a DeviceSpec, or replace that of the same type; return it."""
         self._specs[spec.type] = spec
         return spec
 
@@ -154,20 +154,20 @@ DEVICES = Devices(
 
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""The environment variables that say which of a machine's devices a process sees; its LOCAL_RANK chooses among those."""
+"""Environment variables that limit the devices a process sees; its LOCAL_RANK selects one of those."""
 
 
 def register_device(spec: DeviceSpec) -> DeviceSpec:
-    """Let ``device=spec.type`` name a kind of device that flextrain does not know; returned for convenience.
+    """Register a kind of device, so that ``device=spec.type`` is allowed; return the spec.
 
-    An installed package needs no call: its entry point in the group ``flextrain.devices``, with the type for a name, leads
-    to the DeviceSpec.
+    An installed package needs no call: it has an entry point in the group ``flextrain.devices``, with the type as its
+    name and the DeviceSpec as its value.
     """
     return DEVICES.register(spec)
 
 
 def accelerator_type() -> str:
-    """The kind of device that torch sees here: an accelerator's type, or "cpu"."""
+    """Type of the accelerator that torch finds on this machine, or "cpu"."""
     if torch.accelerator.is_available():
         current = torch.accelerator.current_accelerator()
         if current is not None and current.type in DEVICES:
@@ -176,13 +176,13 @@ def accelerator_type() -> str:
 
 
 def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
-    """The spec of the device kind ``name``; of the accelerator that is here when None.
+    """The spec of the device type ``name``; None: that of this machine's accelerator, or the CPU's.
 
-    A kind that is asked for by name has its package imported.
+    The package of a type given by name is imported.
 
     Raises:
-        ConfigError: an unknown name.
-        StrategyError: the device was asked for by name and is not usable here; the CPU is never taken instead.
+        ConfigError: the name is unknown.
+        StrategyError: the named device is not usable here; the CPU never replaces it.
     """
     if name is None:
         return DEVICES[accelerator_type()]
@@ -200,10 +200,10 @@ def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
 
 
 def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
-    """The device of the process with number ``local_rank`` on this machine, made current.
+    """Return the device of the process with this ``local_rank``, and make it current.
 
     Raises:
-        StrategyError: more processes on this machine than devices.
+        StrategyError: this machine has fewer devices than processes.
     """
     if spec.type in ("cpu", "mps"):
         return torch.device(spec.type)
@@ -220,11 +220,11 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
 def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """``data`` with every tensor in it on ``device``; dicts, lists, tuples, named tuples and dataclasses keep their type.
 
-    Anything with a ``to`` method of its own (a batch encoding, a packed sequence) is asked to move itself.
-    ``non_blocking`` is for the way to an accelerator; on the way to the CPU the values are waited for.
+    An object with a ``to`` method (a batch encoding, a packed sequence) is moved by that method. ``non_blocking``
+    applies to copies to an accelerator only; copies to the CPU always block.
     """
     kind = type(data)
-    if kind is list or kind is tuple:  # first, and without the abstract types below: this runs for every batch
+    if kind is list or kind is tuple:  # first, for speed: this runs for every batch
         return kind(
             [
                 value if type(value) is Tensor and value.device == device else to_device(value, device, non_blocking)
@@ -239,7 +239,7 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
         moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
         if kind is dict:
             return moved
-        if isinstance(data, MutableMapping):  # a default dict and its like are more than their items
+        if isinstance(data, MutableMapping):  # a defaultdict, for example, has more than its items
             same = copy.copy(data)
             same.update(moved)
             return same
@@ -257,7 +257,7 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
 
 
 def memory_mb(device: torch.device) -> float:
-    """Peak memory in MiB (2**20 bytes): what the allocator held at most, or the process's peak resident set on the CPU."""
+    """Peak memory in MiB (2**20 bytes): allocated by torch on the device; on the CPU, the process's resident set."""
     if device.type == "cpu":
         # Linux counts in KiB, macOS in bytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform != "darwin" else 2**20)
@@ -266,19 +266,19 @@ def memory_mb(device: torch.device) -> float:
 
 
 def overflows_to_inf(device_type: str) -> bool:
-    """Whether float16 arithmetic beyond the largest number gives inf; some Ascend NPUs stop at that number."""
+    """Whether float16 overflow gives inf; some Ascend NPUs give the largest finite number instead."""
     utils = getattr(getattr(torch, device_type, None), "utils", None)
     ask = getattr(utils, "is_support_inf_nan", None)
     return True if ask is None else bool(ask())
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything that was started on ``device`` is done."""
+    """Wait until all work that was started on ``device`` is complete."""
     if device.type != "cpu":
         DEVICES[device.type].module.synchronize()
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that the allocator keeps for later back to the device."""
+    """Release the memory that the allocator caches for later use."""
     if device.type != "cpu":
         DEVICES[device.type].module.empty_cache()

@@ -1,4 +1,4 @@
-"""What flextrain raises. Every message is one line: where, what was given, what is allowed, the nearest name."""
+"""Exceptions of flextrain. Every message is one line: where, what was given, what is allowed, the nearest name."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Iterable
 
 
 class FlexTrainError(Exception):
-    """Base of everything that flextrain raises on purpose."""
+    """Base class of all exceptions that flextrain defines."""
 
 
 class ConfigError(FlexTrainError, ValueError):
-    """A configuration that cannot mean anything; raised before any process group or model exists."""
+    """An invalid configuration; raised before any process group or model exists."""
 
 
 class NonFiniteError(FlexTrainError, ArithmeticError):
-    """A loss or a gradient norm is NaN or infinite, and ``env_cfg=dict(nonfinite="raise")`` was asked for."""
+    """A loss or a gradient norm is NaN or infinite, and ``env_cfg=dict(nonfinite="raise")`` is set."""
 
 
 class LaunchError(FlexTrainError, RuntimeError):
-    """The processes of a job could not find each other, or one of them failed."""
+    """The processes of a job could not connect to each other, or one of them failed."""
 
 
 class StrategyError(FlexTrainError, RuntimeError):
-    """A strategy cannot honour a request, or was used out of order."""
+    """A strategy does not support a request, or its methods were called in the wrong order."""
 
 
 class CheckpointError(FlexTrainError, RuntimeError):
-    """A checkpoint is missing, broken, or does not fit what it is loaded into."""
+    """A checkpoint is missing, damaged, or does not fit the object that loads it."""
 
 
 def nearest(name: str, candidates: Iterable[str], closeness: float = 0.6) -> str | None:
-    """The candidate spelled most like ``name``, or None when none is close: from 0 for all to 1 for the same alone."""
+    """The candidate spelled most like ``name``; None if none reaches ``closeness``, from 0 (any) to 1 (equal)."""
     names = list(candidates)
     folded = {candidate.lower(): candidate for candidate in names}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=closeness)
@@ -39,17 +39,17 @@ def nearest(name: str, candidates: Iterable[str], closeness: float = 0.6) -> str
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:
-    """The tail ``, did you mean "x"?`` for an error about an unknown ``name``; empty when nothing is close."""
+    """The end ``, did you mean "x"?`` of an error about an unknown ``name``; empty if no candidate is close."""
     match = nearest(name, candidates)
     return f', did you mean "{match}"?' if match else ""
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and what it counts: ``1 epoch``, ``2 epochs``; ``plural`` where an "s" is not enough."""
+    """A number with its noun: ``1 epoch``, ``2 epochs``; ``plural`` if it is not the noun with an "s"."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def one_of(candidates: Iterable[object]) -> str:
-    """The allowed values as words: ``0, 1 or 2``."""
+    """The allowed values as text: ``0, 1 or 2``."""
     words = [str(candidate) for candidate in candidates]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

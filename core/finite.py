@@ -1,4 +1,4 @@
-"""Which tensors hold NaN or infinity, found where they lie."""
+"""Find the tensors that contain NaN or infinity, on their devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors of which this process's part holds NaN or infinity; one number per device is read first."""
+    """Names of the tensors whose local shard has NaN or infinity; if none has, one number per device is read."""
     parts = {name: _part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, part in parts.items():
@@ -26,11 +26,11 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
 def _part(tensor: Tensor) -> Tensor:
     own = tensor.detach()
     own = own.to_local() if hasattr(own, "to_local") else own
-    return own.float() if own.itemsize == 1 else own  # little can be done with 8 bits as they are
+    return own.float() if own.itemsize == 1 else own  # 8-bit floats support few operations
 
 
 def _sum(part: Tensor) -> Tensor:
-    """NaN or infinite if any element is, in one pass and without memory; also, rarely, because it is too large."""
+    """A sum that is NaN or infinite if any element is, or, rarely, by overflow; one pass, without extra memory."""
     wide = torch.float32 if part.device.type == "mps" else torch.float64
     return part.sum(dtype=torch.float32 if part.itemsize < 4 else None).to(wide)
 

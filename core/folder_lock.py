@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock on a folder, so that only one run at a time uses it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 FILE = ".flextrain.lock"
 
-# A process's own locks do not keep itself out. By process, since a forked one is another.
+# A POSIX lock does not exclude its own process. The process id is in the key, because a fork inherits this set.
 _held: set[tuple[int, Path]] = set()
 
 
 class OccupiedError(Exception):
-    """Somebody else has the folder; the message says who."""
+    """Another run holds the folder; the message says which."""
 
 
 class FolderLock:
-    """Holds a folder until ``release``, or until the process ends in whatever way.
+    """Holds a folder until ``release``, or until the process ends in any way.
 
-    A POSIX lock on a small file in it, which says who holds it: the system forgets it with the process, it reaches over NFS,
-    and forked processes that read data do not inherit it. Where the file system has no locks, nothing is held.
+    It is a POSIX lock on a small file that says who holds the folder. The system releases it with the process, it works
+    over NFS, and forked dataloader workers do not inherit it. On a file system without locks nothing is held.
 
     Args:
-        folder: is there, on this machine or mounted.
+        folder: an existing folder, local or mounted.
 
     Raises:
         OccupiedError: another run holds it.
@@ -50,7 +50,7 @@ class FolderLock:
                 return
             if self._is_in_place(descriptor):
                 self._descriptor = descriptor
-            else:  # whoever had it has removed it since it was opened
+            else:  # its former owner has removed the file since it was opened here
                 os.close(descriptor)
         _held.add(self._key)
         text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%m/%d %H:%M:%S')}"
@@ -64,7 +64,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Give the folder to others."""
+        """Release the folder, and remove the lock file."""
         if self._descriptor is not None:
             self._file.unlink(missing_ok=True)
             os.close(self._descriptor)

@@ -1,8 +1,8 @@
-"""Where the generators of Python, NumPy and torch stand, looked at in memory: in a tenth of the time of a copy of a state.
+"""Read the place of the generators of Python, NumPy and torch directly from memory, in a tenth of the time of a copy.
 
-Where one keeps its words is found at import, by comparison with what the functions for it say, and a look is in use only
-if it told all draws of a trial apart. Where it is not so, on another platform or in another version, those functions are
-called. The layout was seen with Python 3.11, NumPy 2 and torch 2.15.
+The address of each generator's words is found at import, by comparison with the state that its public function returns.
+torch's memory is read only if a trial has told all draws apart. On other platforms and versions, where this fails, the
+public functions are called. The layout was checked with Python 3.11, NumPy 2 and torch 2.15.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 
 _PYTHON: Any = random._inst  # behind the functions of `random`
 _TORCH = torch.default_generator
-_HEAD = object.__basicsize__  # of a Python object; what its class keeps in C comes behind
-_WORDS = 625  # of a Mersenne twister: its state and the place in it
+_HEAD = object.__basicsize__  # size of a Python object's header; the C fields of its class follow
+_WORDS = 625  # of a Mersenne twister: its 624 words and its place in them
 _BYTES = 4 * _WORDS
-# The place in a twister's words is looked at together with the words beside it, which are others when it comes round again.
+# The place is read together with the words next to it: they differ when the place has the same value again.
 _SEEN = 12
 
 Look = Callable[[], Any]
-"""Says where a generator stands, or several of them, to compare."""
+"""Returns the place of one or several generators, to compare with a later one."""
 
 
 def _view(address: int, size: int) -> memoryview:
@@ -43,7 +43,7 @@ def _look_at(views: Sequence[memoryview]) -> Look:
 
 
 def _python_address() -> int | None:
-    """Where Python's generator keeps its place and then 624 words; None for a Python that has them elsewhere."""
+    """Address of the place and the 624 words of Python's generator; None for a Python with another layout."""
     probe = random.Random(1)
     if sys.implementation.name != "cpython" or random.Random.__basicsize__ < _HEAD + _BYTES:
         return None
@@ -62,7 +62,7 @@ def python_state() -> Any:
 
 
 def set_python_state(state: Any) -> None:
-    """Have Python's generator go on from a copy."""
+    """Restore the state of Python's generator from a copy."""
     if _ADDRESS is None:
         random.setstate(state)
     else:
@@ -74,7 +74,7 @@ def set_python_state(state: Any) -> None:
 
 
 def numpy_look(generator: np.random.MT19937) -> Look:
-    """A function that says where the generator stands; the normal number that RandomState keeps is not in it."""
+    """Return a function that reads the generator's place; it does not include RandomState's spare normal number."""
     address: int = generator.ctypes.state_address
     *words, place = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]
@@ -85,8 +85,8 @@ def numpy_look(generator: np.random.MT19937) -> Look:
 
 # torch
 
-_BEFORE, _AFTER = 20, 28  # bytes beside the 624 words that hold the seed, the place, and the spare normal numbers
-_WINDOW = 4096  # in which the words are looked for
+_BEFORE, _AFTER = 20, 28  # bytes next to the 624 words, with the seed, the place, and the spare normal numbers
+_WINDOW = 4096  # bytes in which the words are searched for
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
@@ -95,7 +95,7 @@ def _state_bytes(generator: torch.Generator) -> bytes:
 
 
 def _read_safely(address: int, size: int) -> bytes:
-    """What is in this process's memory, as far as there is any; nothing where that cannot be asked."""
+    """The bytes at this address of the process's memory, as far as they are mapped; empty without /proc."""
     with (
         contextlib.suppress(OSError, OverflowError, ValueError),
         Path("/proc/self/mem").open("rb", buffering=0) as memory,
@@ -106,10 +106,10 @@ def _read_safely(address: int, size: int) -> bytes:
 
 
 def _words_address(generator: torch.Generator, read: Callable[[int, int], bytes]) -> int | None:
-    """Where a generator's 624 words are; None if they are not found, or not with all beside them that is looked at."""
+    """Address of a generator's 624 words; None if they are not found together with the bytes next to them."""
     if sys.implementation.name != "cpython" or torch.Generator.__basicsize__ < _HEAD + ctypes.sizeof(ctypes.c_void_p):
         return None
-    # In a state of torch's every word takes 8 bytes; seed, what is left, whether it is seeded and the place take 24.
+    # In torch's state every word takes 8 bytes, after 24 bytes of seed, words left, seeded flag and place.
     state = np.frombuffer(_state_bytes(generator), np.uint64, (_WORDS - 1) + 3)
     words = state[3:].astype(np.uint32).tobytes()
     start = ctypes.c_void_p.from_address(id(generator) + _HEAD).value or 0
@@ -120,14 +120,14 @@ def _words_address(generator: torch.Generator, read: Callable[[int, int], bytes]
 
 
 def _views_beside(address: int) -> list[memoryview]:
-    """What tells draws apart beside the words at this address, with the first two of them."""
+    """Views of the bytes next to the words at this address, and of the first two words: every draw changes them."""
     return [_view(address - _BEFORE, _BEFORE + 8), _view(address + _BYTES - 4, _AFTER)]
 
 
 def _torch_views(
     generator: torch.Generator, read: Callable[[int, int], bytes] = _read_safely
 ) -> list[memoryview] | None:
-    """What to look at in memory; None where the same of another generator does not tell all draws apart."""
+    """Views to read; None if the same views of a trial generator do not tell all draws apart."""
     probe = torch.Generator().manual_seed(1)
     tried, address = _words_address(probe, read), _words_address(generator, read)
     if tried is None or address is None or not _tells_draws(probe, _look_at(_views_beside(tried))):
@@ -136,16 +136,16 @@ def _torch_views(
 
 
 def _tells_draws(probe: torch.Generator, look: Look) -> bool:
-    """Whether a look is another after any number has been drawn, and stays the same as long as none is."""
+    """Whether a look changes with every draw of ``probe``, and does not change without one."""
     seen = [look()]
-    # Up to where the generator begins with new words, and beyond; the second number of a pair moves nothing else.
+    # These counts reach the end of the 624 words and pass it; the second of a normal pair changes only the spare.
     for drawn in (1, 622, 1, 1, 623, 1, 624, 624):
         torch.rand(drawn, generator=probe)
         seen.append(look())
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float64, torch.float32, torch.float64):
         torch.randn(1, dtype=dtype, generator=probe)
         seen.append(look())
-    for seed in (2, 2 + 2**32):  # the words depend on 32 bits of it
+    for seed in (2, 2 + 2**32):  # the words depend on 32 bits of the seed only
         probe.manual_seed(seed)
         seen.append(look())
     probe.get_state()
@@ -156,7 +156,7 @@ def _tells_draws(probe: torch.Generator, look: Look) -> bool:
 
 
 def look_at_both() -> Look:
-    """A function that says where they stand, but for the normal number that Python keeps, which is in ``gauss_next``."""
+    """Return a function that reads the place of both, without Python's spare normal number (``gauss_next``)."""
     if _ADDRESS is None or _VIEWS is None:
         return lambda: (random.getstate(), _state_bytes(_TORCH))
     return _look_at([_view(_ADDRESS, _SEEN), *_VIEWS])

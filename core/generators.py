@@ -1,4 +1,4 @@
-"""The generators that data draw from, those of Python, NumPy and torch on the CPU: seeded, exchanged and watched cheaply."""
+"""RNG of Python, NumPy and torch on the CPU: seed them, isolate code from them, and detect draws cheaply."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from .generator_memory import look_at_both, numpy_look, python_state, set_python_state
 
 _PYTHON: Any = random._inst  # behind the functions of `random`
-_NUMPY: Any = np.random  # its annotations lack two functions that are public since 1.24
+_NUMPY: Any = np.random  # its annotations lack two functions that are public since NumPy 1.24
 _TORCH = torch.default_generator
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 
 def mix(number: int) -> int:
-    """A number of 64 bits in which every bit depends on every bit of ``number``; each is given once.
+    """Hash ``number`` (64 bits) to 64 bits; every bit depends on all bits of it, and different numbers stay different.
 
     Source: the finalizer of SplitMix64, Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (OOPSLA 2014).
     """
@@ -28,7 +28,7 @@ def mix(number: int) -> int:
 
 
 def nth_seed(seed: int, place: int) -> int:
-    """Number ``place`` of the seeds that SplitMix64 draws from ``seed``, without drawing those before it."""
+    """Seed number ``place``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
     return mix(seed + _GAMMA * (place + 1) & _MASK)
 
 
@@ -38,7 +38,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed Python, NumPy and torch on the CPU with one number; see ``seed_generators`` for numbers without relation."""
+    """Seed Python, NumPy and torch on the CPU with one number; ``seed_generators`` gives each an unrelated one."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     _TORCH.manual_seed(seed)
@@ -47,22 +47,22 @@ def seed_alike(seed: int) -> None:
 def seed_generators(seed: int) -> None:
     """Seed Python, NumPy and torch on the CPU with 64 bits."""
     random.seed(seed)
-    np.random.seed(seed >> 32)  # both take 32 bits, and would give the same numbers with the same ones
+    np.random.seed(seed >> 32)  # NumPy and torch take 32 bits each, and equal seeds would give equal numbers
     _TORCH.manual_seed(seed & 0xFFFFFFFF)
 
 
 class Apart:
-    """Inside ``with apart:`` the generators may be moved, and after it they stand where they stood before.
+    """Context that restores the RNG state of Python, NumPy and torch (CPU) at its end.
 
-    NumPy draws from another generator meanwhile. Exchanging the two drops a number that NumPy keeps: it draws normal
-    numbers in pairs, and ``np.random.randn`` gives the second one at its next call. That number is always dropped, whether
-    or not anything is drawn inside.
+    NumPy draws from another generator inside. Exchanging the two drops a number that NumPy keeps: it draws normal
+    numbers in pairs, and ``np.random.randn`` returns the second one at its next call. That number is always dropped,
+    whether or not code inside draws.
     """
 
     def __init__(self) -> None:
         self._numpy = np.random.MT19937(0)
         self._numpy_look, self._look = numpy_look(self._numpy), look_at_both()
-        # Where the others stood when their states were last copied: between two batches they seldom move.
+        # Place of Python's and torch's generators at the last copy of their states; they seldom move between batches.
         self._at: Any = None
 
     def __enter__(self) -> None:
@@ -81,27 +81,27 @@ class Apart:
 
 
 class Watch(Apart):
-    """Tells, inside ``with watch:``, whether one of the generators has moved."""
+    """Context that also tells whether one of the generators has drawn."""
 
     def mark(self) -> None:
-        """Note where they stand; without it, it is where they stood at the beginning."""
+        """Set the reference for ``moved`` to the current places; it is the beginning of the context otherwise."""
         self._mark, self._numpy_mark = (self._look(), _PYTHON.gauss_next), self._numpy_look()
 
     def moved(self) -> bool:
-        """Whether one of them stands elsewhere now."""
+        """Whether a generator has drawn since ``mark``."""
         return self._mark != (self._look(), _PYTHON.gauss_next) or self._numpy_mark != self._numpy_look()
 
 
 class RandomStream(Apart):
-    """Random numbers apart from the process's, which go on with every ``with stream:`` where the last one ended."""
+    """Context with a random stream of its own, which continues where the last ``with stream:`` ended."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._own_at: Any = None  # where its own stood when their states were last copied; None: they are to be seeded
+        self._own_at: Any = None  # place of the stream's own generators at the last copy; None: seed them
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
-        """Begin anew with the next ``with stream:``."""
+        """Restart the stream from ``seed`` at the next ``with stream:``."""
         self._seed, self._own_at = seed, None
 
     def __enter__(self) -> None:
@@ -120,5 +120,5 @@ class RandomStream(Apart):
 
 
 def forget_spare_normal() -> None:
-    """Let NumPy forget what ``Apart`` lets it forget."""
+    """Drop NumPy's spare normal number, as ``Apart`` does."""
     _NUMPY.set_bit_generator(_NUMPY.get_bit_generator())

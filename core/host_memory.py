@@ -1,4 +1,4 @@
-"""Memory of the host that an accelerator copies into by itself, while the host goes on."""
+"""Buffers in page-locked (pinned) host memory, for asynchronous copies from an accelerator."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from torch import Tensor
 
 from .device import DEVICES
 
-_ALIGNMENT = 64  # of views in any dtype
+_ALIGNMENT = 64  # bytes; enough for a view in any dtype
 
 
 class HostBuffer:
-    """Room on the host for copies of tensors, used again and again.
+    """Host memory for copies of tensors; every call of ``copy`` uses it again.
 
-    For tensors of an accelerator the memory is page-locked, where the device has such: copies are then several times as
-    fast, and the device makes them between what it has been given before and what it is given afterwards.
+    For tensors of an accelerator the memory is page-locked if the device supports it. Copies are then several times as
+    fast, and they run on the device's stream, in order with the work before and after them.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._device = torch.device("cpu")  # for which the blocks were made
+        self._device = torch.device("cpu")  # of the tensors that the blocks are for
         self._locks = False
         self._arrival: torch.Event | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies on the host, to be read after ``wait``; they are overwritten by the next call.
+        """Start contiguous copies on the host. Read them after ``wait``; the next call overwrites them.
 
-        What comes after this call on the device's current stream may change the tensors.
+        Later work on the device's current stream may change the tensors.
         """
-        self.wait()  # what is copied from the host is there at once, and would come before
+        self.wait()  # a copy of a host tensor is immediate, and would overtake the copies under way
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
         sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if device != self._device or (places := _fill([block.numel() for block in self._blocks], sizes)) is None:
-            self._blocks = []  # the old ones go before the new ones come
+            self._blocks = []  # free the old blocks before the new ones are allocated
             self._device = device
             self._blocks, self._locks = _allocate(sizes, device)
             places = _fill([block.numel() for block in self._blocks], sizes)
@@ -48,27 +48,27 @@ class HostBuffer:
         return copies
 
     def wait(self) -> None:
-        """Return once the copies have arrived; in any thread."""
+        """Wait until the copies are complete; may be called from any thread."""
         if self._arrival is not None:
-            # In a new thread another device is current, on which waiting would take memory.
+            # A new thread has another current device, and waiting there would allocate memory on it.
             DEVICES[self._device.type].module.set_device(self._device)
             self._arrival.synchronize()
             self._arrival = None
 
 
 def _allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[Tensor], bool]:
-    """Blocks that ``_fill`` fits tensors of these sizes into, and whether they are page-locked."""
+    """Allocate blocks that hold tensors of these sizes (bytes); also return whether they are page-locked."""
     if device.type in ("cpu", "mps") or not any(sizes):
         return [torch.empty(sum(sizes), dtype=torch.uint8)], False
     try:
         blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in _powers_of_two(sizes)]
-    except RuntimeError:  # the device has no such memory, or the system gives no more of it
+    except RuntimeError:  # page-locked memory is not supported, or there is no more of it
         return [torch.empty(sum(sizes), dtype=torch.uint8)], False
     return blocks, True
 
 
 def _powers_of_two(sizes: Sequence[int]) -> list[int]:
-    """Sizes of blocks for page-locked memory, of which torch hands out powers of two, and keeps them for good."""
+    """Sizes of page-locked blocks: powers of two, because torch rounds up to those and never frees them."""
     left, blocks, room = sum(sizes), [], 0
     for size in sizes:
         if size > room:
@@ -80,7 +80,7 @@ def _powers_of_two(sizes: Sequence[int]) -> list[int]:
 
 
 def _fill(blocks: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-    """(number of a block, where in it) for each size, one behind the other; None if they do not fit."""
+    """(index of the block, offset in it) for each size, placed one after the other; None if they do not fit."""
     places: list[tuple[int, int]] = []
     number = begin = 0
     for size in sizes:

@@ -1,6 +1,7 @@
-"""Foreign state as JSON: tuples, keys that are no text, and what JSON has no word for at all.
+"""Encode Python values as JSON and decode them: tuples, dicts with any keys, and tensors, arrays and bytes.
 
-A value without a word is an object of one entry, named after its kind: ``{"tuple": [1, 2]}``. Mappings come back as dicts.
+A value that JSON does not have becomes an object of one entry, from its kind: ``{"tuple": [1, 2]}``. Every mapping is
+decoded as a dict.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from .errors import CheckpointError
 
 Word = dict[str, Any]
-"""An object of one entry, from a kind to what says which one of it."""
+"""An object of one entry, from the kind of a value to its content."""
 
 
 def as_text(value: Any) -> Word | None:
-    """A tensor, an array or bytes with all that is in them; None for anything else."""
+    """Encode a tensor, an array or bytes with the content; None for any other value."""
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _text(bytes(value))}
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
@@ -34,7 +35,7 @@ def as_text(value: Any) -> Word | None:
 
 
 def from_text(kind: str, content: Any) -> Any:
-    """What ``as_text`` was given."""
+    """Decode what ``as_text`` has encoded."""
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "array":
@@ -52,7 +53,7 @@ def from_text(kind: str, content: Any) -> Any:
 
 
 def add_to(tensors: list[Any], is_tensor: Callable[[Any], bool]) -> Callable[[Any], Word | None]:
-    """A word for every tensor: its number in ``tensors``, which are kept elsewhere."""
+    """Return an encoder that appends each tensor to ``tensors`` and encodes it as its index there."""
 
     def word(value: Any) -> Word | None:
         if not is_tensor(value):
@@ -64,7 +65,7 @@ def add_to(tensors: list[Any], is_tensor: Callable[[Any], bool]) -> Callable[[An
 
 
 def taken_from(tensor: Callable[[int], Any]) -> Callable[[str, Any], Any]:
-    """The reverse of ``add_to``: ``tensor(i)`` gives the tensor of that number."""
+    """Return the decoder for ``add_to``; ``tensor(i)`` returns the tensor with that index."""
 
     def value(kind: str, content: Any) -> Any:
         if kind != "tensor":
@@ -75,15 +76,15 @@ def taken_from(tensor: Callable[[int], Any]) -> Callable[[str, Any], Any]:
 
 
 def pack(value: Any, where: str, word: Callable[[Any], Word | None] = as_text) -> Any:
-    """``value`` as JSON can hold it; ``unpack`` gives back an equal one.
+    """Encode ``value`` as JSON-able values; ``unpack`` returns an equal one.
 
     Args:
-        value: plain values, dicts, lists and tuples, and whatever ``word`` has a word for.
-        where: for the message.
-        word: what stands for other values; None: they cannot be saved.
+        value: plain values, dicts, lists and tuples, and the values that ``word`` encodes.
+        where: the start of the error message.
+        word: encodes any other value; it returns None for one that cannot be saved.
 
     Raises:
-        CheckpointError: it holds something else; it names the place.
+        CheckpointError: the value contains something else; the message names the place.
     """
     if value is None or type(value) in _PLAIN:
         return value
@@ -104,14 +105,14 @@ def pack(value: Any, where: str, word: Callable[[Any], Word | None] = as_text) -
 
 
 def unpack(packed: Any, meaning: Callable[[str, Any], Any] = from_text) -> Any:
-    """What ``pack`` was given.
+    """Decode what ``pack`` has encoded.
 
     Args:
-        packed: what JSON held.
-        meaning: the reverse of ``word``, from the kind and what is said of it.
+        packed: the values from JSON.
+        meaning: decodes what ``word`` has encoded, from its kind and content.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: it is nothing that ``pack`` has made.
+        LookupError, TypeError, ValueError, AttributeError: ``pack`` has not made these values.
     """
     if isinstance(packed, list):
         return [unpack(item, meaning) for item in packed]

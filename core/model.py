@@ -1,4 +1,4 @@
-"""Models with MMEngine's calling convention, and what the loop needs to know of any other module."""
+"""BaseModel with MMEngine's calling convention, and functions that tell how to call any other module."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .torch_private import DeviceFollower
 
 
 class Updates(Protocol):
-    """What ``train_step`` needs of an OptimWrapper."""
+    """The methods of an OptimWrapper that ``train_step`` calls."""
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around forward."""
+        """Context for the forward pass."""
 
     def update_params(self, loss: Tensor) -> None:
-        """Backward, and the update when the window is complete."""
+        """Run backward, and the update when the accumulation window is complete."""
 
 
 @MODELS.register_module()
 class BaseDataPreprocessor(DeviceFollower):
-    """Brings a batch to the model's device; the place to subclass for normalisation or augmentation on the device.
+    """Moves a batch to the model's device. Subclass it for normalisation or augmentation on the device.
 
     Args:
-        non_blocking: copy asynchronously, which needs pinned memory to gain anything.
+        non_blocking: copy asynchronously; this is only faster from pinned memory.
     """
 
     def __init__(self, non_blocking: bool = True) -> None:
@@ -43,14 +43,15 @@ class BaseDataPreprocessor(DeviceFollower):
         return to_device(data, self.device, self.non_blocking)
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """What the model is called with, from what the dataloader gave."""
+        """Return the model's input for a batch of the dataloader."""
         return self.cast_data(data)
 
 
 class BaseModel(nn.Module):
-    """A module with ``forward(*inputs, mode)``: "loss" gives a dict of losses, "predict" what metrics take, "tensor" raw output.
+    """A module with ``forward(*inputs, mode)``, as in MMEngine.
 
-    Subclassing is optional: any module is trained whose forward takes ``mode``, or returns something with a ``loss``.
+    Mode "loss" returns a dict of losses, "predict" the predictions for metrics, "tensor" raw output. Subclassing is
+    optional: any module can be trained whose forward takes ``mode``, or returns something with a ``loss``.
 
     Args:
         data_preprocessor: a module, or ``dict(type=...)``; default: BaseDataPreprocessor.
@@ -65,19 +66,20 @@ class BaseModel(nn.Module):
         self.data_preprocessor: nn.Module = built
 
     def init_weights(self) -> None:
-        """Initialise parameters; called once, before training. Default: call ``init_weights()`` of the parts that have one.
+        """Initialise parameters; called once, before training. Default: call ``init_weights()`` of the submodules.
 
-        Parts that come with weights or initialise themselves, as models of transformers and timm do, are left alone.
+        Submodules with weights of their own or their own initialisation, such as models of transformers and timm, are
+        left unchanged.
         """
         for _, part in parts_to_initialise(self):
             part.init_weights()
 
     def forward(self, *args: Any, mode: str = "tensor", **kwargs: Any) -> Any:
-        """Losses, predictions or raw output, by ``mode``; every model defines its own."""
+        """Losses, predictions or raw output, depending on ``mode``; every model must define it."""
         raise NotImplementedError(f"{type(self).__name__}.forward(..., mode) is not defined")
 
     def train_step(self, data: Any, optim_wrapper: Updates) -> dict[str, Tensor]:
-        """One micro-batch: forward, backward and, at the end of the accumulation window, the update."""
+        """Train on one micro-batch: forward, backward and, at the end of the accumulation window, the update."""
         with optim_wrapper.optim_context(self):
             data = self.data_preprocessor(data, True)
             losses = self._run_forward(data, mode="loss")
@@ -94,7 +96,7 @@ class BaseModel(nn.Module):
         return self._run_forward(self.data_preprocessor(data, False), mode="predict")
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The total to differentiate and the values to log; see ``flextrain.core.model.parse_losses``."""
+        """The total loss for backward, and the values to log; see ``flextrain.core.model.parse_losses``."""
         return parse_losses(losses)
 
     def _run_forward(self, data: Any, mode: str) -> Any:
@@ -102,7 +104,7 @@ class BaseModel(nn.Module):
 
 
 def parts_to_initialise(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost submodules, by name, whose ``init_weights()`` a BaseModel without one of its own calls, as in MMEngine."""
+    """The outermost submodules, by name, whose ``init_weights()`` BaseModel's default calls, as in MMEngine."""
     for name, child in module.named_children():
         if is_called := _initialises(child):
             yield prefix + name, child
@@ -111,7 +113,7 @@ def parts_to_initialise(module: nn.Module, prefix: str = "") -> Iterator[tuple[s
 
 
 def _initialises(module: nn.Module) -> bool | None:
-    """Whether to call ``init_weights()`` of a part; None: ask its own parts."""
+    """Whether to call the module's ``init_weights()``; None: ask its submodules."""
     if any(hasattr(module, name) for name in _OF_MODELS_WITH_WEIGHTS):
         return False
     if isinstance(module, BaseModel):
@@ -122,15 +124,15 @@ def _initialises(module: nn.Module) -> bool | None:
     required = (
         p for p in inspect.signature(method).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )
-    return None if any(p.default is p.empty for p in required) else True  # with arguments it is a function for apply()
+    return None if any(p.default is p.empty for p in required) else True  # required arguments: it is for apply()
 
 
-# What tells models of transformers and of timm, whose method of this name would draw anew what was loaded.
+# Attributes of models of transformers and timm, whose ``init_weights()`` would overwrite loaded weights.
 _OF_MODELS_WITH_WEIGHTS = ("from_pretrained", "pretrained_cfg")
 
 
 def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
-    """``model`` called with a dict's items as keywords, a list's or tuple's as positions, anything else as it is."""
+    """Call ``model`` with a dict as keyword arguments, a list or tuple as positional ones, any other value as one."""
     if isinstance(data, (list, tuple)):
         return model(*data, **kwargs)
     if isinstance(data, Mapping):
@@ -139,7 +141,7 @@ def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
 
 
 def takes_mode(module: nn.Module) -> bool:
-    """Whether the module's forward has a parameter ``mode``; one that passes on all keywords is judged by its base's."""
+    """Whether the module's forward has a parameter ``mode``; if it takes ``**kwargs``, its base class's decides."""
     for owner in (module, *type(module).__mro__):
         forward = vars(owner).get("forward")
         if forward is None:
@@ -153,7 +155,7 @@ def takes_mode(module: nn.Module) -> bool:
 
 
 def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
-    """Whether the module, or class of modules, defines a method ``name`` of its own, other than BaseModel's."""
+    """Whether the module, or class of modules, defines a method ``name`` that is not BaseModel's."""
     if not isinstance(module, type) and callable(vars(module).get(name)):
         return True
     found = getattr(module if isinstance(module, type) else type(module), name, None)
@@ -161,14 +163,14 @@ def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
 
 
 def own_run_forward(module: nn.Module) -> Callable[[Any, str], Any] | None:
-    """A BaseModel's own ``_run_forward(data, mode)``, None for the usual one; it calls the model as it likes to."""
+    """A subclass's own ``_run_forward(data, mode)``, which may call the model in any way; None for BaseModel's."""
     return module._run_forward if isinstance(module, BaseModel) and overrides(module, "_run_forward") else None
 
 
 def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
-    """The method of its own in which a model, or a class of models, calls itself, so that no wrapper of it can be called.
+    """Name of the overridden method in which a model, or class of models, calls itself.
 
-    None for the others, which the loop calls as a whole.
+    A wrapper of such a model cannot be called. None if the loop calls the model as a whole.
     """
     kind = module if isinstance(module, type) else type(module)
     names = ("train_step", "_run_forward") if issubclass(kind, BaseModel) else ("train_step",)
@@ -176,7 +178,7 @@ def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
 
 
 def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of all values whose name contains "loss", and every value as a 0-dim tensor to log, "loss" first.
+    """The sum of all values whose name contains "loss", and all values as 0-dim tensors to log, "loss" first.
 
     A value is a tensor (its mean is taken) or a sequence of tensors (the sum of their means).
 
@@ -184,7 +186,7 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         ConfigError: a value of another type, or no name that contains "loss".
     """
     only = losses.get("loss") if len(losses) == 1 else None
-    if isinstance(only, Tensor) and only.dim() == 0:  # what most models give, in every iteration
+    if isinstance(only, Tensor) and only.dim() == 0:  # fast path: most models return this
         return only, {"loss": only}
     values: dict[str, Tensor] = {}
     for name, value in losses.items():

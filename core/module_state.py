@@ -1,7 +1,7 @@
-"""What modules keep beside parameters and buffers: ``get_extra_state``, and what a model's own ``state_dict`` adds.
+"""Extra state of modules (``get_extra_state``), and checks that a checkpoint can hold all state of a model.
 
-In a checkpoint the extra state of the module ``name`` is ``extra_state.<name>``: its value, in which ``{"tensor": 0}`` stands
-for the tensor ``extra_state.<name>/0``. Tuples come back as tuples, keys of dicts as they were.
+A checkpoint has the extra state of the module ``name`` under ``extra_state.<name>``. In its value ``{"tensor": 0}``
+stands for the tensor ``extra_state.<name>/0``. Tuples and the keys of dicts keep their types.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ _TORCH = "_extra_state"
 
 
 def torch_key(name: str) -> str:
-    """What torch calls the extra state of the module ``name`` in a ``state_dict``."""
+    """torch's key for the extra state of the module ``name`` in a ``state_dict``."""
     return f"{name}.{_TORCH}" if name else _TORCH
 
 
 def module_of(key: str) -> str | None:
-    """The module of which a key of torch's is the extra state; None if it is that of something else."""
+    """Name of the module whose extra state has this key in torch; None if the key is not for extra state."""
     if key == _TORCH:
         return ""
     return key.removesuffix(f".{_TORCH}") if key.endswith(f".{_TORCH}") else None
 
 
 def keepers(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that define ``get_extra_state``, with the first of their names, or with every one."""
+    """The modules that define ``get_extra_state``, with the first of their names, or with each of their names."""
     for name, module in model.named_modules(remove_duplicate=not every_name):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module
 
 
 def extra_aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of modules with extra state, to the first of them; as torch's keys."""
+    """Further names of modules with extra state to their first names, both as torch's keys."""
     first = {id(module): name for name, module in keepers(model)}
     every = keepers(model, every_name=True)
     return {torch_key(name): torch_key(first[id(module)]) for name, module in every if first[id(module)] != name}
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """The extra state of all modules, flat, as a checkpoint has it.
+    """The extra state of all modules as the flat dict of a checkpoint.
 
     Raises:
-        CheckpointError: it holds something else than tensors, plain values, and dicts, lists and tuples of them.
+        CheckpointError: it contains anything but tensors, plain values, and dicts, lists and tuples of them.
     """
     found: dict[str, Any] = {}
     for name, module in keepers(model):
@@ -64,7 +64,7 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def keeper_of(key: str) -> str:
-    """The module of which a checkpoint has the extra state, or a tensor of it, under ``key``."""
+    """Name of the module whose extra state, or a tensor of it, has this key in a checkpoint."""
     return key.removeprefix(EXTRA).partition("/")[0]
 
 
@@ -73,17 +73,17 @@ def _is_whole(value: Any) -> bool:
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give every module that keeps extra state what ``values`` and ``tensors`` have of it, by the keys of a checkpoint.
+    """Load the extra state of every module that has one, from the ``values`` and ``tensors`` of a checkpoint.
 
     Raises:
-        CheckpointError: what is there of a module is damaged, or its ``set_extra_state`` does not take it.
+        CheckpointError: a value is damaged, or the module's ``set_extra_state`` raises.
     """
     for name, module in keepers(model):
         if (key := EXTRA + name) not in values:
             continue
         try:
             module.set_extra_state(unpack(values[key], taken_from(lambda i, key=key: tensors[f"{key}/{i}"])))  # type: ignore[misc]
-        except Exception as error:  # of somebody else's code, or of a damaged value
+        except Exception as error:  # foreign code or a damaged value may raise anything
             reason = " ".join(str(error).split())
             raise CheckpointError(
                 f"model.{torch_key(name)}: its module cannot take it, {type(error).__name__}: {reason}"
@@ -91,13 +91,13 @@ def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mappin
 
 
 def tell_loaded(model: nn.Module) -> None:
-    """Call what modules have registered for the time after ``load_state_dict``, since their state has come another way."""
+    """Call the load_state_dict post-hooks of all modules, because flextrain loads without ``load_state_dict``."""
     for module in model.modules():
         call_loaded_hooks(module)
 
 
 def own_loading(model: nn.Module) -> list[str]:
-    """Names of the model's own code for loading a state dict, which is not called here: methods and hooks."""
+    """Names of the model's own methods and hooks for loading a state dict, which flextrain does not call."""
     found = set()
     for module in model.modules():
         for method in LOADING_METHODS:
@@ -109,11 +109,11 @@ def own_loading(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-# When a run is set up
+# Checks during set-up
 
 
 def check_sizes(model: nn.Module) -> None:
-    """Raise StrategyError if a parameter or buffer gets its shape only from the first batch."""
+    """Raise StrategyError if a parameter or buffer is lazy: it gets its shape only from the first batch."""
     for prefix, module in model.named_modules():
         for name, tensor in (*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)):
             if is_lazy(tensor):
@@ -124,10 +124,10 @@ def check_sizes(model: nn.Module) -> None:
 
 
 def check_savable(model: nn.Module) -> None:
-    """See that checkpoints can hold all that torch's ``state_dict`` would.
+    """Check that a checkpoint can hold everything that torch's ``state_dict`` has.
 
     Raises:
-        StrategyError: extra state that cannot be saved, or taken up again, or a model whose own ``state_dict`` adds to it.
+        StrategyError: extra state cannot be saved or loaded, or the model's own ``state_dict`` adds values.
     """
     for name, module in keepers(model):
         if type(module).set_extra_state is nn.Module.set_extra_state:
@@ -144,7 +144,7 @@ def check_savable(model: nn.Module) -> None:
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, value in model.state_dict(keep_vars=True).items():
-        if key not in known and id(value) not in own:  # one of those may have another name there
+        if key not in known and id(value) not in own:  # state_dict may rename a parameter or buffer
             raise StrategyError(
                 f"model.{key}: is added by the model's own state_dict and is no parameter, buffer or extra state, so that "
                 "no checkpoint has it; return it from the get_extra_state() of its module"
@@ -152,7 +152,7 @@ def check_savable(model: nn.Module) -> None:
 
 
 def tensor_names(model: nn.Module) -> frozenset[str]:
-    """The names of parameters and persistent buffers."""
+    """Names of the parameters and persistent buffers."""
     return frozenset(model.state_dict(keep_vars=True)) - {
         torch_key(name) for name, _ in keepers(model, every_name=True)
     }
@@ -161,7 +161,7 @@ def tensor_names(model: nn.Module) -> frozenset[str]:
 def make_buffers(
     model: nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> None:
-    """Register the buffers that the model itself registers only later; those that it has by now are left alone."""
+    """Register the buffers that the model would register only later; existing ones are not changed."""
     for name, (shape, dtype) in shapes.items():
         path, _, leaf = name.rpartition(".")
         try:
@@ -169,5 +169,5 @@ def make_buffers(
         except AttributeError:
             continue
         if getattr(owner, leaf, None) is None:
-            with suppress(KeyError):  # an attribute that is no buffer
+            with suppress(KeyError):  # the name belongs to an attribute that is not a buffer
                 owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""Which modules are normalisation layers: one answer for all that treat them unlike others."""
+"""Find normalisation layers and their running statistics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from .torch_private import BATCH_NORM_BASE, NORM_BASE
 
 NORMS = (NORM_BASE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
-"""Everything of torch's that normalises: batch and instance normalisation of all dimensions, synchronised or lazy, and these."""
+"""All normalisation layers of torch; NORM_BASE has batch and instance normalisation, also synchronised and lazy."""
 
 BATCH_NORM = BATCH_NORM_BASE
-"""Base of those that normalise over the samples of a batch."""
+"""Base class of the layers that normalise over the samples of a batch."""
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -19,7 +19,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def running_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that forward changes in training, by name: those of batch and instance normalisation that keep an average."""
+    """The buffers, by name, that forward changes in training: statistics of batch and instance normalisation."""
     return {
         name: buffer
         for prefix, part in module.named_modules()

@@ -1,4 +1,4 @@
-"""What a user's class, or one object, defines anew of what this library calls."""
+"""Find the methods of this library that a user's class, or a single object, overrides."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LIBRARY = __name__.partition(".")[0]
 
 
 def overridden(thing: Any, *names: str) -> list[str]:
-    """Those of ``names`` that the object, or a class outside of this library that it belongs to, defines anew.
+    """Those of ``names`` that the object, or its class outside of this library, overrides.
 
-    Loops leave out calls that would do nothing, which is right only as long as nobody has defined them anew.
+    Loops leave out calls that do nothing; they may do so only if nobody has overridden them.
     """
     own = getattr(thing, "__dict__", {})
     kind: Any = type(thing)
@@ -28,11 +28,11 @@ def _is_new(kind: type, name: str) -> bool:
 
 
 def refuse_unused(thing: Any, reasons: Mapping[str, str], where: str) -> None:
-    """Raise ConfigError if a class defines a method that is called in MMEngine and never here.
+    """Raise ConfigError if a class defines a method that MMEngine calls and flextrain does not.
 
     Args:
-        thing: an object, or a class.
-        reasons: by the method's name, what to do instead.
+        thing: an object or a class.
+        reasons: method name to what to do instead.
         where: the configuration key.
     """
     kind = thing if isinstance(thing, type) else type(thing)

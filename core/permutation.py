@@ -1,4 +1,4 @@
-"""A random order of many numbers that is computed where it is asked for, and kept nowhere."""
+"""A random permutation of ``range(size)`` that computes any of its entries on demand, without storing it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _ROUNDS = 8
 
 
 class Straight:
-    """The order of ``range``, asked like a random one."""
+    """The identity permutation, with the interface of ``Shuffled``."""
 
     def __getitem__(self, positions: Indices) -> Indices:
         return positions
 
 
 class Shuffled:
-    """A random order of ``range(size)``: ``order[positions]`` computes the numbers at an array of positions.
+    """A random permutation of ``range(size)``: ``order[positions]`` computes the numbers at an array of positions.
 
     Source: a Feistel network over pairs of numbers below ``rows`` and ``columns``, whose product is ``size`` or a little
-    more; what comes out beyond ``size`` goes through again. Black and Rogaway, Ciphers with Arbitrary Finite Domains
-    (CT-RSA 2002), there with four rounds and a stronger function. The function is SplitMix64's finalizer, as in
+    more; a result of ``size`` or more is encrypted again. Black and Rogaway, Ciphers with Arbitrary Finite Domains
+    (CT-RSA 2002), who use four rounds and a stronger function. The function here is SplitMix64's finalizer, as in
     ``core.generators.mix``.
 
     Args:
         size: how many numbers, at least 1.
-        seeds: other ones give unrelated orders.
+        seeds: different seeds give unrelated permutations.
     """
 
     def __init__(self, size: int, *seeds: int) -> None:
@@ -58,13 +58,13 @@ class Shuffled:
 
 
 def _shifted(half: Any, other: Any, key: Any, size: int) -> Any:
-    """One half, shifted round its range by what the other half and the key make."""
+    """Round function: add a hash of the other half and the key to one half, modulo ``size``."""
     mixed = other ^ key
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
-    mixed >>= np.uint64(32)  # its better half, which the last step of the finalizer would only copy into the other
+    mixed >>= np.uint64(32)  # the better half; the finalizer's last step would only copy it into the other half
     mixed *= np.uint64(size)
     mixed >>= np.uint64(32)  # below size
     mixed += half

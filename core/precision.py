@@ -1,4 +1,4 @@
-"""Precision as a contract: what was asked for, and what the tensors really are."""
+"""Precision that an OptimWrapper requests, a report of the dtypes in use, and casting of modules and tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def to_dtype(value: str | torch.dtype, where: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Precision:
-    """What an OptimWrapper asks for; a Strategy carries it out.
+    """The precision that an OptimWrapper requests and a Strategy implements.
 
     Attributes:
-        compute: dtype of the arithmetic in forward and backward; None takes the device's own choice for autocast.
-        param: dtype that the model's floating-point parameters are stored in; None leaves them as they are.
+        compute: dtype of the arithmetic in forward and backward; None: the device's default for autocast.
+        param: dtype in which the model's floating-point parameters are stored; None leaves them unchanged.
         keep_norm: normalisation layers keep their dtype when ``param`` is given.
-        reduce: dtype in which gradients are reduced over processes; None is the gradients' own.
-        loss_scale: "dynamic" or a factor for float16; None for no scaling.
+        reduce: dtype in which gradients are reduced over processes; None: that of the gradients.
+        loss_scale: "dynamic" or a factor, for float16; None: no loss scaling.
     """
 
     compute: torch.dtype | None = torch.float32
@@ -52,20 +52,20 @@ class Precision:
 
     @property
     def autocast(self) -> bool:
-        """Whether forward runs under torch.autocast: compute in another dtype than the parameters'."""
+        """Whether forward runs under torch.autocast, because it computes in another dtype than the parameters'."""
         return self.compute is not torch.float32 and self.param is None
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The dtypes in force after set-up, read off the tensors; empty is what does not exist.
+    """The dtypes in use after set-up, read from the tensors; an empty tuple: there are no such tensors.
 
     Attributes:
-        compute: of forward and backward.
+        compute: dtypes of forward and backward.
         parameters: of the trainable parameters.
-        masters: of their copies that are updated in their place.
+        masters: of the master copies that the optimizer updates instead of the parameters.
         gradients: in which gradients are reduced.
-        optimizer_state: of moments and the like, known after the first update.
+        optimizer_state: of moments and other optimizer state, known after the first update.
     """
 
     compute: tuple[torch.dtype, ...]
@@ -91,16 +91,16 @@ def dtypes(tensors: Any) -> tuple[torch.dtype, ...]:
 
 
 def cast_parameters(module: nn.Module, precision: Precision) -> None:
-    """Store the module's floating-point parameters and buffers in ``precision.param``, and cast what goes in and out.
+    """Store the module's floating-point parameters and buffers in ``precision.param``, and cast inputs and outputs.
 
-    Inputs of the outermost call become ``param``, its outputs float32, so that losses are computed in float32.
+    Inputs of the outermost call are cast to ``param``, its outputs to float32, so that losses are computed in float32.
     """
     dtype = precision.param
     if dtype is None:
         return
     for submodule in module.modules():
         if precision.keep_norm and is_norm(submodule):
-            # A float32 normalisation layer between half-precision layers: cast on its way in and out.
+            # A float32 normalisation layer between half-precision layers needs its input and output cast.
             submodule.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
             submodule.register_forward_hook(lambda _, __, output, d=dtype: cast_tensors(output, d))
             continue
@@ -119,7 +119,7 @@ def _cast_hook(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def cast_tensors(data: Any, dtype: torch.dtype) -> Any:
-    """``data`` with its floating-point tensors in ``dtype``; dicts, lists and tuples are followed."""
+    """``data`` with its floating-point tensors cast to ``dtype``, also inside dicts, lists and tuples."""
     if isinstance(data, Tensor):
         return data.to(dtype) if data.is_floating_point() else data
     if type(data) is dict:
@@ -130,13 +130,13 @@ def cast_tensors(data: Any, dtype: torch.dtype) -> Any:
 
 
 def autocast_computes_in(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether autocast does on this kind of device what it is told; on most it warns and leaves float32 as it is."""
+    """Whether autocast on this kind of device computes in ``dtype``; most others warn and stay in float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.autocast(device_type, dtype):
                 return torch.is_autocast_enabled(device_type)
-        except (RuntimeError, AssertionError):  # on others it raises; the latter where a package lacks what it needs
+        except (RuntimeError, AssertionError):  # autocast raises instead; AssertionError if a package is incomplete
             return False
 
 

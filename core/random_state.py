@@ -1,4 +1,4 @@
-"""The state of the generators that training draws from: read, kept as text, and put back."""
+"""RNG state of Python, NumPy, torch and the device: read it, encode it as text, restore it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .device import DEVICES
 
 
 def torch_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators that a model on ``device`` draws from: "torch" on the CPU, and the device's own."""
+    """RNG states of torch's generators that a model on ``device`` draws from: "torch" (CPU), and the device's type."""
     states = {"torch": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = DEVICES[device.type].module.get_rng_state(device)
@@ -24,7 +24,7 @@ def torch_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of this process's generators, that of ``device`` among them, as JSON-able values."""
+    """The RNG state of this process, including that of ``device``, as JSON-able values."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -35,7 +35,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue the generators where ``rng_state`` found them; that of another kind of device is left out."""
+    """Restore a state from ``rng_state``; the state of another kind of device is ignored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -47,7 +47,7 @@ def load_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def drawing_from(state: Tensor) -> Iterator[None]:
-    """Inside, torch draws on the CPU from ``state``; afterwards a process that had another one goes on with its own."""
+    """Context in which torch draws on the CPU from ``state``; a process that had another state gets it back."""
     own = torch.get_rng_state()
     torch.set_rng_state(state)
     try:
@@ -58,10 +58,10 @@ def drawing_from(state: Tensor) -> Iterator[None]:
 
 
 def encode(state: Tensor) -> str:
-    """A generator's state (uint8, 1-D) as text."""
+    """Encode a generator's state (uint8, 1-D) as text."""
     return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
 
 
 def decode(text: str) -> Tensor:
-    """The tensor that ``encode`` was given."""
+    """Decode a state that ``encode`` has encoded."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,15 +1,15 @@
-"""Which rectangles of the whole a process has of a DTensor: several, where a dimension is dealt out in strides.
+"""The rectangles of a whole tensor that a process holds of a DTensor: several for strided shards (``_StridedShard``).
 
-torch describes such dimensions by ``_StridedShard(dim, split_factor)``, for two reasons:
+torch uses ``_StridedShard(dim, split_factor)`` for two reasons:
 
-- Tensor parallelism cuts a dimension first and FSDP cuts the pieces, while a mesh names FSDP's axis first. The split factor
-  is then the number of pieces that the axes to the right have cut.
-- A projection holds several matrices (gate and up; query, key and value), of each of which every process gets its part.
-  The split factor is then the number of matrices.
+- Tensor parallelism shards a dimension first and FSDP shards the pieces, but the mesh has FSDP's axis first. The split
+  factor is then the number of pieces that the axes to the right have made.
+- A projection holds several matrices (gate and up; query, key and value), and every process gets a shard of each. The
+  split factor is then the number of matrices.
 
-torch's own ``full_tensor()`` and checkpoint planners are wrong for some of these layouts: the second kind under FSDP along
-the same dimension, and uneven sizes; where FSDP leaves a process without any part, ``full_tensor()`` hangs. Here the cuts
-are carried out in the order in which they were made.
+torch's ``full_tensor()`` and checkpoint planners are wrong for some of these layouts: for the second kind under FSDP
+along the same dimension, and for uneven sizes. ``full_tensor()`` hangs where FSDP leaves a process without a shard.
+The functions here shard in the order in which the axes did.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 Run = tuple[int, int]
-"""Begin and end of neighbouring indices."""
+"""Begin and end of consecutive indices."""
 Offsets = tuple[int, ...]
 
 
 def cut_more_than_once(tensor: DTensor) -> bool:
-    """Whether several axes of the mesh shard it, or one does in strides: where torch cannot be relied on."""
+    """Whether several axes of the mesh shard it, or one does in strides: torch may be wrong for these layouts."""
     return sum(_split_factor(placement) for placement in tensor.placements if not placement.is_replicate()) > 1
 
 
 def rectangles(tensor: DTensor) -> dict[Offsets, Tensor]:
-    """Offsets in the whole tensor to rectangle, as views of the local part; together they are all of it.
+    """The local shard as rectangles: offsets in the whole tensor to a view of the local tensor.
 
     Raises:
-        ValueError: the local part has another shape than these placements give.
+        ValueError: the shape of the local tensor does not match the placements.
     """
     local = cast(DTensor, tensor.detach()).to_local()
     coordinates = tensor.device_mesh.get_coordinate()
-    if coordinates is None:  # this process is none of the mesh
+    if coordinates is None:  # this process is not in the mesh
         return {}
     runs = [
         _own_runs(size, dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
         for dim, size in enumerate(tensor.shape)
     ]
-    if tensor.numel() == 0:  # even a tensor without elements has to be known by its shape
+    if tensor.numel() == 0:  # a checkpoint needs the shape of a tensor without elements too
         return {(0,) * tensor.dim(): local.new_empty(tensor.shape)}
     shape = tuple(sum(end - begin for begin, end in own) for own in runs)
-    if math.prod(shape) == local.numel() == 0:  # FSDP gives it any shape
+    if math.prod(shape) == local.numel() == 0:  # FSDP may give an empty shard any shape
         return {}
     if tuple(local.shape) != shape:
         raise ValueError(f"has a part of shape {tuple(local.shape)} where {tensor.placements} gives {shape}")
@@ -66,14 +66,14 @@ def rectangles(tensor: DTensor) -> dict[Offsets, Tensor]:
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """The whole tensor on every process of its mesh, which all have to call it; bit for bit.
+    """The whole tensor, bit for bit, on every process of its mesh; every process of the mesh must call it.
 
     Raises:
-        ValueError: the local part has another shape than its placements give.
+        ValueError: the shape of the local tensor does not match its placements.
     """
     if not cut_more_than_once(tensor):
         return tensor.full_tensor()
-    # Each element comes from one process along the axes that shard, and is summed as bytes, which changes none of them.
+    # Along the sharding axes, one process has each element and the others have 0: the sum of the bytes is exact.
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for offsets, view in rectangles(tensor).items():
         _cut(whole, offsets, view.shape).copy_(view)
@@ -85,10 +85,10 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def fill(tensor: DTensor, whole: Tensor) -> None:
-    """Copy this process's part out of the whole tensor, which every process has.
+    """Copy this process's shard from ``whole``; no communication.
 
     Raises:
-        ValueError: the local part has another shape than its placements give.
+        ValueError: the shape of the local tensor does not match its placements.
     """
     for offsets, view in rectangles(tensor).items():
         view.copy_(_cut(whole, offsets, view.shape))
@@ -101,14 +101,14 @@ def _cut(whole: Tensor, offsets: Offsets, shape: Sequence[int]) -> Tensor:
 
 
 def _split_factor(placement: Placement) -> int:
-    # torch's class is private, and a Shard up to 2.9 only; what it is asked for here it has had since 2.6.
+    # torch's class is private, and a subclass of Shard up to 2.9 only; it has had this attribute since 2.6.
     return int(getattr(placement, "split_factor", 1))
 
 
 def _own_runs(
     size: int, dim: int, placements: Sequence[Placement], mesh: Sequence[int], coordinates: Sequence[int]
 ) -> list[Run]:
-    """The indices along one dimension that are this process's."""
+    """The indices along one dimension that this process holds."""
     runs = [(0, size)] if size else []
     for axis, split_factor in _cuts(dim, placements, mesh):
         runs = _dealt(runs, split_factor, mesh[axis], coordinates[axis])
@@ -116,7 +116,7 @@ def _own_runs(
 
 
 def _cuts(dim: int, placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[int, int]]:
-    """The axes that cut a dimension, in the order in which they did, and into how many matrices each found it divided."""
+    """(axis, number of matrices that it found) for the axes that shard a dimension, in the order in which they did."""
     order: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
@@ -147,13 +147,13 @@ def _dealt(runs: list[Run], split_factor: int, count: int, index: int) -> list[R
 
 
 def _chunk(length: int, count: int, index: int) -> Run:
-    """As torch.chunk does: all of one size but the last ones."""
+    """Begin and end of chunk ``index``, as torch.chunk makes it: all have one size, but the last ones."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def _between(runs: list[Run], first: int, last: int) -> list[Run]:
-    """The indices at the places [first, last) of ``runs``."""
+    """The indices at the positions [first, last) of ``runs``."""
     found = []
     for (begin, end), at in zip(runs, _begins(runs), strict=True):
         low, high = max(first, at), min(last, at + end - begin)

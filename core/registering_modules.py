@@ -1,6 +1,6 @@
-"""Which modules add names to a registry when they are imported."""
+"""The modules that register names when they are imported."""
 
 from __future__ import annotations
 
 REGISTERING_MODULES: dict[str, tuple[str, ...]] = {}
-"""By the registry's name. The package's front door fills it in: it knows the layers above this one."""
+"""Modules by the registry's name. ``flextrain/__init__.py`` fills it in, because it knows the layers above core."""

@@ -1,4 +1,4 @@
-"""Names for classes, and objects from ``dict(type=..., **arguments)``."""
+"""Registries: find classes by name, and build objects from ``dict(type=..., **arguments)``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("flextrain")
 
 
 class Registry:
-    """Classes and functions of one kind, found by short name, by import path, or given as they are.
+    """Classes and functions of one kind, found by name, short name or import path, or given directly.
 
     Args:
         name: the kind, singular, for messages ("optimizer").
-        locations: modules that register this kind when imported, loaded at the first look-up; default: those that the
-            front door names for this kind.
+        locations: modules that register this kind when imported; loaded at the first look-up. Default: those that
+            ``flextrain/__init__.py`` lists for this kind.
         entry_points: entry point group through which installed packages add names.
     """
 
@@ -47,7 +47,7 @@ class Registry:
     def register_module(
         self, name: str | list[str] | None = None, force: bool = False, module: Any = None
     ) -> Callable[[T], T]:
-        """A decorator that registers a class or function under ``name`` (default: its own name).
+        """Return a decorator that registers a class or function under ``name`` (default: its own name).
 
         Called as ``register_module(name=..., module=Class)`` it registers at once, as in MMEngine.
 
@@ -70,7 +70,7 @@ class Registry:
         return register
 
     def add_lookup(self, lookup: Callable[[str], Factory | None], names: Callable[[], Iterable[str]]) -> None:
-        """Find further names on demand with ``lookup``; ``names`` lists them, for suggestions."""
+        """Add a function that finds further names on demand; ``names`` lists them, for suggestions."""
         self._lookups.append((lookup, names))
 
     def __contains__(self, key: str) -> bool:
@@ -89,7 +89,7 @@ class Registry:
             where: the configuration key, for the message.
 
         Raises:
-            ConfigError: nothing has this name; the nearest name is suggested.
+            ConfigError: the name is unknown; the message suggests the nearest one.
         """
         if isinstance(key, str):
             found = self._find(key)
@@ -107,16 +107,16 @@ class Registry:
         )
 
     def short_names(self) -> dict[str, dict[str, Any]]:
-        """The configuration that each short name stands for: ``{"zero1": {"type": "...", "stage": 1}}``.
+        """The configuration of each short name: ``{"zero1": {"type": "...", "stage": 1}}``.
 
-        A class declares short names in its attribute ``short_names``, a mapping of each name to options. Subclasses do not
+        A class declares short names in its attribute ``short_names``, a mapping from name to options. Subclasses do not
         inherit them.
         """
         found: dict[str, dict[str, Any]] = {}
         for name in self._own_names():
             try:
                 declared = getattr(self.get(name), "__dict__", {}).get("short_names", {})
-            except Exception as error:  # an entry point of a third party may fail in any way
+            except Exception as error:  # the entry point of a foreign package may raise anything
                 logger.warning('%s "%s" cannot be loaded: %s', self.name, name, error)
                 continue
             for short, options in declared.items():
@@ -124,10 +124,10 @@ class Registry:
         return found
 
     def expand(self, cfg: Any, where: str) -> dict[str, Any]:
-        """``cfg`` as a dict with ``type``; a short name is replaced by what it stands for.
+        """``cfg`` as a dict with ``type``; a short name is replaced by its configuration.
 
         Raises:
-            ConfigError: ``cfg`` names no type, or an option differs from the short name's.
+            ConfigError: ``cfg`` has no type, or an option differs from that of the short name.
         """
         kind, options = self._split(cfg, where)
         if not isinstance(kind, str) or ":" in kind or kind in self:
@@ -136,7 +136,7 @@ class Registry:
         return _merged(short, options, where, kind)
 
     def check(self, cfg: Any, where: str, provided: tuple[str, ...] = ()) -> Factory:
-        """The class that ``cfg`` names, after its arguments were checked; nothing is built.
+        """Check the type and the arguments of ``cfg`` without building; return its class.
 
         Raises:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
@@ -147,13 +147,13 @@ class Registry:
         return factory
 
     def build(self, cfg: Any, where: str | None = None, **provided: Any) -> Any:
-        """The object that ``cfg`` describes.
+        """Build the object that ``cfg`` describes.
 
         Args:
             cfg: ``dict(type=..., **arguments)``, a name, or a class.
             where: the configuration key, for messages; default: the registry's name.
             provided: arguments that the library adds; those that the class does not take are left out. A keyword-only
-                parameter ``where`` is given the configuration key, so that a class can name its own nested keys.
+                parameter ``where`` gets the configuration key, so that a class can name its nested keys in errors.
 
         Raises:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
@@ -199,13 +199,13 @@ class Registry:
         return importlib.metadata.entry_points(group=self._entry_points) if self._entry_points else ()
 
     def _own_names(self) -> list[str]:
-        """Names that were registered or come from entry points."""
+        """Names that are registered or come from entry points, sorted."""
         self._load()
         return sorted({*self._modules, *(entry_point.name for entry_point in self._iter_entry_points())})
 
 
 def _merged(short: Mapping[str, Any], options: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
-    """``options`` completed by those that the short name ``name`` stands for."""
+    """``options`` completed by those of the short name ``name``."""
     merged = dict(options)
     for key, value in short.items():
         given = merged.setdefault(key, value)
@@ -223,14 +223,14 @@ def _accepted(factory: Factory, provided: dict[str, Any]) -> dict[str, Any]:
         parameters = {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepted = {name: value for name, value in provided.items() if takes_any or name in parameters}
-    # "where" is a word that somebody else's class may use for something else.
+    # A foreign class may use the name "where" for another argument.
     if "where" not in parameters or parameters["where"].kind is not inspect.Parameter.KEYWORD_ONLY:
         accepted.pop("where", None)
     return accepted
 
 
 def _is_factory(value: Any) -> bool:
-    """Whether calling ``value`` makes something; an object that happens to be callable (a model) is a thing itself."""
+    """Whether ``value`` is a class or function to call; a callable object (a model) is used as it is."""
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
@@ -297,7 +297,7 @@ REPORTERS = Registry("reporter")
 
 @contextmanager
 def registrations_undone(module: str) -> Iterator[None]:
-    """Have every registry forget at the end what classes and functions of ``module`` were registered in between."""
+    """Context that removes, at its end, the names that ``module`` registered inside, from every registry."""
     registries = [value for value in globals().values() if isinstance(value, Registry)]
     before = [dict(each._modules) for each in registries]
     try:

@@ -1,4 +1,4 @@
-"""Seeding: one seed for a run, and of it one for each of its processes."""
+"""Seed the random generators of a run: draw the run's seed, and derive the seed of each process."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def set_seed(
     deterministic: bool = False,
     topology: Topology | None = None,
 ) -> int:
-    """Seed Python, NumPy and torch (all devices); returns the run's seed, which all processes share.
+    """Seed Python, NumPy and torch (all devices); return the run's seed, which all processes share.
 
     Args:
-        seed: None draws one from the operating system; collective then.
+        seed: None draws one from the operating system; the call is a collective then.
         diff_rank_seed: add the number of this process's part of the data, so that dropout differs between the parts.
-        deterministic: choose deterministic kernels only; torch raises where it has none.
-        topology: the strategy's; default: every process has data of its own.
+        deterministic: use deterministic kernels only; torch raises if an operation has none.
+        topology: the strategy's; default: every process has its own part of the data.
     """
     run_seed = draw_seed() if seed is None else seed
     _seed(run_seed + (topology or Topology()).data.index if diff_rank_seed else run_seed)
     if deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
-        # cuBLAS reads this when its first handle is made; torch raises with its name when it is missing.
+        # cuBLAS reads this variable when it creates its first handle; torch raises if it is missing.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return run_seed
 
 
 def seed_process(*numbers: int) -> None:
-    """Seed this process's generators from several numbers; other numbers give unrelated streams.
+    """Seed this process's generators from several numbers; different numbers give unrelated random streams.
 
-    Source: Python's and torch's generators get a number that ``numpy.random.SeedSequence`` makes of them.
+    Source: ``numpy.random.SeedSequence`` derives the seed from the numbers.
     """
     _seed(int(np.random.SeedSequence([number % 2**64 for number in numbers]).generate_state(1)[0]))
 
 
 def _seed(number: int) -> None:
     seed_alike(number)
-    torch.manual_seed(number)  # of all devices
+    torch.manual_seed(number)  # on all devices

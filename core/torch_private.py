@@ -1,6 +1,6 @@
-"""All that is used of torch though its name is private; everything else in this library keeps to public names.
+"""All private names of torch that flextrain uses; other modules use public names only.
 
-Each entry says what it is for, and which versions of torch it was checked with. A test finds private names elsewhere.
+Each entry says what it does, and with which versions of torch it was checked. A test finds private names elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only"]
-# These three (2.6, 2.15) show every operation on a tensor, and walk through its arguments.
+# These three (2.6, 2.15) intercept every operation on a tensor, and traverse its arguments.
 
 # Operations on lists of tensors
 
@@ -35,13 +35,13 @@ foreach_copy_ = torch._foreach_copy_
 # Tensors
 
 TO_COPY = torch.ops.aten._to_copy.default
-"""What ``Tensor.to`` becomes when it is dispatched. 2.6, 2.15."""
+"""The operation that ``Tensor.to`` dispatches. 2.6, 2.15."""
 
 INITIALIZERS = ("_no_grad_trunc_normal_",)
-"""Functions of ``nn.init`` that others import by their private names, as timm does. 2.6, 2.15."""
+"""Functions of ``nn.init`` that other packages, such as timm, import by their private names. 2.6, 2.15."""
 
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
-"""Functions that a file of ``torch.save`` names where a tensor stands. 2.6, 2.15; the format keeps them."""
+"""Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
 
 
 def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> Any:
@@ -50,9 +50,9 @@ def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> A
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells the memory of one tensor from that of another, views of one alike, as long as both live. 2.6, 2.15.
+    """Key of a tensor's memory: the same for all views of it, unique while the memory lives. 2.6, 2.15.
 
-    On the meta device ``data_ptr`` is 0 for all.
+    ``data_ptr`` cannot be the key, because it is 0 for every tensor on the meta device.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -60,36 +60,36 @@ def storage_key(tensor: Tensor) -> int:
 # Modules
 
 NORM_BASE = nn.modules.batchnorm._NormBase
-"""Base of batch and instance normalisation, which may have running statistics. 2.6, 2.15."""
+"""Base class of batch and instance normalisation, which may have running statistics. 2.6, 2.15."""
 
 BATCH_NORM_BASE = nn.modules.batchnorm._BatchNorm
-"""Base of those that normalise over the samples of a batch. 2.6, 2.15."""
+"""Base class of the layers that normalise over the samples of a batch. 2.6, 2.15."""
 
 LOADING_METHODS = ("_load_from_state_dict", "load_state_dict")
 """Methods of a module that load a state dict; the first is documented for overriding. 2.6, 2.15."""
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer, as ``Module.to`` does, so that FSDP learns of the new memory. 2.6, 2.15."""
+    """Replace every parameter and buffer in the way of ``Module.to``, so that FSDP sees the new memory. 2.6, 2.15."""
     module._apply(function)  # type: ignore[no-untyped-call]
 
 
 def call_loaded_hooks(module: nn.Module) -> None:
-    """Call what ``register_load_state_dict_post_hook`` has registered, with nothing missing. 2.6, 2.15."""
+    """Call the module's load_state_dict post-hooks, with no missing and no unexpected keys. 2.6, 2.15."""
     for hook in module._load_state_dict_post_hooks.values():
         hook(module, _IncompatibleKeys([], []))
 
 
 def has_loading_hooks(module: nn.Module) -> bool:
-    """Whether ``register_load_state_dict_pre_hook`` was called. 2.6, 2.15."""
+    """Whether the module has load_state_dict pre-hooks. 2.6, 2.15."""
     return bool(module._load_state_dict_pre_hooks)
 
 
 class DeviceFollower(nn.Module):
-    """A module without parameters that knows where it is, because every ``.to()`` moves a probe. 2.6, 2.15.
+    """A module without parameters that knows its device, because every ``.to()`` moves a probe tensor. 2.6, 2.15.
 
     Attributes:
-        device: the CPU at first.
+        device: its device; initially the CPU.
     """
 
     def __init__(self) -> None:
@@ -105,26 +105,26 @@ class DeviceFollower(nn.Module):
 # Loading data
 
 LOADER_ITERATOR = _BaseDataLoaderIter
-"""What iterating over a DataLoader gives. 2.6, 2.15."""
+"""Base class of a DataLoader's iterators. 2.6, 2.15."""
 
 KEPT_ITERATOR = "_iterator"
-"""Attribute in which a DataLoader keeps its workers from one epoch to the next; None: there are none. 2.6, 2.15."""
+"""Attribute in which a DataLoader keeps its persistent workers between epochs; None: it has none. 2.6, 2.15."""
 
 MAKE_ITERATOR = "_get_iterator"
-"""Method with which a DataLoader starts reading. 2.6, 2.15."""
+"""Method with which a DataLoader makes its iterator. 2.6, 2.15."""
 
 # Several processes
 
 
 def default_store() -> Any:
-    """The store that the default process group was formed with. 2.6, 2.15."""
+    """The store of the default process group. 2.6, 2.15."""
     return dist.distributed_c10d._get_default_store()
 
 
 def settle_unit(unit: nn.Module) -> None:
-    """Have an FSDP unit's parts lie now where they will lie in training, since hooks keep hold of them. 2.6 to 2.9.
+    """Move an FSDP unit's shards now to their final memory, because hooks keep references to them. 2.6 to 2.9.
 
-    torch before 2.10 moves those that it pads at the first forward (pytorch/pytorch#163130); later ones need nothing.
+    torch before 2.10 moves padded shards at the first forward (pytorch/pytorch#163130); later versions need nothing.
     """
     if Version(torch.__version__) < Version("2.10"):
         group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
@@ -133,11 +133,11 @@ def settle_unit(unit: nn.Module) -> None:
 
 
 class GroupedGradScaler(GradScaler):
-    """torch's GradScaler for gradients of several layouts, which torch divides in one call that takes only one. 2.6, 2.15.
+    """A GradScaler for gradients of several layouts; torch's takes one layout in its call. 2.6, 2.15.
 
     Args:
-        groups: gives the parameters of an optimizer in groups whose gradients are alike.
-        arguments: of GradScaler.
+        groups: returns the parameters of an optimizer in groups whose gradients have the same layout.
+        arguments: those of GradScaler.
     """
 
     def __init__(self, groups: Callable[[Any], list[list[Tensor]]], *arguments: Any, **keywords: Any) -> None:
@@ -163,8 +163,8 @@ class GroupedGradScaler(GradScaler):
 
 
 def build_folder(name: str) -> Path:
-    """Where ``torch.utils.cpp_extension`` compiles the extension of this name. 2.6, 2.15.
+    """The folder in which ``torch.utils.cpp_extension`` compiles the extension ``name``. 2.6, 2.15.
 
-    It is below TORCH_EXTENSIONS_DIR, or in a folder for this Python and this kind of torch.
+    It is below TORCH_EXTENSIONS_DIR, or below torch's folder for this version of Python and this build of torch.
     """
     return Path(importlib.import_module("torch.utils.cpp_extension")._get_build_directory(name, verbose=False))

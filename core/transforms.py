@@ -1,4 +1,4 @@
-"""Changes to a module that keep every parameter's name: activation checkpointing and compilation."""
+"""Activation checkpointing and compilation of a module in place: parameter names do not change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .errors import ConfigError, suggest
 
 
 def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> list[str]:
-    """Recompute, in backward, the activations of every outermost submodule that ``check_fn`` accepts; returns their names.
+    """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
 
-    The submodule's own ``forward`` is replaced rather than the submodule wrapped, so no name changes.
+    It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
@@ -31,10 +31,10 @@ def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bo
 def module_filter(
     classes: Iterable[str] | Callable[[nn.Module], bool], module: nn.Module, where: str
 ) -> Callable[..., bool]:
-    """A ``check_fn`` from class names such as ``["Bottleneck"]``, or the callable itself.
+    """Return a ``check_fn`` for class names such as ``["Bottleneck"]``; a callable is returned as it is.
 
     Raises:
-        ConfigError: a name that no submodule's class has.
+        ConfigError: no submodule has a class of this name.
     """
     if callable(classes):
         return classes
@@ -46,6 +46,6 @@ def module_filter(
 
 
 def compile_in_place(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
-    """Compile what calling each module runs, with the arguments of ``torch.compile``; names stay as they are."""
+    """Compile the call of each module, with options of ``torch.compile``; names do not change."""
     for module in modules:
         module.compile(**options)

@@ -25,9 +25,9 @@ _numbers: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.Wea
 def roll_call(call: str, timeout_s: float) -> str | None:
     """Wait until every process has made this call. Return None, or a text that says which ranks did not.
 
-    All processes make the same calls in the same order. Processes in different calls learn of it at once. A process that
-    does not come is waited for at most ``timeout_s`` seconds; it is told if it comes later. Every process gets the
-    result: dist.monitored_barrier reports on rank 0 only, and blocks the others for minutes.
+    All processes make the same calls in the same order. Processes in different calls learn of it at once. A process
+    that does not come is waited for at most ``timeout_s`` seconds; it is told if it comes later. Every process gets
+    the result: dist.monitored_barrier reports on rank 0 only, and blocks the others for minutes.
 
     Args:
         call: name of the call, for messages.

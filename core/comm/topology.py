@@ -84,7 +84,7 @@ class Topology:
         data: the part of every global batch that it trains on. Processes with the same part read the same samples with
             the same augmentation and the same dropout masks.
         reports: whether metrics count the predictions of this process; one process for each part of the data reports.
-        model: process group of those that hold different parameters of one replica of the model, such as pipeline stages.
+        model: process group of those that hold different parameters of one replica of the model (pipeline stages).
             Gradient norms are combined over it. None: every process holds a shard of every parameter.
         axes: (index, size) of this process on every named axis of a mesh, such as "dp_shard" or "tp".
         rank, world_size: the global ones, for files and messages.
