@@ -144,7 +144,7 @@ class GroupedGradScaler(GradScaler):
         super().__init__(*arguments, **keywords)
         self._groups = groups
         self.agree: Callable[[Tensor], Tensor] | None = None
-        """Combines what several processes have found, also those without a gradient."""
+        """Combines ``found_inf`` of several processes, also of those without a gradient."""
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

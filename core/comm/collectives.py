@@ -169,7 +169,7 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
 
 
 def gather_object(value: T, group: Any = None) -> list[T] | None:
-    """The values of all processes, ordered by rank, on rank 0; None elsewhere. A ``group`` has to be of all processes."""
+    """The values of all processes, ordered by rank, on rank 0; None elsewhere. A ``group`` must have all processes."""
     size = get_world_size()
     if size == 1:
         return [value]
@@ -179,10 +179,10 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
 
 
 def scatter_objects(values: Sequence[T] | None, group: Any = None) -> T:
-    """Of rank 0's values, one for each process, this one's. A ``group`` has to be of all processes.
+    """Send each process its value from rank 0's list, and return it. A ``group`` must have all processes.
 
     Args:
-        values: None on all processes but rank 0.
+        values: one for each process, on rank 0; None on the others.
     """
     if get_world_size() == 1:
         assert values is not None
