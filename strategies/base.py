@@ -443,7 +443,7 @@ class Strategy:
     def _offered(self) -> dict[str, Tensor]:
         """``model.<name>`` for what a checkpoint gets from this process: all that it has, of buffers those that it saves."""
         skipped = self.left_out().union(
-            name for name, buffer in self._buffers().items() if not self._offers(name, buffer)
+            name for name, buffer in self.module.named_buffers() if not self._offers(name, buffer)
         )
         return {f"model.{name}": tensor for name, tensor in self.model_state().items() if name not in skipped}
 
