@@ -1,12 +1,12 @@
-"""Saving and loading a model with its optimizer: flextrain beside what each engine and library brings along.
+"""Measure saving and loading of a model with its optimizer: flextrain against other libraries and engines.
 
     python benchmarks/checkpoint.py [--rounds 3] [--megabytes 500] [--only single fsdp zero3] [--folder DIR]
 
-All save the same model and AdamW in the same processes, one after the other, in turn first. A save's time ends when the
-files are on the disk: where a library does not see to it, they are flushed after it, and that counts. Files are read right
-after they were written, from the system's memory, by all alike. Memory is the largest resident set of any process during
-the call, over that before it. The stall is how long the call of an asynchronous save takes. Times, too, are those of the
-process that takes longest.
+All save the same model and AdamW in the same processes, one after the other in alternating order. The time of a save ends
+when the files are on disk: if a library does not flush them, they are flushed after the save, and that time counts. Files are
+read right after they were written, from the system's file cache, by all contestants. Memory is the growth of the largest
+resident set of any process during the call. The stall is the duration of the call of an asynchronous save. Times are those of
+the slowest process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding of 25 MB, the largest tensor, and as many blocks of 19 MB as it takes."""
+    """An embedding of 25 MB, which is the largest tensor, and ``blocks`` blocks of 19 MB."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class Net(nn.Module):
 
 
 def num_blocks(megabytes: int) -> int:
-    """For weights and the two moments of AdamW together."""
+    """The number of blocks for weights and the two moments of AdamW of this size."""
     block = sum(p.numel() for p in Block().parameters())
     return max(2, round((megabytes * 1e6 / 12 - WORDS * WIDTH) / block))
 
 
-# What is compared: name to (save, load), both of a folder; one that cannot be set up here is left out.
+# The contestants: by name, functions that save to and load from a folder. Libraries that are missing are left out.
 
 Action = Callable[[Path], None]
 Contestants = dict[str, tuple[Action, Action]]
@@ -169,7 +169,7 @@ def _accelerate(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Ac
 
 
 def flush(folder: Path) -> None:
-    """Bring what was written down to the disk."""
+    """Flush all files in a folder to disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -186,10 +186,10 @@ def memory(key: str) -> int:
 
 
 def measured(action: Callable[..., Any], *arguments: Any) -> tuple[float, int, Any]:
-    """Seconds that it took in this process, how far its resident set grew meanwhile, and what came back."""
+    """Seconds in this process, growth of its resident set in bytes, and the result of ``action``."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is kept for reuse would hide what is taken
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is kept for reuse would hide new allocations
+    Path("/proc/self/clear_refs").write_text("5")  # reset the largest resident set
     before = memory("VmRSS")
     barrier()
     begin = time.perf_counter()
@@ -205,7 +205,7 @@ def size(folder: Path) -> int:
 
 @contextmanager
 def cleared(folder: Path) -> Iterator[Path]:
-    """A path that nothing is at, before and after."""
+    """A path that does not exist before and after."""
     yield folder
     barrier()
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -214,7 +214,7 @@ def cleared(folder: Path) -> Iterator[Path]:
 
 
 def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """In a worker: the figures of every round, by name and by what they are."""
+    """In a worker: the measurements of every round, by contestant and quantity."""
     torch.set_num_threads(1)
     figures: dict[str, dict[str, list[float]]] = {}
 
@@ -227,7 +227,9 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
         train(session.strategy, session.model, session.optim, [[{"words": torch.arange(16).view(4, 4)}]])
         actions = contestants(layout, session)
         names, in_background = list(actions), asynchronous(layout, session)
-        for number in range(rounds + 1):  # the first is not counted: it imports, and takes memory that stays
+        for number in range(
+            rounds + 1
+        ):  # the first round does not count: it imports modules and allocates memory that is kept
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 with cleared(folder / f"{number}-{name}") as path:
                     write, read = actions[name]
@@ -241,22 +243,24 @@ def rounds_of(layout: str, blocks: int, rounds: int, folder: Path) -> dict[str, 
                 with cleared(folder / f"{number}-{name}-asynchronous") as path:
                     stall_s, stall_bytes, wait = measured(begin, path)
                     done_s, _, _ = measured(wait)
-                note(name, stall_bytes=stall_bytes)  # of the first too: its copies' memory is kept for the next
+                note(name, stall_bytes=stall_bytes)  # also of the first round, because its copies' memory is kept
                 if number:
                     note(name, stall_s=stall_s, background_s=done_s)
     return figures
 
 
 def asynchronous(layout: str, session: Session) -> dict[str, Callable[[Path], Callable[[], Any]]]:
-    """Name to what begins a save and returns what waits for it."""
+    """By name, functions that start a save and return a function that waits for it."""
 
-    staging = Staging()  # kept from save to save, as the runner does
+    staging = Staging()  # reused for all saves, as in the runner
 
     def ours(path: Path) -> Callable[[], Any]:
         state = {**session.strategy.state_dict(), "optim.wrapper": session.optim.state_dict()}
         return save_in_background(path, state, staging=staging).wait
 
-    group = dist.new_group(backend="gloo") if layout == "fsdp" else None  # over training's it mixes up messages
+    group = (
+        dist.new_group(backend="gloo") if layout == "fsdp" else None
+    )  # the group of the training would mix up messages
 
     def raw(path: Path) -> Callable[[], Any]:
         model, optim = get_state_dict(session.strategy.module, session.optim.optimizer)
@@ -281,7 +285,7 @@ def measure(names: list[str], rounds: int, megabytes: int, folder: Path) -> dict
         for name, first in by_rank[0].items():
             row: dict[str, Any] = {"layout": layout, "processes": processes, "name": name}
             for key in first:
-                # Of every round the process that takes most; of memory the worst round, of time the median.
+                # Of every round the worst process; then the worst round for memory, the median for time.
                 worst = np.max([figures[name][key] for figures in by_rank], axis=0)
                 row[key] = int(worst.max()) if key.endswith("_bytes") else float(np.median(worst))
             row["allowed_bytes"] = state_bytes / processes + 1.2 * largest
@@ -319,8 +323,8 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"{report['state_bytes'] / 1e6:.0f} MB of float32 weights and AdamW's moments, the largest tensor "
         f"{report['largest_tensor_bytes'] / 1e6:.0f} MB; times are medians of {report['rounds']} interleaved rounds and end "
-        "when the files are on the disk, memory is the most that any process took beside training's own. A stall is that of a "
-        "later save than the first: flextrain keeps its plan and its copies' memory from save to save, DCP by default neither. "
+        "when the files are on disk. Memory is the largest amount that any process needed in addition to the training. Stalls are "
+        "those of saves after the first: flextrain reuses its plan and the memory of its copies, DCP by default neither. "
         f"Python {report['python']}, torch {report['torch']}, {report['machine']}.",
     ]
     return "\n".join(lines) + "\n"
@@ -351,7 +355,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500, help="weights and AdamW's moments together")
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument(
-        "--folder", type=Path, help="where to save to; default: the system's folder for temporary files"
+        "--folder", type=Path, help="folder to save to; default: the system's folder for temporary files"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The same tiny training run, written once by hand and once for each library that is compared.
+"""The same tiny training run, written by hand and for each library in the comparison.
 
-Every function trains `Tiny` on the batches of `loader` once, `accumulate` of them for an update, and leaves the libraries'
-defaults alone, except that the loss is logged every LOG_INTERVAL updates. Each imports its library itself and raises
-ImportError where it is missing.
+Every function trains the same model on the batches of `loader` once, with `accumulate` batches per update. The libraries keep
+their defaults, except that the loss is logged every LOG_INTERVAL updates. Each function imports its library, and raises
+ImportError if the library is missing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _serial = itertools.count()
 
 
 def layers() -> nn.Module:
-    """Small enough that the time of an iteration is the loop's, not the model's."""
+    """A network so small that the loop takes most of the time of an iteration."""
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 class Net(nn.Module):
-    """The model; those below that need another base class have as many modules in it."""
+    """The model. Models below with another base class have the same number of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def by_hand(loader: DataLoader[Any], work_dir: Path, accumulate: int = 1) -> None:
-    """What the others are measured against: no log, no hook, no check."""
+    """The baseline: no log, no hook, no check."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for number, (inputs, labels) in enumerate(loader, 1):
@@ -162,7 +162,7 @@ CONTESTANTS: dict[str, Callable[[DataLoader[Any], Path, int], None]] = {
     "Lightning Fabric": fabric,
     "Accelerate": accelerate,
 }
-# The installed package whose version stands beside a name.
+# The package whose version is shown with each name.
 PACKAGES = {
     "flextrain": "flextrain",
     "MMEngine FlexibleRunner": "mmengine",

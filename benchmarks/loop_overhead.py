@@ -1,13 +1,13 @@
-"""What a training loop costs on top of the model: time per iteration, reads off the device, and import time.
+"""Measure the overhead of training loops: time per iteration, reads from the device, and import time.
 
     python benchmarks/loop_overhead.py [--rounds 9] [--iterations 600] [--only flextrain ...]
 
-All contestants (contestants.py) train the same tiny model on the same batches, in one process on one thread, one after the
-other within a round so that a busy moment of the machine meets all of them. The clock is in the dataset: it notes when
-the first sample of each batch is fetched, so that set-up and the checkpoint at the end do not count, and no library is
-patched. Iterations repeat with the log interval: of all iterations at the same place of it the median is taken, and the
-mean of these medians is a contestant's time per iteration, log lines included and interruptions by other programs left out.
-All of it is done three times: with a dataset that is asked by index, with a stream, and with four batches for an update.
+All contestants (contestants.py) train the same tiny model on the same batches, in one process with one thread. They run one
+after the other within a round, so that other load on the machine affects all of them. The dataset takes the time when the
+first sample of each batch is fetched: set-up and the checkpoint at the end do not count, and no library is patched.
+Iterations repeat with the log interval. For each position in the interval, the median over all iterations is taken; the mean
+of these medians is a contestant's time per iteration. It includes log lines and leaves out interruptions by other programs.
+Everything is measured three times: with an indexed dataset, with a stream, and with four batches per update.
 Writes loop_overhead.{md,png,json} to benchmarks/results/.
 """
 
@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 BATCH_SIZE = 4
-# By name: whether the data are a stream, and the batches of an update.
+# By name: whether the data is a stream, and the number of batches per update.
 KINDS = {"map": (False, 1), "stream": (True, 1), "accumulate": (False, 4)}
 WARM_UP = 100  # iterations left out of the mean: lazy imports, first log lines
 RESULTS = Path(__file__).parent / "results"
@@ -56,7 +56,7 @@ IMPORTS = {
 
 
 class StampedDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Random samples that note, at the first sample of every batch, what `clock` says."""
+    """Random samples; records the value of `clock` at the first sample of every batch."""
 
     def __init__(self, iterations: int, clock: Callable[[], float]) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ class StampedStream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class ScalarReads(TorchDispatchMode):
-    """Counts how often numbers go from the device to Python: `.item()`, `float()`, `bool()`."""
+    """Counts how often a number is read from the device: `.item()`, `float()`, `bool()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class ScalarReads(TorchDispatchMode):
 
 
 class ListReads(TorchFunctionMode):
-    """Adds to them the reads that are no operator: a whole tensor by `.tolist()` or `.numpy()`, once each."""
+    """Also counts reads of whole tensors by `.tolist()` or `.numpy()`, once each, which are not operators."""
 
     def __init__(self, reads: ScalarReads) -> None:
         super().__init__()
@@ -114,27 +114,27 @@ class ListReads(TorchFunctionMode):
 
 
 def train(name: str, iterations: int, clock: Callable[[], float], kind: str = "map") -> np.ndarray[Any, Any]:
-    """What `clock` advanced from batch to batch after the warm-up, in one run of a contestant."""
+    """The differences of `clock` between batches after the warm-up, in one run of a contestant."""
     is_stream, accumulate = KINDS[kind]
     dataset = StampedDataset(WARM_UP + iterations + 1, clock)
     loader: DataLoader[Any] = DataLoader(StampedStream(dataset) if is_stream else dataset, batch_size=BATCH_SIZE)
     gc.collect()
     with tempfile.TemporaryDirectory() as work_dir, quiet():
         CONTESTANTS[name](loader, Path(work_dir), accumulate)
-    # An untouched loader is read in order; a library that adds its own sampler still fetches every batch once.
+    # The loader is read in order. A library that adds its own sampler still fetches every batch once.
     assert len(dataset.stamps) == WARM_UP + iterations + 1, f"{name} fetched {len(dataset.stamps)} batches"
     return np.diff(dataset.stamps[WARM_UP:])
 
 
 def microseconds(rounds: list[np.ndarray[Any, Any]], quantile: float, accumulate: int = 1) -> float:
-    """Time per update: the quantile at each place of the log interval, averaged over the places."""
+    """Time per update: the quantile at each position in the log interval, averaged over the positions."""
     by_place = np.concatenate(rounds).reshape(-1, LOG_INTERVAL * accumulate)
     return float(np.quantile(by_place, quantile, axis=0).mean() * 1e6) * accumulate
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Send stdout and stderr to nowhere, below Python, so that the terminal's speed does not count."""
+    """Discard stdout and stderr at the level of the system, so that the speed of the terminal does not count."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -157,7 +157,7 @@ def count_reads(name: str, iterations: int) -> float:
 
 
 def import_seconds(statement: str, repeats: int = 5) -> float | None:
-    """Median time of `statement` in a fresh interpreter, less the interpreter's own start; None when it fails."""
+    """Median time of `statement` in a fresh interpreter, without the start of the interpreter; None if it fails."""
     code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     times = []
     for _ in range(repeats + 1):
@@ -165,11 +165,11 @@ def import_seconds(statement: str, repeats: int = 5) -> float | None:
         if done.returncode:
             return None
         times.append(float(done.stdout.split()[-1]))
-    return statistics.median(times[1:])  # the first fills the file cache
+    return statistics.median(times[1:])  # the first run fills the file cache
 
 
 def installed(names: list[str]) -> list[str]:
-    """The contestants whose library can be imported; the others are named on stderr."""
+    """The contestants whose library can be imported; the others are reported on stderr."""
     found = []
     for name in names:
         try:
@@ -288,10 +288,12 @@ def main() -> None:
     parser.add_argument(
         "--iterations", type=int, default=600, help="batches per contestant and round, a multiple of forty"
     )
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="contestants beside the hand-written loop")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(CONTESTANTS), help="contestants in addition to the hand-written loop"
+    )
     parser.add_argument("--skip-imports", action="store_true", help="do not measure import times")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--readme", action="store_true", help="put the table into the README too")
+    parser.add_argument("--readme", action="store_true", help="also write the table into the README")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore")

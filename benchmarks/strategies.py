@@ -1,12 +1,12 @@
-"""What flextrain costs on top of each engine: step time and peak memory beside a hand-written loop with the same engine.
+"""Measure the overhead of flextrain's strategies: step time and peak memory against a hand-written loop for the same engine.
 
     python benchmarks/strategies.py [--rounds 5] [--iterations 20] [--only ddp fsdp zero3] [--processes 2]
 
-Every strategy is compared with a loop written by hand for the engine that it uses (DistributedDataParallel, fully_shard,
-deepspeed.initialize), on the same transformer, the same data and AdamW. Within a round the two come one after the other, in
-turn first, so that a busy moment of the machine meets both. The clock is in the dataset of rank 0: it notes when the first
-sample of each batch is fetched. A strategy's step time is the median of all its iterations. Memory is the largest resident
-set of any process, in processes that do nothing else; both have the same modules imported before they begin.
+Every strategy is compared with a hand-written loop for the engine that it uses (DistributedDataParallel, fully_shard,
+deepspeed.initialize), with the same transformer, the same data and AdamW. Within a round the two run one after the other, and
+the order alternates, so that other load on the machine affects both. The dataset of rank 0 takes the time when the first sample
+of each batch is fetched. A strategy's step time is the median of all its iterations. Memory is the largest resident set of any
+process, in processes that do nothing else; both have imported the same modules before they start.
 Writes strategies.{md,png,json} to benchmarks/results/.
 """
 
@@ -40,8 +40,8 @@ from flextrain.strategies.deepspeed.state import forget_process_groups
 from flextrain.testing import WorkerGroup
 
 RESULTS = Path(__file__).parent / "results"
-PEAKS = 3  # pairs of fresh process groups for the memory; the median counts
-WARM_UP = 3  # iterations left out: the first makes the optimizer's state
+PEAKS = 3  # number of memory measurements, each in new processes; the median counts
+WARM_UP = 3  # iterations left out: the first creates the optimizer's state
 WIDTH, LAYERS, LENGTH, BATCH, WORDS = 256, 6, 64, 4, 512
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 SEED = 0
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """4.9 M parameters; the loss is that of the next word."""
+    """A transformer of 4.9 M parameters with the loss of the next word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Words(Dataset[Tensor]):
-    """Random words; notes the time at the first sample of every batch."""
+    """Random words; records the time at the first sample of every batch."""
 
     def __init__(self, iterations: int) -> None:
         self.words = torch.randint(WORDS, (iterations * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -92,7 +92,7 @@ class Words(Dataset[Tensor]):
         return self.words[index]
 
 
-# By hand: every process reads the same batches, which costs as much as its own would.
+# Hand-written loops. Every process reads the same batches, which takes as long as reading different ones.
 
 
 def by_hand_ddp(loader: DataLoader[Any], stage: int) -> None:
@@ -141,7 +141,7 @@ def by_hand_deepspeed(loader: DataLoader[Any], stage: int) -> None:
         engine.step()
     engine.destroy()
     dist.destroy_process_group()
-    forget_process_groups()  # DeepSpeed would use those of this run in the next
+    forget_process_groups()  # DeepSpeed would use the groups of this run in the next run
 
 
 def through_flextrain(loader: DataLoader[Any], strategy: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def through_flextrain(loader: DataLoader[Any], strategy: dict[str, Any]) -> None
 
 
 class Same(torch.utils.data.Sampler[int]):
-    """All samples in order, in every process, as the loops by hand read them."""
+    """All samples in order in every process, as in the hand-written loops."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -214,7 +214,7 @@ def peak(name: str, ours: bool, iterations: int) -> float:
 
 @contextmanager
 def exact_memory() -> Iterator[None]:
-    """For processes that start meanwhile: what is freed is given back at once, so that the peak is what was in use."""
+    """Processes that start in this context return freed memory at once, so that the peak is the memory in use."""
     before = dict(os.environ)
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
     try:
@@ -225,7 +225,7 @@ def exact_memory() -> Iterator[None]:
 
 
 def peaks(name: str, processes: int) -> dict[bool, float]:
-    """Peak memory in MiB of the process that takes most, through flextrain and by hand."""
+    """Peak memory in MiB of the process with the largest peak, with flextrain and by hand."""
     found: dict[bool, list[float]] = {True: [], False: []}
     with exact_memory():
         for _ in range(PEAKS):

@@ -1,18 +1,18 @@
-"""Train on a kind of device that flextrain does not know: one that another package adds to torch.
+"""Train on a type of device that flextrain does not know, added to torch by another package.
 
     python examples/custom_device.py --type mlu --backend cncl --package torch_mlu
     torchrun --nproc-per-node 2 examples/custom_device.py --type musa --backend mccl --package torch_musa --strategy FSDPStrategy
 
-The arguments are all there is to say of one. The package must give torch what torch asks of a device: a module torch.<type>
-with is_available, device_count, set_device, synchronize, max_memory_allocated, get_rng_state and set_rng_state, and for
-several processes a back end for torch.distributed.
+The arguments describe the device completely. The package must provide what torch requires of a device: a module torch.<type>
+with is_available, device_count, set_device, synchronize, max_memory_allocated, get_rng_state and set_rng_state, and, for
+several processes, a back end for torch.distributed.
 
-An installed package can say it once for all its users, instead of the call below, in its pyproject.toml:
+Instead of the call below, an installed package can declare the device for all its users, in its pyproject.toml:
 
     [project.entry-points."flextrain.devices"]
     mlu = "my_package:MLU"        # MLU = DeviceSpec("mlu", backend="cncl", package="torch_mlu")
 
-Then device="mlu" is known wherever a device is named, and it is taken by itself where torch.accelerator finds it.
+Then device="mlu" works wherever a device is given, and the device is chosen by default where torch.accelerator finds it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--type", required=True, help="torch's name of the device")
     parser.add_argument("--backend", required=True, help="torch.distributed's back end for its tensors")
-    parser.add_argument("--package", required=True, help="the package whose import adds it to torch")
-    parser.add_argument("--autocast", default="float16", choices=["float16", "bfloat16"], help="what --amp computes in")
+    parser.add_argument("--package", required=True, help="the package whose import adds the device to torch")
+    parser.add_argument(
+        "--autocast", default="float16", choices=["float16", "bfloat16"], help="dtype of computations with --amp"
+    )
     parser.add_argument("--amp", action="store_true", help="mixed precision")
-    parser.add_argument("--strategy", default="DDPStrategy", help="any of them; default: DDPStrategy")
+    parser.add_argument("--strategy", default="DDPStrategy", help="any strategy; default: DDPStrategy")
     parser.add_argument("--epochs", type=int, default=2)
     arguments = parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""A back end of one's own: the gradients of an update travel as one message, after backward.
+"""Write your own strategy: all gradients of an update are sent as one message, after backward.
 
     torchrun --nproc-per-node 2 examples/custom_strategy.py
 
-Without a wrapper around the model: nothing is sent while micro-batches accumulate, and a slow network sees one large
-message in place of many. A package that offers a strategy to others lists it in its pyproject.toml:
+There is no wrapper around the model: nothing is sent while micro-batches accumulate, and a slow network gets one large
+message in place of many. A package that provides a strategy lists it in its pyproject.toml:
 
     [project.entry-points."flextrain.strategies"]
     OneMessageStrategy = "my_package.my_module:OneMessageStrategy"
@@ -31,7 +31,7 @@ class OneMessageStrategy(Strategy):
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         parameters = [p for group in optim.param_groups for p in group["params"] if p.requires_grad]
-        # All processes send messages of one length, also where a parameter took no part in the loss.
+        # All processes must send messages of the same length, even if a parameter was not used in the loss.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         message = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(message, group=self.topology.data.group)

@@ -1,7 +1,7 @@
-"""Train the same classifier under every strategy that this machine can run, and compare. `make demo` runs it.
+"""Train the same classifier under every strategy that this machine can run, and compare the results. `make demo` runs it.
 
-Every run is examples/train_classifier.py, started the way a user starts it. All runs see the same samples in the same
-global batches, so their curves should lie on top of each other.
+Every run starts examples/train_classifier.py as a user would. All runs train on the same samples in the same global batches,
+so their loss curves should coincide.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Run:
     strategy: str
     processes: int
     flags: tuple[str, ...] = ()
-    needs: str | None = None  # a package beside flextrain
+    needs: str | None = None  # an optional package
 
     def missing(self) -> str | None:
         """Why this machine cannot do this run; None when it can."""
         if self.strategy not in STRATEGIES:
-            return f"{self.strategy} is not there yet"
+            return f"this version has no {self.strategy}"
         if self.needs and find_spec(self.needs) is None:
             return f"needs pip install flextrain[{self.needs}]"
         return None
 
 
-# The first is what the others are compared with.
+# The others are compared with the first.
 RUNS = [
     Run("SingleDevice", "SingleDeviceStrategy", 1),
     Run("DDP", "DDPStrategy", 2, ("--use-ddp",)),
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def carry_out(run: Run, epochs: int, work_dir: Path) -> Outcome:
-    """Train in a process (or processes) of its own.
+    """Train in a separate process, or several.
 
     Raises:
         SystemExit: the training failed; its output is in the message.
@@ -79,7 +79,7 @@ def carry_out(run: Run, epochs: int, work_dir: Path) -> Outcome:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)]
     script = [str(EXAMPLES / "train_classifier.py"), "--epochs", str(epochs), "--work-dir", str(work_dir)]
     command = [*start, *script, "--batch-size", str(GLOBAL_BATCH // run.processes), *run.flags]
-    # One thread per process, which is torchrun's own default: two processes then use two cores, one process one.
+    # One thread per process, as is torchrun's default: two processes use two cores, one process uses one.
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     seconds = time.perf_counter() - started
@@ -107,7 +107,7 @@ def table(outcomes: list[Outcome]) -> Table:
     reference = outcomes[0]
     shown = Table(
         title="The same training under every strategy",
-        caption=f"loss diff: the largest difference of a logged loss from {reference.run.name}'s",
+        caption=f"loss diff: largest difference between a logged loss and that of {reference.run.name}",
     )
     shown.add_column("strategy")
     for column in ("processes", "val accuracy", "final loss", "loss diff", "samples/s", "seconds"):
@@ -136,7 +136,7 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
     styles = ["-", "--", ":", "-."]
     for number, outcome in enumerate(outcomes):
         label = f"{outcome.run.name}, {outcome.run.processes} process{'es' * (outcome.run.processes > 1)}"
-        # Curves that agree hide each other: the first is broad and pale, the others lie on it.
+        # Equal curves hide each other: the first is wide and pale, the others are drawn on top.
         look = {"linewidth": 5, "alpha": 0.35} if number == 0 else {"linewidth": 1.5}
         axes.plot(outcome.losses.keys(), outcome.losses.values(), styles[number % len(styles)], label=label, **look)
     axes.set_yscale("log")
@@ -154,9 +154,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/demo"))
     names = [run.name for run in RUNS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="the runs to make; default: all")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="runs to start; default: all")
     arguments = parser.parse_args()
-    # A pipe has no width; the table has.
+    # A pipe has no width, so the table gets one.
     console = Console(width=None if sys.stdout.isatty() else 100, markup=False, emoji=False)
     outcomes = []
     for run in (run for run in RUNS if run.name in arguments.only):

@@ -1,4 +1,4 @@
-"""Two optimizers: a small GAN learns to write digits. Pictures of its progress land in the work directory.
+"""Train a small GAN with two optimizers on handwritten digits. Pictures of its progress are saved in the work directory.
 
 python examples/gan.py
 torchrun --nproc-per-node 2 examples/gan.py
@@ -33,7 +33,7 @@ def mlp(num_inputs: int, num_outputs: int, activation: nn.Module) -> nn.Module:
 
 
 class GAN(BaseModel):
-    """A model that says itself which optimizer steps when, by defining `train_step`."""
+    """A model that defines `train_step`, and so decides when each optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GAN(BaseModel):
         optim.update_params(loss_d)
 
         optim = optim_wrapper["generator"]
-        # Without this the discriminator would start its next update with gradients from the generator's.
+        # Otherwise the discriminator would start its next update with gradients from the generator's loss.
         self.discriminator.requires_grad_(False)
         with optim.optim_context(self.generator):
             loss_g = self.judge(self.sample(len(real)), is_real=True)
@@ -70,7 +70,7 @@ class GAN(BaseModel):
 
 
 class SampleHook(Hook):
-    """Writes a sheet of 8 x 8 generated digits every few epochs."""
+    """Saves a picture of 8 x 8 generated digits every few epochs."""
 
     def __init__(self, interval: int = 10) -> None:
         self.interval = interval

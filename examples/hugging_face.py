@@ -1,10 +1,10 @@
-"""A Hugging Face model as it is: its forward returns an object with a loss, and that is enough.
+"""Train a Hugging Face model without changes: its forward returns an object with a loss.
 
     python examples/hugging_face.py
     torchrun --nproc-per-node 2 examples/hugging_face.py
 
-A small BERT, built from a config, learns to tell Python code from prose about Python, byte by byte. Both texts ship with
-Python: nothing is downloaded.
+A small BERT, built from a config, learns to distinguish Python code from text about Python, byte by byte. Both texts come
+with Python: nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's own documentation, byte by byte, and have it write some more.
+"""Train a small GPT on Python's own documentation, byte by byte, and generate text with it.
 
     python examples/language_model.py
     torchrun --nproc-per-node 2 examples/language_model.py
@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 8 examples/language_model.py --use-fsdp --bf16 --compile \
         --layers 12 --dim 768 --heads 12 --context 1024 --steps 2000 --lr 6e-4 --peak-tflops 989
 
-Log lines show tokens per second, of all processes, and how much of the hardware's arithmetic that is. The text is what
-help() shows of keywords and topics: it ships with Python, nothing is downloaded.
+Log lines show tokens per second of all processes, and the model FLOP utilisation. The training text is what help() shows
+about keywords and topics. It comes with Python: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LOG_INTERVAL = 10
 
 
 class Linear(nn.Linear):
-    """A matrix with normally distributed entries.
+    """A linear layer without bias, with normally distributed weights.
 
-    Drawn here, not by the model around it: under ZeRO stage 3 a layer is split as soon as it is complete.
+    The weights are drawn here and not by the model, because ZeRO stage 3 splits a layer as soon as it is complete.
     """
 
     def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
@@ -44,7 +44,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table with normally distributed entries."""
+    """An embedding with normally distributed weights."""
 
     def __init__(self, size: int, dim: int) -> None:
         super().__init__(size, dim)
@@ -52,12 +52,12 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer net, each on the normalised input and added to it."""
+    """A pre-norm transformer block: attention and a two-layer network."""
 
     def __init__(self, dim: int, heads: int, layers: int) -> None:
         super().__init__()
         self.heads = heads
-        # 2 * layers outputs are added up; their sum should not grow with depth.
+        # 2 * layers outputs are summed; the sum should not grow with depth.
         added = 0.02 / math.sqrt(2 * layers)
         self.norm1 = nn.LayerNorm(dim)
         self.qkv = Linear(dim, 3 * dim)
@@ -96,7 +96,7 @@ class GPT(nn.Module):
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
-        # The logits of a model that computes in bfloat16 have three digits, too few for a loss.
+        # Logits in bfloat16 have three digits, too few for a loss.
         logits = self.head(self.norm(x)).float()
         if mode == "tensor":
             return logits
@@ -124,7 +124,7 @@ class Documentation(Dataset[tuple[Tensor, Tensor]]):
 
 
 class BytesLoss(BaseMetric):
-    """The mean loss, and the same as bits per byte: what an ideal compressor with this model would need."""
+    """The mean loss, also in bits per byte: the size that an ideal compressor with this model would reach."""
 
     def process(self, data_batch: Any, data_samples: Tensor) -> None:
         self.results.extend(data_samples.tolist())
@@ -137,23 +137,23 @@ class BytesLoss(BaseMetric):
 class ThroughputHook(Hook):
     """Adds tokens per second of all processes and the model FLOP utilisation (MFU) to the log line.
 
-    MFU is the arithmetic that the model needs at the speed observed, over what the hardware can do:
+    MFU is the FLOP/s that the model needs at the observed speed, divided by the hardware's peak FLOP/s:
 
         MFU = tokens/s * (6 N + 12 L H Q T) / (processes * peak FLOP/s of one)
 
-    with N parameters, L layers of H heads of size Q, and sequences of T tokens. Every parameter is multiplied and added
-    once in forward and twice in backward, which makes 6; attention adds two products of T * Q for every head, likewise.
-    What is computed twice, to save memory, counts once; that a causal model needs half of the attention is neglected, as
-    in the source.
+    with N parameters, L layers of H heads of size Q, and sequences of T tokens. Every parameter takes part in one
+    multiplication and addition in forward and two in backward, which gives 6. Attention adds two products of T * Q per head,
+    with the same factor. Recomputed activations count once. As in the source, the formula ignores that causal attention
+    needs only half of the products.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
 
     Args:
         flops_per_token: 6 N + 12 L H Q T.
-        peak_tflops: of one process's device; None measures a large matrix product when training starts.
-        dtype: in which that is measured.
-        window: iterations to take the time over. A log line waits for the device; between two of them an iteration's
-            own time says how fast work is handed over, not how fast it is done.
+        peak_tflops: peak of one process's device; None: measured with a large matrix product when training starts.
+        dtype: dtype of that measurement.
+        window: number of iterations over which time is measured. Only a log line waits for the device; between log lines,
+            the time of an iteration is the time to launch its work, not to do it.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ThroughputHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        # The first iteration only starts the clock: much of it is preparation.
+        # The first iteration only starts the clock, because much of it is preparation.
         self._ends.append(time.perf_counter())
         if len(self._ends) < 2:
             return
@@ -192,12 +192,12 @@ class ThroughputHook(Hook):
         runner.message_hub.update_scalar("train/mfu", mfu)
 
     def after_val(self, runner: FlexibleRunner) -> None:
-        # The time that a validation took is not the training's.
+        # The time of a validation does not count as training time.
         self._ends.clear()
 
 
 def flops_per_token(layers: int, dim: int, heads: int, context: int) -> float:
-    """6 N + 12 L H Q T. The table of tokens counts, it is the head's matrix too; that of positions is only looked up."""
+    """6 N + 12 L H Q T. The token embedding counts, because the head uses the same matrix; the position embedding does not."""
     with torch.device("meta"):
         model = GPT(layers, dim, heads, context)
     multiplied = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
@@ -205,9 +205,9 @@ def flops_per_token(layers: int, dim: int, heads: int, context: int) -> float:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several products of two square matrices."""
+    """FLOP/s of the fastest of several products of square matrices."""
     size = 1024 if device.type == "cpu" else 8192
-    # A generator of its own, so that measuring changes nothing for the training.
+    # A separate generator, so that the measurement does not change the training.
     matrix = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
     fastest = math.inf
     for _ in range(10):
@@ -221,7 +221,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: str, length: int, device: torch.device, seed: int = 0) -> str:
-    """``prompt`` and ``length`` more bytes; every process must call it, because each may have a part of the model."""
+    """``prompt`` and ``length`` generated bytes. Every process must call it, because each may hold a part of the model."""
     written = list(prompt.encode())
     generator = torch.Generator().manual_seed(seed)
     context = model.context
@@ -229,9 +229,9 @@ def generate(model: nn.Module, prompt: str, length: int, device: torch.device, s
     model.eval()
     for _ in range(length):
         seen = written[-context:]
-        # Always of one shape, so that a compiled model is compiled once: what follows does not change what came before.
+        # Always the same shape, so that a compiled model compiles once. Padding at the end does not change earlier outputs.
         inputs = torch.tensor([seen + [0] * (context - len(seen))], device=device)
-        # A little colder than the model's own probabilities: fewer odd bytes.
+        # A temperature of 0.8 gives fewer unlikely bytes.
         probabilities = (model(inputs)[0, len(seen) - 1].cpu() / 0.8).softmax(dim=0)
         written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(written).decode(errors="replace")
@@ -247,7 +247,7 @@ def dataloader(arguments: argparse.Namespace, train: bool) -> dict[str, Any]:
 
 
 def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The strategy that the flags ask for; None leaves it to the number of processes."""
+    """The strategy of the flags; None: chosen by the number of processes."""
     if arguments.use_fsdp:
         precision = dict(mixed_precision=dict(param_dtype="bfloat16")) if arguments.bf16 else {}
         return dict(type="FSDPStrategy", wrap="blocks", **precision)
@@ -260,8 +260,10 @@ def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     strategy = parser.add_mutually_exclusive_group()
-    strategy.add_argument("--use-fsdp", action="store_true", help="every process keeps a part of the model")
-    strategy.add_argument("--use-deepspeed", action="store_true", help="the same by DeepSpeed's ZeRO")
+    strategy.add_argument("--use-fsdp", action="store_true", help="FSDP: every process holds a part of the model")
+    strategy.add_argument(
+        "--use-deepspeed", action="store_true", help="DeepSpeed's ZeRO: every process holds a part of the model"
+    )
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=2, help="with --use-deepspeed")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
@@ -270,18 +272,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--context", type=int, default=64, help="bytes in a sequence")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--val-interval", type=int, help="steps between validations; default: a quarter of them")
+    parser.add_argument("--val-interval", type=int, help="steps between validations; default: a quarter of all steps")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peak-tflops", type=float, help="of one device, from its data sheet; default: measured")
-    parser.add_argument("--prompt", default='The "with" statement', help="what the sample begins with")
-    parser.add_argument("--sample-length", type=int, default=200, help="bytes to write at the end")
+    parser.add_argument("--peak-tflops", type=float, help="peak of one device, from its data sheet; default: measured")
+    parser.add_argument("--prompt", default='The "with" statement', help="beginning of the generated text")
+    parser.add_argument("--sample-length", type=int, default=200, help="number of bytes to generate at the end")
     parser.add_argument("--work-dir", default="work_dirs/language_model")
     arguments = parser.parse_args()
     if arguments.dim % arguments.heads:
-        parser.error(f"--dim: {arguments.dim} is no multiple of --heads {arguments.heads}")
+        parser.error(f"--dim: {arguments.dim} is not a multiple of --heads {arguments.heads}")
     for flag, name in (("use_fsdp", "FSDPStrategy"), ("use_deepspeed", "DeepSpeedStrategy")):
         if getattr(arguments, flag) and name not in STRATEGIES:
             parser.error(f"--{flag.replace('_', '-')}: flextrain {__version__} has no {name} yet")
@@ -293,7 +295,7 @@ def main() -> None:
     steps = arguments.steps
     size = dict(layers=arguments.layers, dim=arguments.dim, heads=arguments.heads, context=arguments.context)
     strategy = choose_strategy(arguments)
-    # A strategy that was told to compute in bfloat16 needs no autocast.
+    # A strategy that computes in bfloat16 itself needs no autocast.
     autocast = arguments.bf16 and strategy is None
     precision = dict(type="AmpOptimWrapper", dtype="bfloat16") if autocast else dict(type="OptimWrapper")
     warmup = steps // 10

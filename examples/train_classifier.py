@@ -1,4 +1,4 @@
-"""Train an image classifier, on one process or on many, with any strategy.
+"""Train an image classifier in one process or many, with any strategy.
 
     python examples/train_classifier.py
     torchrun --nproc-per-node 2 examples/train_classifier.py --use-ddp
@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 examples/train_classifier.py --use-deepspeed --zero-stage 2
     torchrun --nproc-per-node 2 examples/train_classifier.py --use-ddp --dataset cifar10 --data-root data
 
-The default is a small convolutional net on scikit-learn's handwritten digits, which come with the package. With
---dataset cifar10 it is torchvision's ResNet-50.
+By default it trains a small convolutional network on scikit-learn's handwritten digits, which come with that package. With
+--dataset cifar10 it trains torchvision's ResNet-50.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from flextrain import STRATEGIES, BaseMetric, BaseModel, FlexibleRunner, __version__
 
-# 22 batches of 64, so that one process and two train on the same batches; the rest is for validation.
+# 22 batches of 64, so that one process and two processes train on the same batches. The rest is for validation.
 NUM_TRAIN_DIGITS = 22 * 64
 STRATEGY_FLAGS = {
     "use_ddp": "DDPStrategy",
@@ -34,7 +34,7 @@ STRATEGY_FLAGS = {
 
 
 class Classifier(BaseModel):
-    """Any network from images to logits, with the loss and the predictions that the runner asks for."""
+    """A network from images to logits, with the loss and predictions that the runner needs."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Classifier(BaseModel):
 
 
 class Accuracy(BaseMetric):
-    """Share of samples whose largest logit is the label's, in percent."""
+    """Percentage of samples whose largest logit is that of the label."""
 
     def process(self, data_batch: Any, data_samples: tuple[Tensor, Tensor]) -> None:
         logits, labels = data_samples
@@ -61,7 +61,7 @@ class Accuracy(BaseMetric):
 
 
 def digits() -> tuple[Dataset[Any], Dataset[Any]]:
-    """Training and validation part of scikit-learn's digits: 8 x 8 pixels, one channel, values from 0 to 1."""
+    """Training and validation sets of scikit-learn's digits: 8 x 8 pixels, one channel, values from 0 to 1."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -85,7 +85,7 @@ def digits_net() -> nn.Module:
 
 
 def cifar10(root: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-    """CIFAR-10 as torchvision keeps it on disk; nothing is downloaded."""
+    """CIFAR-10 in torchvision's format on disk; nothing is downloaded."""
     from torchvision import datasets, transforms
 
     normalize = transforms.Normalize((0.491, 0.482, 0.447), (0.202, 0.199, 0.201))
@@ -123,9 +123,9 @@ def parse_arguments() -> argparse.Namespace:
     for flag, name in STRATEGY_FLAGS.items():
         strategy.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=f"spread the model with {name}")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=3, help="with --use-deepspeed")
-    parser.add_argument("--launcher", choices=["none", "pytorch", "slurm", "mpi"], help="default: find out")
+    parser.add_argument("--launcher", choices=["none", "pytorch", "slurm", "mpi"], help="default: detected")
     parser.add_argument("--dataset", choices=["digits", "cifar10"], default="digits")
-    parser.add_argument("--data-root", type=Path, default=Path("data"), help="where CIFAR-10 lies")
+    parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of CIFAR-10")
     parser.add_argument("--work-dir", default="work_dirs/train_classifier")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="per process")
@@ -137,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fp16", action="store_true", help="compute in float16 with loss scaling, on a GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work-dir")
-    # What python -m torch.distributed.launch adds; torchrun does not, and nobody needs it.
+    # python -m torch.distributed.launch adds this argument; it is not used.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.amp and arguments.fp16:
@@ -149,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """How the model is spread; the rest of the script is the same for all."""
+    """The configuration of the strategy. The rest of the script is the same for all strategies."""
     name = next((name for flag, name in STRATEGY_FLAGS.items() if getattr(arguments, flag)), None)
     if name is None:
         return None
@@ -206,7 +206,9 @@ def main() -> None:
         val_dataloader=dataloader(val_set, arguments.batch_size, arguments.num_workers, shuffle=False),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
-        default_hooks=dict(checkpoint=dict(overwrite=True)),  # of the run before, when this one does not resume
+        default_hooks=dict(
+            checkpoint=dict(overwrite=True)
+        ),  # replace checkpoints of an earlier run, unless this run resumes
         randomness=dict(seed=arguments.seed),
         compile=arguments.compile,
         resume=arguments.resume,

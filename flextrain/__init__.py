@@ -1,7 +1,7 @@
 """flextrain: one runner for PyTorch training, with the distribution strategy as one argument.
 
-The public names live here and are imported when they are first used, so that `import flextrain` loads neither torch
-nor any optional package.
+The public names are listed here. Each is imported at its first use, so that `import flextrain` loads neither torch nor any
+optional package.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ REGISTERING_MODULES.update(
     }
 )
 
-# tests/test_packaging.py holds this table and the imports above against each other.
+# tests/test_packaging.py compares this table with the imports above.
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],

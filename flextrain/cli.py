@@ -1,4 +1,4 @@
-"""The `flextrain` command."""
+"""The `flextrain` command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COMMANDS = (checkpoint, doctor, list_names, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 2 after an error on stderr; a command may have others.
+    """Run one command and return its exit status: 0, or 2 after an error on stderr; a command may have others.
 
-    It is 141 when nobody reads standard output to its end.
+    The status is 141 if the reader of standard output left early.
     """
     return until_closed(lambda: _run(sys.argv[1:] if argv is None else argv))
 
@@ -32,7 +32,7 @@ def _run(argv: Sequence[str]) -> int:
         command.add(commands)
     arguments = parser.parse_args(own)
     if script_arguments and not getattr(arguments, "takes_script_arguments", False):
-        parser.error("arguments after -- are those of a script")
+        parser.error("arguments after -- belong to a script, and this command runs none")
     arguments.script_arguments = script_arguments
     try:
         return int(arguments.run(arguments))
@@ -42,17 +42,17 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Offers the nearest name for a misspelt command or choice; parsers of commands are of its class too."""
+    """Suggests the nearest name for a misspelt command or choice. Parsers of the commands have this class too."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        # The one private name: argparse has no other place for it before Python 3.14.
+        # A private method: argparse has no public way to do this before Python 3.14.
         if action.choices is not None and value not in action.choices:
             hint = suggest(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f'"{value}" is not allowed, give {one_of(action.choices)}{hint}')
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind ``--``."""
+    """The arguments before and after ``--``."""
     given = list(argv)
     end = given.index("--") if "--" in given else len(given)
     return given[:end], given[end + 1 :]

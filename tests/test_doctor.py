@@ -134,7 +134,7 @@ def test_a_torch_npu_for_an_older_torch(tmp_path: Path) -> None:
     release = version.partition("+")[0]
     assert status == 1
     assert (
-        f"error: torch_npu 2.1.0 is made for torch==2.1.0 and torch is {version}; "
+        f"error: torch_npu 2.1.0 requires torch==2.1.0, but torch {version} is installed; "
         f"pip install torch_npu=={release} if there is one, or torch==2.1.0"
     ) in said(report)
 
@@ -252,7 +252,7 @@ def test_versions_that_are_too_old() -> None:
 def test_hardware_that_torch_does_not_see() -> None:
     report, lines = findings(hardware=("nvidia", "davinci"))
     assert lines == [
-        "warning: there is an NVIDIA GPU and torch does not see it, torch is a build without CUDA; install a torch that fits",
+        "warning: there is an NVIDIA GPU that torch does not find, torch is a build without CUDA; install a matching build of torch",
         "warning: there is an Ascend NPU and torch_npu is not installed; pip install 'flextrain[npu]'",
     ]
     assert report.exit_status == 0
@@ -310,7 +310,7 @@ def test_torchvision_for_another_torch() -> None:
     assert findings(versions=versions, torchvision_wants="==2.15.0")[1] == []
     report, lines = findings(versions=versions, torchvision_wants="==2.14.0")
     assert lines == [
-        "warning: torchvision 0.28.0 is made for torch==2.14.0 and torch is 2.15.0; "
+        "warning: torchvision 0.28.0 requires torch==2.14.0, but torch 2.15.0 is installed; "
         "pip install torch and torchvision together, in one command"
     ]
     assert report.exit_status == 0
@@ -320,7 +320,7 @@ def test_a_device_of_another_package() -> None:
     probes = {"torch": {**HERE.probes["torch"], "devices": {"mlu": ["mlu:0", "mlu:1"]}}}
     report, lines = findings(probes=probes)
     assert lines == [
-        "warning: torch finds a device of type mlu, of which flextrain knows nothing: it takes the CPU; "
+        "warning: torch finds a device of type mlu, which flextrain does not know: flextrain uses the CPU; "
         "call flextrain.register_device, see docs/devices.md"
     ]
     assert reasons(report)["SingleDeviceStrategy"] == "on the CPU"

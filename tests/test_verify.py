@@ -215,9 +215,9 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     "cfg, message",
     [
-        (dict(dataset=Stream(), batch_size=1), "train_dataloader.dataset: an IterableDataset splits itself"),
+        (dict(dataset=Stream(), batch_size=1), "train_dataloader.dataset: verify cannot divide an IterableDataset"),
         (dict(dataset=Noisy(), batch_size=None), "train_dataloader.batch_size: None makes no batches"),
-        (lambda: [torch.zeros(2)], "train_dataloader: verify divides batches by their samplers"),
+        (lambda: [torch.zeros(2)], "train_dataloader: verify divides the batches of a sampler"),
     ],
 )
 def test_data_that_cannot_be_divided(cfg: Any, message: str) -> None:

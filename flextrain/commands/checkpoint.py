@@ -1,4 +1,4 @@
-"""`flextrain checkpoint`: what is in checkpoints, whether they are whole, how they differ, and their weights for others."""
+"""`flextrain checkpoint`: list, show, verify, compare and export checkpoints."""
 
 from __future__ import annotations
 
@@ -32,36 +32,44 @@ def add(commands: Any) -> None:
     """Add the command to argparse's."""
     command = commands.add_parser("checkpoint", help="list, show, verify, export and compare checkpoints")
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION")
-    listing = _action(actions, "ls", _list, "the checkpoints in a directory")
+    listing = _action(actions, "ls", _list, "list the checkpoints in a directory")
     listing.add_argument("folder", metavar="DIR", help="a work directory, or a URL that fsspec knows")
-    show = _action(actions, "show", _show, "tensors and values of a checkpoint, or of a file of weights")
+    show = _action(actions, "show", _show, "show tensors and values of a checkpoint, or of a file of weights")
     show.add_argument("checkpoint", metavar="CHECKPOINT")
     show.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
     verify = _action(
-        actions, "verify", _verify, "whether a checkpoint is complete, and finite; exit status 1: it is damaged"
+        actions, "verify", _verify, "check that a checkpoint is complete and finite; exit status 1: it is damaged"
     )
     verify.add_argument("checkpoint", metavar="CHECKPOINT")
     export = _action(
-        actions, "export", _export, "write weights to .safetensors, .pth or .pt, or a folder as Hugging Face does"
+        actions,
+        "export",
+        _export,
+        "write weights to .safetensors, .pth or .pt, or to a folder in Hugging Face's layout",
     )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or weights that load_from takes")
     export.add_argument(
         "out", metavar="OUT", help="x.safetensors; x.pth, x.pt or x.bin; or a folder: a name without extension, or dir/"
     )
-    export.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; default: their own")
+    export.add_argument("--dtype", choices=_DTYPES, help="dtype of floating-point tensors; default: unchanged")
     export.add_argument(
-        "--max-shard-size", metavar="SIZE", help="bytes of a file in a folder, as 5GB; default: one file"
+        "--max-shard-size", metavar="SIZE", help="largest size of a file in a folder, such as 5GB; default: one file"
     )
     export.add_argument(
-        "--averaged", nargs="?", const=True, default=False, metavar="HOOK", help="the averages of EMAHook instead"
+        "--averaged",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="HOOK",
+        help="export the averages of EMAHook instead",
     )
-    export.add_argument("--tied-once", action="store_true", help="tied tensors under the first of their names only")
+    export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
     export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
-    diff = _action(actions, "diff", _diff, "how two checkpoints differ; exit status 1: they do")
+    diff = _action(actions, "diff", _diff, "compare two checkpoints; exit status 1: they differ")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
     diff.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
-    diff.add_argument("--part", choices=_PARTS, help="only the tensors of this part, as show counts them")
+    diff.add_argument("--part", choices=_PARTS, help="only the tensors of this part; `show` lists the parts")
 
 
 def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -94,7 +102,7 @@ def _list(arguments: argparse.Namespace) -> int:
     with reaching(folder):
         _check_directory(folder)
         if is_checkpoint(folder):
-            raise ConfigError(f"{folder}: is a checkpoint itself, flextrain checkpoint show says what is in it")
+            raise ConfigError(f"{folder}: is a checkpoint itself, use flextrain checkpoint show")
         rows = list_checkpoints(folder)
     if arguments.json:
         print_json(rows)
@@ -174,7 +182,7 @@ def _show(arguments: argparse.Namespace) -> int:
         table.add_row(key, _shape(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
     if found["tensors"]:
         out.print(table)
-    totals = _table("", "tensors", "elements", "size", title="in all")
+    totals = _table("", "tensors", "elements", "size", title="totals")
     for part, total in found["totals"].items():
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
     out.print(totals)
@@ -189,11 +197,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, Any]:
-    """Tensors, totals by part, and values, of the keys that match a pattern.
+    """Tensors, totals by part, and values of the keys that match a pattern.
 
     Args:
         checkpoint: an open one.
-        pattern: of the shell, or a part of the keys; None: all.
+        pattern: a shell pattern, or a part of a key; None: all keys.
     """
     tensors: dict[str, dict[str, Any]] = {
         key: {
@@ -228,10 +236,10 @@ def _matches(key: str, pattern: str | None) -> bool:
 
 
 def _unlike(action: str, pattern: str, *checkpoints: Checkpoint) -> ConfigError:
-    """What to say of a pattern that leaves nothing."""
+    """The error for a pattern that matches no key."""
     keys = {key for checkpoint in checkpoints for key in (*checkpoint.tensors, *checkpoint.values)}
     paths = " or ".join(str(checkpoint.path) for checkpoint in checkpoints)
-    return ConfigError(f'checkpoint {action}: "{pattern}" is like no key of {paths}{suggest(pattern, sorted(keys))}')
+    return ConfigError(f'checkpoint {action}: "{pattern}" matches no key of {paths}{suggest(pattern, sorted(keys))}')
 
 
 # verify
@@ -352,11 +360,11 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-# Words
+# Formatting
 
 
 def _table(*headers: str, title: str | None = None) -> Table:
-    """A table that breaks what is too long for the terminal, where rich would leave it out."""
+    """A table that wraps long text, which rich would cut off otherwise."""
     return Table(*(Column(header, overflow="fold") for header in headers), title=title)
 
 
@@ -374,7 +382,7 @@ def _short(value: Any) -> str:
 
 
 def human_size(size: int) -> str:
-    """Bytes in the unit that suits them: ``1.5 MB``."""
+    """A number of bytes in a suitable unit: ``1.5 MB``."""
     if size < 1000:
         return f"{size} bytes"
     exponent = min(int(math.log10(size)) // 3, 4)
@@ -382,7 +390,7 @@ def human_size(size: int) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON for all readers has no numbers for these: "inf", "-inf" and "nan"."""
+    """``value`` with the strings "inf", "-inf" and "nan" for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

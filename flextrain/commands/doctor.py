@@ -1,4 +1,4 @@
-"""`flextrain doctor`: what is installed, what each strategy needs, and what keeps it from running here."""
+"""`flextrain doctor`: report installed packages, the needs of each strategy, and what is missing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def add(commands: Any) -> None:
     """Add the command to argparse's."""
     command = commands.add_parser(
         "doctor",
-        help="what is installed, which strategies can run here, and what is broken",
-        description="Look at this machine and this Python. Exit status: 0 nothing is broken, 1 something is.",
+        help="show installed packages, the strategies that can run here, and problems",
+        description="Examine this machine and this Python. Exit status: 0 if nothing is broken, 1 if something is.",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`flextrain list`: the names that a configuration may use as `type`."""
+"""`flextrain list`: show the names that a configuration may use as `type`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command to argparse's."""
-    command = commands.add_parser("list", help="registered names, as `type` takes them")
+    command = commands.add_parser("list", help="show the names that a configuration may use as `type`")
     command.add_argument(
-        "kind", nargs="?", metavar="KIND", help="strategies, optimizers, hooks, ...; without it, all kinds"
+        "kind", nargs="?", metavar="KIND", help="strategies, optimizers, hooks, ...; default: all kinds"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
@@ -29,14 +29,14 @@ def add(commands: Any) -> None:
 
 def registries() -> dict[str, registry.Registry]:
     """Every registry by its name on the command line: STRATEGIES is `strategies`."""
-    from ..core import registry  # here: `flextrain doctor` has to start where what this needs is missing
+    from ..core import registry  # here, because `flextrain doctor` must start without torch
 
     found = {name: value for name, value in vars(registry).items() if isinstance(value, registry.Registry)}
     return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one registry with descriptions, or all of them in short."""
+    """Print the names of one kind with descriptions, or the names of all kinds."""
     kinds = registries()
     if arguments.kind is None:
         names = {kind: [*found, *found.short_names()] for kind, found in kinds.items()}
@@ -56,7 +56,7 @@ def describe(found: registry.Registry, name: str) -> str:
     """The first sentence of the docstring behind a registered name, or why it cannot be loaded."""
     try:
         target = found.get(name)
-    except Exception as error:  # a third party's entry point may fail in any way, and must not hide the other names
+    except Exception as error:  # an entry point of a third party may fail in any way, and must not hide the other names
         return f"cannot be loaded: {error}"
     paragraph = _documentation(target).partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
@@ -84,14 +84,14 @@ def _print_overview(names: dict[str, list[str]]) -> None:
             for name in members or ["(none registered)"]:
                 out.print(f"{kind:<{width}}  {name}")
         return
-    table = Table("kind", "names", title="flextrain list KIND shows one of them with descriptions")
+    table = Table("kind", "names", title="flextrain list KIND shows one kind with descriptions")
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
     out.print(table)
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:
-    table = Table("type", "what it is", title=kind)
+    table = Table("type", "description", title=kind)
     for name, description in descriptions.items():
         table.add_row(name, description)
     console().print(table)

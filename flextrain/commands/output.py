@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""How commands print: tables, JSON, and output into pipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 _UNBROKEN = 1000
-# What a shell reports of a program that SIGPIPE ended: 128 and the signal's number.
+# The status that a shell reports for a program ended by SIGPIPE: 128 + the signal's number.
 _PIPE_CLOSED = 141
 
 
@@ -21,9 +21,9 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Standard output: lines are as long as the terminal, and elsewhere as their text, so that grep finds whole names.
+    """A console for standard output. Lines are as wide as the terminal; in a pipe they are not wrapped, so that grep works.
 
-    What is printed is shown as it is; colours come as rich's Text.
+    Text is shown as it is, without markup. Use rich's Text for colours.
     """
     found = _Console(markup=False, emoji=False)
     if found.is_terminal or "COLUMNS" in os.environ:
@@ -33,12 +33,12 @@ def console() -> Console:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the program with status 1, which means something else here."""
+        """Raise, where rich would end the program with status 1, which has another meaning here."""
         raise BrokenPipeError
 
 
 def until_closed(run: Callable[[], int]) -> int:
-    """What ``run`` returns; 141 as soon as nobody reads standard output any more, as behind ``| head``.
+    """The result of ``run``; 141 as soon as the reader of standard output has left, as with ``| head``.
 
     Source of the method: https://docs.python.org/3/library/signal.html#note-on-sigpipe
     """
@@ -48,15 +48,15 @@ def until_closed(run: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _is_closed():  # it is another pipe that broke
+        if not _is_closed():  # another pipe broke
             raise
-        # Python flushes once more when it ends, and what is left must not fail again.
+        # Python flushes again when it ends, and that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
 
 
 def _is_closed() -> bool:
-    """Whether not even the end of a line can be written."""
+    """Whether standard output accepts no more text."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Tools to test strategies with: worker processes and the conformance kit."""
+"""Tools for testing strategies: worker processes and the conformance kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process at the other end of a WorkerGroup: answers calls until its parent goes away."""
+"""The worker process of a WorkerGroup: it answers calls until its parent ends."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ READY = b"ready"
 
 @dataclass(frozen=True)
 class Call:
-    """One call as it travels to a worker.
+    """One call, as it is sent to a worker.
 
     Attributes:
         payload: pickled (function, args, kwargs).
-        modules: the modules that ``payload`` refers to, with their files, for those that cannot be found by name.
-        environ: all environment variables during the call, those of torchrun's among them.
+        modules: the modules that ``payload`` refers to, with their files, in case the worker cannot find them by name.
+        environ: all environment variables during the call, including those that torchrun sets.
     """
 
     payload: bytes
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker sends back: a pickled result, or an error as text and, where it can be pickled, as it was raised."""
+    """The answer of a worker: a pickled result, or an error as text and, if it can be pickled, as an exception."""
 
     result: bytes | None = None
     error: str = ""
@@ -57,7 +57,7 @@ class Answer:
 
 def serve(connection: Connection, log_file: str, stack_file: str, imports: tuple[str, ...]) -> None:
     """Answer calls until the parent closes the connection or ends."""
-    os.setsid()  # its children die with it, and Ctrl-C reaches the parent only
+    os.setsid()  # its children end with it, and Ctrl-C reaches only the parent
     _redirect_output(log_file)
     faulthandler.enable()
     stacks = Path(stack_file).open("w")  # noqa: SIM115 - must stay open as long as the process lives
@@ -81,7 +81,7 @@ def _redirect_output(log_file: str) -> None:
         stream.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # The parent may have replaced these two with objects that keep what is written.
+    # The parent may have replaced these two with objects that capture output.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
@@ -101,8 +101,8 @@ def _answer(request: bytes) -> Answer:
                 _make_importable(name, file)
             function, args, kwargs = pickle.loads(call.payload)
             return Answer(result=pickle.dumps(function(*args, **kwargs)))
-        except BaseException as error:  # SystemExit and DCP's CheckpointException too: the parent decides what to do
-            # The time is taken here: leaving the process group below makes ranks that wait for this one fail as well.
+        except BaseException as error:  # also SystemExit and DCP's CheckpointException: the parent decides
+            # The time is taken here, because leaving the process group below makes waiting ranks fail too.
             return Answer(
                 raised_at=time.time(),
                 error="".join(traceback.format_exception_only(error)).strip(),
@@ -122,7 +122,7 @@ def _pickled_exception(error: BaseException) -> bytes | None:
 
 @contextlib.contextmanager
 def _clean_state(call: Call) -> Iterator[None]:
-    """Each call finds the process as if it had just started, and leaves no process group behind."""
+    """Reset the process before each call, and destroy its process group afterwards."""
     os.environ.clear()
     os.environ.update(call.environ)
     os.chdir(call.cwd)
@@ -161,7 +161,7 @@ def _leave_process_group() -> None:
 
 
 def _make_importable(name: str, file: str) -> None:
-    """Import ``name``, from its ``file`` when it is on no path (test modules, scripts loaded by path)."""
+    """Import ``name``; from ``file`` if it is not on the path (test modules, scripts loaded by path)."""
     try:
         importlib.import_module(name)
         return
@@ -184,7 +184,7 @@ def _make_importable(name: str, file: str) -> None:
 
 
 def _root_of(name: str, file: Path) -> Path | None:
-    """The folder that makes ``name`` importable when it is put on the path; None when names and folders differ."""
+    """The folder to add to the path so that ``name`` can be imported; None if names and folders differ."""
     parts: list[Any] = name.split(".")
     if len(parts) < 2 or list(file.with_suffix("").parts[-len(parts) :]) != parts:
         return None

@@ -1,4 +1,4 @@
-"""What every conformance check is given, and the table of all checks."""
+"""The table of conformance checks, and the argument that every check gets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Kit:
 
     Attributes:
         folder: an empty folder that all processes share.
-        rank: of this process, also outside ``session``.
-        tolerance: what relative difference to single-device is rounding.
+        rank: rank of this process, also outside ``session``.
+        tolerance: largest relative difference from a single device that counts as rounding.
     """
 
     spec: StrategyLike
@@ -45,7 +45,7 @@ class Kit:
 
     @contextlib.contextmanager
     def session_or_refused(self, optim: OptimWrapper) -> Iterator[Session]:
-        """A session; what the strategy raises while it is set up counts as a refusal, which the contract allows."""
+        """A session. An error during set-up counts as a refusal, which the contract allows."""
         with contextlib.ExitStack() as stack:
             try:
                 session = stack.enter_context(self.session(optim))
@@ -54,16 +54,16 @@ class Kit:
             yield session
 
     def reference(self, optim: OptimWrapper) -> AbstractContextManager[Session]:
-        """A single device with rank 0's initial weights; not inside ``session``."""
+        """A single device with rank 0's initial weights; do not use it inside ``session``."""
         return single_device(optim)
 
     def all_gather(self, value: T) -> list[T]:
-        """The value of every process; inside ``session`` only."""
+        """The value of every process; use it only inside ``session``."""
         return dist.all_gather_object(value)
 
 
 class RefusedError(FlexTrainError):
-    """The strategy declined a request that the contract lets it decline."""
+    """The strategy refused a request that it is allowed to refuse."""
 
 
 Check = Callable[[Kit], None]
@@ -71,7 +71,7 @@ CHECKS: dict[str, tuple[str, Check]] = {}
 
 
 def check(title: str) -> Callable[[Check], Check]:
-    """Register a check under its function's name; ``title`` says what it asks for. It fails by raising."""
+    """Register a check under its function's name, with ``title`` as its description. A check fails by raising."""
 
     def register(function: Check) -> Check:
         CHECKS[function.__name__] = (title, function)

@@ -1,4 +1,4 @@
-"""Checks of what a strategy promises around training: its facts, precision, refusals, and that it leaves nothing behind."""
+"""Checks of a strategy's properties, precision, refusals and teardown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .sessions import Session, run
 def facts(kit: Kit) -> None:
     with kit.session(sgd()) as session:
         strategy = session.strategy
-        strategy.setup_environment()  # again, which must change nothing
+        strategy.setup_environment()  # a second call must change nothing
         require(strategy.rank == kit.rank, f"rank is {strategy.rank}, the launcher said {kit.rank}")
         require(
             strategy.world_size == kit.world_size, f"world_size is {strategy.world_size}, {kit.world_size} were started"
@@ -63,7 +63,7 @@ def precision(kit: Kit) -> None:
         _require_dtypes(session, compute=torch.float32)
     with kit.session_or_refused(AmpOptimWrapper(dict(type="AdamW", lr=1e-3), dtype="bfloat16")) as session:
         computed: list[torch.dtype] = []
-        # A layer in the middle: what leaves the model may have been cast back.
+        # A layer in the middle of the model, because the model's outputs may be cast back.
         layer = session.strategy.module.get_submodule("norm")
         handle = layer.register_forward_pre_hook(lambda _, args: computed.append(args[0].dtype))
         run(session, one_each(batches(2)))
@@ -125,14 +125,14 @@ def overflow(kit: Kit) -> None:
 
 
 def _strained(batch: Batch, overflowing: bool) -> Batch:
-    """The batch with the handle of ConformanceNet at zero, or at infinity for its last sample, which the last rank gets."""
+    """The batch with ``strain`` zero, or infinite for the last sample, which the last rank gets."""
     strain = torch.zeros(SAMPLES)
     if overflowing:
         strain[-1] = torch.inf
     return {**batch, "strain": strain}
 
 
-@check("what cannot be done is refused: unknown options, an optimizer that holds another model's parameters")
+@check("impossible requests are refused: unknown options, an optimizer with another model's parameters")
 def refusals(kit: Kit) -> None:
     described = isinstance(kit.spec, (str, Mapping)) or (isinstance(kit.spec, type) and issubclass(kit.spec, Strategy))
     if described:
@@ -163,7 +163,7 @@ def teardown(kit: Kit) -> None:
     models = [weakref.ref(_trained_and_left(kit)) for _ in range(2)]
     gc.collect()
     require(not any(model() for model in models), "the model is still in memory after teardown")
-    own = ("MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR")  # of this kit, and of torch, which writes it down when it is asked
+    own = ("MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR")  # set by this kit, and by torch
     changed = sorted(name for name, value in os.environ.items() if variables.get(name) != value and name not in own)
     require(not changed, f"environment variables were left changed: {', '.join(changed)}")
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
@@ -171,7 +171,7 @@ def teardown(kit: Kit) -> None:
 
 
 def _trained_and_left(kit: Kit) -> nn.Module:
-    """A model after a job of a few updates."""
+    """A model after a few updates and teardown."""
     module = ConformanceNet()
     strategy = kit.strategy()
     try:

@@ -1,4 +1,4 @@
-"""Checks of a strategy's canonical state: its keys, and that training goes on from it under another strategy."""
+"""Checks of a strategy's canonical state: its keys, and that training continues from it under another strategy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _kind(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-@check("a single device's checkpoint continues under the strategy as it would have continued there")
+@check("training from a single device's checkpoint continues under the strategy as on that device")
 def resume_from_single(kit: Kit) -> None:
     windows = one_each(batches(BEFORE + AFTER))
     path = kit.folder / "single"
@@ -50,12 +50,12 @@ def resume_from_single(kit: Kit) -> None:
         expected = _continue(single, windows)
         state = whole_state(single.strategy)
     with kit.session(adamw()) as session:
-        run(session, windows[AFTER:])  # something else first: everything must come from the checkpoint
+        run(session, windows[AFTER:])  # other updates first, so that everything must come from the checkpoint
         load(session, path)
         _compare(kit, session, _continue(session, windows), expected, state)
 
 
-@check("the strategy's checkpoint continues on a single device as the training there would have")
+@check("training from the strategy's checkpoint continues on a single device as it would have without the strategy")
 def resume_to_single(kit: Kit) -> None:
     windows = one_each(batches(BEFORE + AFTER))
     path = kit.folder / "strategy"
@@ -71,7 +71,9 @@ def resume_to_single(kit: Kit) -> None:
         _compare(kit, single, _continue(single, windows), expected, state)
 
 
-@check("the strategy's own checkpoint continues as if nothing had happened: bit for bit on up to two processes")
+@check(
+    "training from the strategy's own checkpoint continues as without interruption: bit for bit on up to two processes"
+)
 def resume_itself(kit: Kit) -> None:
     windows = one_each(batches(BEFORE + AFTER))
     path = kit.folder / "itself"
@@ -82,7 +84,7 @@ def resume_itself(kit: Kit) -> None:
         state = whole_state(session.strategy)
     with kit.session(adamw()) as session:
         load(session, path)
-        # A sum over three processes depends on its order, which may change while a back end warms up.
+        # A sum over three processes depends on the order, which may change between the first calls of a back end.
         tolerance = 0.0 if kit.world_size <= 2 else kit.tolerance
         same_numbers(_continue(session, windows), expected, "after resuming, the loss", tolerance)
         same_tensors(whole_state(session.strategy), state, "state at the end", tolerance)

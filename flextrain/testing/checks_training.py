@@ -1,4 +1,4 @@
-"""Checks of what a strategy computes: every run must be the one that a single device makes on the whole batch."""
+"""Checks of the training itself: every run must equal the run of a single device on the whole batch."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def one_each(micro_batches: Sequence[Batch]) -> list[list[Batch]]:
 
 
 def sgd(lr: float = 0.1, **kwargs: Any) -> OptimWrapper:
-    """Plain gradient descent, whose updates are the gradients."""
+    """Plain gradient descent: its updates are the gradients times the learning rate."""
     return OptimWrapper(dict(type="SGD", lr=lr), **kwargs)
 
 
 def adamw(**kwargs: Any) -> OptimWrapper:
-    """AdamW with groups that differ in learning rate and weight decay."""
+    """AdamW with parameter groups of different learning rate and weight decay."""
     paramwise = dict(bias_lr_mult=2.0, norm_decay_mult=0.0, bias_decay_mult=0.0)
     return OptimWrapper(dict(type="AdamW", lr=3e-3, weight_decay=0.1), paramwise_cfg=paramwise, **kwargs)
 
 
 def assert_same_run(found: Run, expected: Run, tolerance: float) -> None:
-    """Raise CheckFailedError at the first update whose weights, loss or gradient norm is not the expected one."""
+    """Raise CheckFailedError at the first update whose weights, loss or gradient norm differ from the expected ones."""
     for number in range(1, len(expected.weights)):
         _same_update(found, expected, number, tolerance)
     same_numbers(found.trace.losses, expected.trace.losses, "the loss", tolerance)
@@ -77,7 +77,7 @@ def initial_weights(kit: Kit) -> None:
         module = dict(session.strategy.module.named_parameters())
         found = run(session, []).weights[0]
         same_tensors(found, expected, "weights after setup")
-        # What each process really computes with, not only what it would save.
+        # The weights that each process computes with, not only those that it would save.
         parts = kit.all_gather({name: p.detach().cpu() for name, p in module.items() if type(p.detach()) is Tensor})
         for rank, part in enumerate(parts):
             for name, value in part.items():
@@ -86,20 +86,20 @@ def initial_weights(kit: Kit) -> None:
                 )
 
 
-@check("gradients, and so SGD's updates, are those of the mean loss over the whole batch")
+@check("gradients, and therefore SGD's updates, are those of the mean loss over the whole batch")
 def gradients(kit: Kit) -> None:
     found, expected = both(kit, sgd, one_each(batches(UPDATES)))
     assert_same_run(found, expected, kit.tolerance)
 
 
-@check("losses and weights under AdamW with parameter groups follow single-device")
+@check("losses and weights under AdamW with parameter groups equal those of a single device")
 def losses(kit: Kit) -> None:
     found, expected = both(kit, adamw, one_each(batches(UPDATES)))
     same_numbers(found.trace.losses, expected.trace.losses, "the loss", kit.tolerance)
     same_tensors(found.weights[-1], expected.weights[-1], "final weights", kit.tolerance)
 
 
-@check("a window of micro-batches updates as one large batch does, a shorter last window too")
+@check("a window of micro-batches gives the same update as one large batch, also a shorter last window")
 def accumulation(kit: Kit) -> None:
     micro = batches(7)
     windows = [micro[:3], micro[3:6], micro[6:]]
@@ -111,7 +111,7 @@ def accumulation(kit: Kit) -> None:
     assert_same_run(found, expected, kit.tolerance)
 
 
-@check("gradients are clipped by their norm over all processes, which is reported as it was before")
+@check("gradients are clipped by their norm over all processes; the reported norm is that before clipping")
 def clipping(kit: Kit) -> None:
     windows = one_each(batches(UPDATES))
     found, expected = both(kit, lambda: sgd(clip_grad=dict(max_norm=0.3)), windows)
@@ -119,7 +119,7 @@ def clipping(kit: Kit) -> None:
     assert_same_run(found, expected, kit.tolerance)
 
 
-@check("gradients are clipped element by element after they are averaged, if the strategy can")
+@check("gradients are clipped element by element after averaging, if the strategy supports it")
 def clipping_by_value(kit: Kit) -> None:
     windows = one_each(batches(UPDATES))
     clip = dict(type="value", clip_value=0.01)
@@ -163,7 +163,7 @@ class Decay:
             group["lr"] *= 0.8
 
 
-@check("the learning rate moves when the scheduler does: once per update, not per micro-batch")
+@check("the learning rate changes only when the scheduler steps: once per update, not per micro-batch")
 def schedule(kit: Kit) -> None:
     micro = batches(8)
     windows = [micro[:3], micro[3:6], micro[6:]]
@@ -177,11 +177,11 @@ def schedule(kit: Kit) -> None:
             require(
                 relative_difference(torch.tensor(lrs), torch.tensor(expected)) < 1e-6,
                 f"learning rates before micro-batch {i} of update {number} are {lrs}, expected {expected}: "
-                "they moved without the scheduler, or did not follow it",
+                "they changed without the scheduler, or did not follow it",
             )
 
 
-@check("evaluation in the middle of training gives single-device's outputs and changes nothing that follows")
+@check("evaluation during training gives a single device's outputs and does not change the following updates")
 def evaluation(kit: Kit) -> None:
     windows, held_out = one_each(batches(4)), batches(2, seed=5)
     with kit.reference(adamw()) as single:

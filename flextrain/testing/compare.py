@@ -1,4 +1,4 @@
-"""Comparisons that say what differs, where, by how much and, where it shows, why."""
+"""Comparisons that report which entry differs, where, by how much and, if known, why."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..core.errors import FlexTrainError
 
-# Float32 keeps 24 bits, 6e-8 relative. Sums taken in another order (per process, then over processes) round differently
-# at each of a few tens of additions and updates; what remains well above 1e-6 is a different sum.
+# Float32 has 24 bits, a relative rounding error of 6e-8. Sums in another order (per process, then over processes) round
+# differently at each of a few tens of additions and updates. A difference well above 1e-6 is not rounding.
 FLOAT32_TOLERANCE = 1e-6
 
 
 class CheckFailedError(FlexTrainError, AssertionError):
-    """What a check found is not what it asks for."""
+    """A check found a difference from what it requires."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -26,15 +26,15 @@ def require(condition: bool, message: str) -> None:
         raise CheckFailedError(message)
 
 
-# Tensors whose elements are all below this share of the largest of their kind are compared on that scale: they are
-# differences of larger numbers and carry their rounding.
+# A tensor whose elements are all below this fraction of the largest tensor of its kind is compared on that scale: its values
+# are differences of larger numbers, and have their rounding error.
 SMALL = 0.01
 
 
 def relative_difference(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """The largest difference of two tensors over the largest magnitude in ``expected``, or over ``scale`` if that is more.
+    """The largest difference of two tensors, divided by the largest magnitude in ``expected`` or by ``scale`` if larger.
 
-    Infinite where one of them is not finite and the other is not the same.
+    Infinite if they differ and one of them is not finite.
     """
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     if torch.equal(found, expected) or not expected.numel():
@@ -49,7 +49,7 @@ def _magnitude(value: Any) -> float:
 
 
 def multiple(found: Tensor, expected: Tensor) -> str:
-    """The words ``, it is 0.5 times what it should be`` if that is how they differ; otherwise empty."""
+    """The words ``, it is 0.5 times what it should be`` if the tensors differ by a factor; otherwise empty."""
     a, b = found.detach().double().flatten().cpu(), expected.detach().double().flatten().cpu()
     if not b.norm() > 0:
         return ""
@@ -60,7 +60,7 @@ def multiple(found: Tensor, expected: Tensor) -> str:
 
 
 def same_numbers(found: Iterable[float | None], expected: Iterable[float | None], what: str, tolerance: float) -> None:
-    """Raise CheckFailedError at the first update whose number differs by more than ``tolerance``, relative."""
+    """Raise CheckFailedError at the first update whose number differs by more than the relative ``tolerance``."""
     found, expected = list(found), list(expected)
     require(len(found) == len(expected), f"{len(found)} updates were made, single-device makes {len(expected)}")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -77,9 +77,9 @@ def same_numbers(found: Iterable[float | None], expected: Iterable[float | None]
 
 
 def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: str, tolerance: float = 0.0) -> None:
-    """Raise CheckFailedError at the entry that differs most, if it does by more than ``tolerance``, relative.
+    """Raise CheckFailedError for the entry with the largest difference, if that exceeds the relative ``tolerance``.
 
-    Entries that only one side has are left to ``same_keys``; something must be on both.
+    Entries that only one side has are ignored (see ``same_keys``); at least one entry must be on both sides.
     """
     keys = [key for key in expected if key in found]
     require(

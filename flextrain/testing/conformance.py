@@ -1,4 +1,4 @@
-"""check_strategy: the one definition of what a strategy must do, for the library's own and for those of third parties."""
+"""check_strategy: the conformance test of every strategy, of this library and of third parties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .report import CheckResult, ConformanceError, ConformanceReport
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class
 from .workers import WorkerError, WorkerGroup
 
-# Those that a strategy fails by itself come first, so that the first failure listed is the nearest to its cause.
+# Checks of the basics come first, so that the first failure in the list is nearest to its cause.
 ORDER = (
     "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen", "tied",
     "evaluation", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
@@ -44,21 +44,21 @@ def check_strategy(
         strategy: a registered name, ``dict(type=...)``, a class, or a function without arguments that makes one; importable
             in other processes, so no lambda.
         world_size: number of processes; 1 for a strategy of one process.
-        workers: processes to use, of that number; default: new ones, ended afterwards.
-        only, skip: names of checks to make, to leave out.
-        tolerance: relative difference to single-device that counts as rounding, in float32.
-        timeout_s: how long one check may take.
+        workers: a group of ``world_size`` processes to use; default: new processes, ended afterwards.
+        only, skip: names of checks to run, or to leave out.
+        tolerance: relative difference from a single device that counts as rounding, in float32.
+        timeout_s: largest number of seconds for one check.
 
     Raises:
-        ConfigError: a wrong argument; before any process is started.
-        ConformanceError: listing every check that failed, with what was found.
+        ConfigError: a wrong argument; raised before any process starts.
+        ConformanceError: lists every failed check with the difference that was found.
     """
     names = _selected(only, skip)
     given: object = strategy
     if isinstance(given, Strategy):
         kind = type(given).__name__
         raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
-    make_strategy(strategy)  # its constructor may refuse, and starts nothing
+    make_strategy(strategy)  # the constructor may raise, and starts nothing
     report = ConformanceReport(strategy_name(strategy), world_size)
     strategy = with_class(strategy)
     group = workers or WorkerGroup(world_size, timeout_s)
@@ -96,7 +96,7 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
             seconds = time.perf_counter() - begin
             if isinstance(error.__cause__, RefusedError):
                 return CheckResult(name, title, "refused", str(error.__cause__), seconds)
-            # What a check says speaks for itself; anything else needs the traceback.
+            # Messages of checks explain themselves; all other errors need the traceback.
             found = str(error.__cause__) if isinstance(error.__cause__, CheckFailedError) else str(error)
             return CheckResult(name, title, "failed", found, seconds)
     return CheckResult(name, title, "passed", seconds=time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""The runner's updates without its loops: what a strategy and an OptimWrapper must do together, and nothing else."""
+"""A training loop for tests: the runner's updates of a strategy and an OptimWrapper, without the rest of the runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """A parameter scheduler, as far as the loop is concerned."""
+    """The part of a parameter scheduler that the loop uses."""
 
     def step(self) -> None:
         """Move by one update."""
@@ -30,10 +30,10 @@ class Steps(Protocol):
 
 @dataclass
 class Trace:
-    """What happened, one entry per update; losses are means over the window and over all processes.
+    """The record of a training, with one entry per update. Losses are means over the window and over all processes.
 
     Attributes:
-        lrs: learning rates of all groups, in force during the update.
+        lrs: learning rates of all groups during the update.
         lrs_seen: the same, read before each micro-batch.
     """
 
@@ -50,7 +50,7 @@ def windows(batches: Sequence[T], size: int) -> list[list[T]]:
 
 
 def shard(batch: Batch, index: int, count: int) -> Batch:
-    """Part ``index`` of ``count`` of a global batch, in order; the first parts are one longer where it does not divide."""
+    """Part ``index`` of ``count`` of a global batch, in order; if the size does not divide, the first parts are longer by one."""
     return {name: part.tensor_split(count)[index] for name, part in batch.items()}
 
 
@@ -62,14 +62,14 @@ def train(
     schedulers: Sequence[Steps] = (),
     after_update: Callable[[], object] | None = None,
 ) -> Trace:
-    """One update per window, each process on its part of every global micro-batch.
+    """Make one update per window; each process trains on its part of every global micro-batch.
 
-    A model with ``loss_weight(batch)`` has its losses weighted, so that parts of unequal size count by their size.
+    If the model has ``loss_weight(batch)``, losses are weighted, so that parts of unequal size count by their size.
 
     Args:
-        strategy: set up, like ``model`` and ``optim``, which its ``setup`` returned.
+        strategy: a strategy after ``setup``; ``model`` and ``optim`` are the results of that call.
         global_windows: the micro-batches of each update, before they are divided among the processes.
-        schedulers: moved after each update that was not skipped.
+        schedulers: stepped after each update that was not skipped.
         after_update: called after each update and the schedulers.
     """
     trace, stepper = Trace(), _Watched(strategy, model, optim)
@@ -102,7 +102,7 @@ class _Watched(Stepper):
 
 
 class _RawOutputs:
-    """Evaluation that gives what the model computes; see EvalStep."""
+    """An EvalStep that returns the raw outputs of the model."""
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         self._strategy, self._model = strategy, model
@@ -118,9 +118,9 @@ class _RawOutputs:
 
 
 def evaluate(strategy: Strategy, model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
-    """The model's raw outputs without gradients, each process on its part of every batch; the model is left in training mode.
+    """The model's raw outputs, each process on its part of every batch. Leaves the model in training mode.
 
-    None in place of what a process has no outputs of.
+    None for a batch of which a process has no outputs.
     """
     model.eval()
     step = _RawOutputs(strategy, model)
@@ -138,7 +138,7 @@ def learning_rates(optim: OptimWrapper) -> list[float]:
 
 @contextlib.contextmanager
 def environ(**values: str | None) -> Iterator[None]:
-    """Environment variables set, or with None removed, for the time of the context."""
+    """A context with these environment variables set, or removed where the value is None."""
     before = {name: os.environ.get(name) for name in values}
     _assign(values)
     try:
@@ -156,7 +156,7 @@ def _assign(values: Mapping[str, str | None]) -> None:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """A context in which this process finds the environment of a job of one process."""
+    """A context with the environment variables of a job of one process."""
     names: dict[str, Any] = dict.fromkeys(
         ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )

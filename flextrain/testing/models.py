@@ -1,8 +1,8 @@
-"""Small models that hold, between them, what strategies get wrong: tied, frozen, odd-sized and scalar parameters, buffers.
+"""Small models for tests of strategies, with tied, frozen, odd-sized and scalar parameters, and buffers.
 
-Each takes a batch as keywords and has a ``mode`` as MMEngine's models do, and ``sample(count, seed)`` draws data for it.
-None has dropout, so that a training run is a function of its weights and its data, and none a kink such as ReLU's, at
-which a rounding error becomes a whole gradient.
+Each takes a batch as keyword arguments and has a ``mode`` like MMEngine's models; ``sample(count, seed)`` draws data for it.
+No model has dropout, so that a training run depends only on weights and data. No model has an activation with a kink such
+as ReLU, where a rounding error can change a whole gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 
 
 class SmallModel(nn.Module):
-    """A classifier: subclasses give logits, this class the mean cross-entropy, and how many samples it is a mean of."""
+    """A classifier: subclasses compute logits; this class computes the mean cross-entropy and its number of terms."""
 
     num_classes = 5
 
@@ -33,12 +33,12 @@ class SmallModel(nn.Module):
         raise NotImplementedError
 
     def loss_weight(self, data_batch: Batch) -> Tensor:
-        """The number of terms in the mean that ``forward`` takes; targets of -100 are left out of it."""
+        """The number of terms in the mean loss of ``forward``; targets of -100 do not count."""
         return (data_batch["y"] != -100).sum().float()
 
     @classmethod
     def sample(cls, count: int, seed: int) -> Batch:
-        """``count`` samples with a rule that can be learned."""
+        """``count`` samples whose classes follow a learnable rule."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(count, 6, generator=generator)
         return {"x": x, "y": (x.sum(1) * 2).long() % cls.num_classes}
@@ -60,7 +60,7 @@ class Mlp(SmallModel):
 
 
 class ConvNet(SmallModel):
-    """Two convolutions with batch normalisation that keeps its running statistics, as when a trained net is tuned."""
+    """Two convolutions with batch normalisation in evaluation mode, as in fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ConvNet(SmallModel):
                 module.running_var = torch.linspace(0.5, 1.5, module.num_features)
 
     def train(self, mode: bool = True) -> ConvNet:
-        """Training mode, but for the batch normalisation."""
+        """Set training mode, except for batch normalisation."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -88,7 +88,7 @@ class ConvNet(SmallModel):
 
     @classmethod
     def sample(cls, count: int, seed: int) -> Batch:
-        """Noise with a bright spot; the class is where the spot is."""
+        """Noise with a bright spot; the class is the position of the spot."""
         generator = torch.Generator().manual_seed(seed)
         y = torch.randint(0, cls.num_classes, (count,), generator=generator)
         x = torch.randn(count, 1, 8, 8, generator=generator) * 0.5
@@ -103,7 +103,7 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: softmax cancels the keys', whose gradient would be rounding noise that Adam blows up to full steps.
+        # No bias: softmax cancels the bias of the keys. Its gradient would be rounding noise, which Adam scales to full steps.
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
@@ -151,7 +151,7 @@ class TinyTransformer(SmallModel):
 
 
 class HalfFrozen(SmallModel):
-    """Every other layer frozen, one of them after a trained one; counts its training batches in a persistent buffer."""
+    """A net with every second layer frozen; it counts its training batches in a persistent buffer."""
 
     num_batches: Tensor
 
@@ -172,10 +172,10 @@ class HalfFrozen(SmallModel):
 
 
 class ConformanceNet(TinyTransformer):
-    """What the conformance kit trains: a tied weight, a frozen layer, two buffers, and a handle to make gradients overflow.
+    """The model of the conformance kit: a tied weight, a frozen layer, two buffers, and an input that makes gradients overflow.
 
-    ``strain`` in the batch multiplies the first row of ``probe`` in the loss: zero leaves the loss as it is, infinity
-    gives that row, and nothing else, a gradient that is not finite.
+    ``strain`` in the batch multiplies the first row of ``probe`` in the loss. Zero does not change the loss; infinity
+    gives only that row a gradient that is not finite.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class ConformanceNet(TinyTransformer):
         """See SmallModel; ``strain`` is a scalar, or one number per sample."""
         result = super().forward(x, y, mode)
         if mode == "loss":
-            # The parameter takes part in every batch, so that no strategy has to look for unused ones.
+            # The parameter is used in every batch, so that no strategy has to find unused parameters.
             result["loss"] = result["loss"] + (self.probe**2).mean()
             if strain is not None:
                 result["loss"] = result["loss"] + (self.probe[0] * strain.mean()).sum()

@@ -1,4 +1,4 @@
-"""What the conformance kit found out about a strategy."""
+"""The report of the conformance kit on a strategy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skippe
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check's outcome.
+    """The result of one check.
 
     Attributes:
-        name: what ``only`` and ``skip`` call it.
-        title: what it asks for, as a sentence.
-        status: "refused" means that the strategy declined the request in ``setup``, which the contract allows there.
-        message: what was found instead; one line, then details.
+        name: the name for ``only`` and ``skip``.
+        title: the requirement, as a sentence.
+        status: "refused" means that the strategy refused the request in ``setup``, which this check allows.
+        message: the difference that was found; one line, then details.
     """
 
     name: str
@@ -36,7 +36,7 @@ class CheckResult:
 
 @dataclass
 class ConformanceReport:
-    """The outcome of all checks; printing it with rich gives a table, ``str`` the same without colours."""
+    """The results of all checks. Printing it with rich gives a table, ``str`` the same table without colours."""
 
     strategy: str
     world_size: int
@@ -54,7 +54,7 @@ class ConformanceReport:
 
     def __rich__(self) -> Table:
         table = Table(title=Text(f"{self.strategy} on {self.world_size} processes"), title_justify="left")
-        for heading in ("check", "outcome", "what it asks for"):
+        for heading in ("check", "outcome", "requirement"):
             table.add_column(heading)
         table.add_column("seconds", justify="right")
         for result in self.results:
@@ -73,10 +73,10 @@ class ConformanceReport:
 
 
 class ConformanceError(FlexTrainError, AssertionError):
-    """A strategy failed checks; the message lists each with what was found.
+    """A strategy failed checks; the message lists each with the difference that was found.
 
     Attributes:
-        report: all results, the passed checks among them.
+        report: all results, including passed checks.
     """
 
     def __init__(self, report: ConformanceReport) -> None:

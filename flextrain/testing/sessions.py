@@ -1,4 +1,4 @@
-"""A strategy's life in a test: built, set up with a model, trained, looked at as a whole, torn down."""
+"""Sessions of a strategy in tests: build it, set up a model, train, gather the whole state, tear down."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .models import Batch, ConformanceNet, SmallModel
 StrategyLike = str | Mapping[str, Any] | type[Strategy] | Callable[[], Strategy]
 REFERENCE = "single"
 SEED = 7
-# Far apart, so that a process that kept its own seed has visibly different weights.
+# Large, so that weights of a process that kept its own seed clearly differ.
 SEED_STEP = 1000
 
 
 @dataclass
 class Session:
-    """A strategy after ``setup``, with what the loop uses."""
+    """A strategy after ``setup``, with the model and the optimizer wrapper that it returned."""
 
     strategy: Strategy
     model: nn.Module
@@ -39,7 +39,7 @@ class Session:
 
 @dataclass
 class Run:
-    """A training run: what the loop saw, and the whole model after each update (the first entry is before training)."""
+    """A training run: the record of the loop, and the whole model before training and after each update."""
 
     trace: Trace
     weights: list[dict[str, Tensor]]
@@ -53,7 +53,7 @@ def make_strategy(spec: StrategyLike) -> Strategy:
 
 
 def with_class(spec: StrategyLike) -> StrategyLike:
-    """``spec`` with the class in place of its name: another process need not have the name registered."""
+    """``spec`` with the class in place of its name, because the name may not be registered in another process."""
     if isinstance(spec, (str, Mapping)):
         expanded = STRATEGIES.expand(spec, "strategy")
         return {**expanded, "type": STRATEGIES.get(expanded["type"], "strategy.type")}
@@ -61,7 +61,7 @@ def with_class(spec: StrategyLike) -> StrategyLike:
 
 
 def strategy_name(spec: StrategyLike) -> str:
-    """What to call the strategy in a report."""
+    """The name of the strategy in a report."""
     if isinstance(spec, Mapping):
         kind = spec.get("type")
         options = ", ".join(f"{key}={value!r}" for key, value in spec.items() if key != "type")
@@ -73,7 +73,7 @@ def strategy_name(spec: StrategyLike) -> str:
 def started(
     spec: StrategyLike, optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
 ) -> Iterator[Session]:
-    """The strategy set up with a model initialised from another seed for every part of the data; torn down at the end."""
+    """The strategy, set up with a model that is initialised from a different seed for every part of the data; torn down at the end."""
     strategy = make_strategy(spec)
     try:
         strategy.setup_environment()
@@ -90,7 +90,7 @@ def started(
 def single_device(
     optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
 ) -> Iterator[Session]:
-    """The reference: one process with the whole batch and rank 0's seed; each process can have its own."""
+    """The reference: one process with the whole batch and rank 0's seed. Each process can run its own."""
     with alone():
         strategy = make_strategy({"type": REFERENCE, "device": "cpu"})
         torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def single_device(
 
 
 def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequence[Steps] = ()) -> Run:
-    """Train on the windows, keeping the whole model after each update."""
+    """Train on the windows; record the whole model after each update."""
     strategy = session.strategy
     weights = [whole_model(strategy)]
     trace = train(
@@ -113,7 +113,8 @@ def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequen
 def whole_state(strategy: Strategy) -> dict[str, Any]:
     """The canonical state with every tensor whole, on every process; collective.
 
-    What several processes hold is each process's own, so that comparing on all of them finds a process that strays.
+    Of tensors that several processes hold, each process returns its own copy, so that a comparison on every process finds
+    a copy that differs.
     """
     state = strategy.state_dict()
     local = {key: _whole(state[key]) for key in sorted(state)}

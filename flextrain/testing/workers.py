@@ -1,4 +1,4 @@
-"""Processes for tests: started once, used for many calls, and never able to hang the caller."""
+"""Worker processes for tests: started once, used for many calls, and unable to hang the caller."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class WorkerError(FlexTrainError, RuntimeError):
     """A rank raised, died or hung; the message has its traceback, or the stack of every rank that hung.
 
     Attributes:
-        rank: the rank that failed first, of its own accord.
-        timed_out: whether it had to be ended because it did not answer in time.
+        rank: the rank that failed first.
+        timed_out: whether it was ended because it did not answer in time.
 
-    ``__cause__`` is the exception of that rank itself where it can be pickled.
+    ``__cause__`` is the exception of that rank, if it can be pickled.
     """
 
     def __init__(self, message: str, rank: int, timed_out: bool = False) -> None:
@@ -68,18 +68,18 @@ class _Worker:
 
 
 class WorkerGroup:
-    """Processes on this machine that look to the code in them as if torchrun had started them.
+    """Processes on this machine with the environment that torchrun would give them.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
     otherwise the variables, folder and import path that the caller has at the time of the call. The processes start at
     the first ``run`` and are used again until ``close``; each computes with one thread. They are forked from one process
-    that has imported torch, unless they see accelerators, which do not outlive a fork.
+    that has imported torch. Processes that see accelerators start anew, because accelerators do not work after a fork.
 
     Args:
         world_size: number of processes.
-        timeout_s: how long one ``run`` may take.
-        accelerators: whether the processes see CUDA and Ascend devices; without, they are alike on every machine.
-        imports: modules that all processes will import: done once for all groups if the first of them names it.
+        timeout_s: largest number of seconds for one ``run``.
+        accelerators: whether the processes see CUDA and Ascend devices. Without them, every machine behaves alike.
+        imports: modules that all processes will import. If the first group names them, they are imported once for all groups.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class WorkerGroup:
         self.close()
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """What ``function(*args, **kwargs)`` returns on every rank, ordered by rank.
+        """The results of ``function(*args, **kwargs)`` on every rank, ordered by rank.
 
         The function must be importable (no lambda, no function inside a function), arguments and results picklable.
-        A process group that it leaves behind is destroyed.
+        A process group that the function leaves is destroyed.
 
         Raises:
-            WorkerError: a rank raised, died, or did not answer within ``timeout_s``. When any rank had to be ended, all
-                processes are, and the next call starts new ones.
+            WorkerError: a rank raised, died, or did not answer within ``timeout_s``. If one rank has to be ended, all
+                processes are ended, and the next call starts new ones.
         """
         payload, modules = _pack(function, args, kwargs)
         self._start()
@@ -121,7 +121,7 @@ class WorkerGroup:
         return [pickle.loads(answers[rank].result or b"") for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes; the next ``run`` starts new ones. Safe to call twice."""
+        """End the processes. The next ``run`` starts new ones. May be called twice."""
         atexit.unregister(self.close)
         for worker in self._workers:
             worker.connection.close()
@@ -147,7 +147,7 @@ class WorkerGroup:
             log, stacks = self._folder / f"rank{rank}.log", self._folder / f"rank{rank}.stacks"
             log.write_bytes(b"")
             ours, theirs = context.Pipe()
-            # Not a daemon: data loaders inside need children of their own.
+            # Not a daemon, because data loaders in it start child processes.
             process = context.Process(
                 target=serve, args=(theirs, str(log), str(stacks), self.imports), name=f"flextrain-rank{rank}"
             )
@@ -174,7 +174,7 @@ class WorkerGroup:
         }
 
     def _collect(self, timeout_s: float, expect_ready: bool = False) -> dict[int, Answer]:
-        """The answers that came in time; a rank that died answers with its exit code."""
+        """The answers that arrived in time. For a rank that died, the answer has its exit code."""
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.world_size:
@@ -217,11 +217,11 @@ class WorkerGroup:
         raise WorkerError("\n".join(parts), first, timed_out=not failures) from cause
 
     def _stack(self, rank: int) -> str:
-        """The Python stack of every thread of a rank that is still busy."""
+        """The Python stack of every thread of a rank that still runs."""
         worker = self._workers[rank]
         if worker.process.pid is None or not worker.process.is_alive():
             return "(ended)"
-        # A process that has not come as far as to listen for the signal would die of it, and has nothing to tell yet.
+        # The signal would end a process that does not handle it yet; such a process has no stack to report.
         if worker.stacks.exists():
             os.kill(worker.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
@@ -239,7 +239,7 @@ class WorkerGroup:
             if worker.process.is_alive() and worker.process.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
-                worker.process.kill()  # it may not have come as far as to lead a process group
+                worker.process.kill()  # it may not lead a process group yet
             worker.process.join()
             worker.connection.close()
         self._workers = []
@@ -248,13 +248,13 @@ class WorkerGroup:
 def run_distributed(
     function: Callable[..., T], world_size: int, timeout_s: float, *args: Any, **kwargs: Any
 ) -> list[T]:
-    """What ``function`` returns on every rank of processes that live for this call only; see ``WorkerGroup.run``."""
+    """The results of ``function`` on every rank, in new processes that end after this call; see ``WorkerGroup.run``."""
     with WorkerGroup(world_size, timeout_s) as group:
         return group.run(function, *args, **kwargs)
 
 
 def _is_consequence(answer: Answer) -> bool:
-    """Whether a rank failed because another had left: its error may come first when that one leaves before it tells."""
+    """Whether a rank failed only because another one left. Its error may arrive before that of the other rank."""
     return any(
         words in answer.error for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     )
@@ -275,7 +275,7 @@ def _receive(worker: _Worker, expect_ready: bool) -> Answer | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the modules that pickled functions and classes come from."""
+    """A pickler that records the modules of pickled functions and classes."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -298,15 +298,15 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago, and is given to nobody who leaves the choice to the system."""
+    """A free port outside of the range from which the system chooses ports."""
     for port in _PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("the ports have no end")
+    raise AssertionError("the sequence of ports is infinite")
 
 
-# Below those of connections (32768 and above on Linux): one of them could take the port before rank 0 does. Test sessions
-# that run beside each other begin at places that are far apart.
+# Below the ports of connections (32768 and above on Linux), one of which could take the port before rank 0 does. Test
+# sessions that run at the same time start at distant ports.
 _FIRST_PORT, _PORT_COUNT = 16000, 16000
 _PORTS = (_FIRST_PORT + (os.getpid() * 617 + number) % _PORT_COUNT for number in itertools.count())

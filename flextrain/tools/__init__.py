@@ -1,1 +1,1 @@
-"""What the commands do: doctor, verify, and the machinery that compares trainings."""
+"""The work behind the commands: doctor, and verify with its comparison of trainings."""

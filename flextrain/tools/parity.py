@@ -1,4 +1,4 @@
-"""A user's own training, as one device does it and as a strategy does it, measured against each other in worker processes."""
+"""Train a user's model on one device and under a strategy, in worker processes, and measure the differences."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ..testing.sessions import REFERENCE, whole_state
 from .script import runner_arguments
 from .shared_batches import shared_loader, without_workers
 
-# The norm of gradients is computed where they are clipped; this clips nothing.
+# The gradient norm is computed only with clipping; this limit is never reached.
 NO_CLIPPING = {"max_norm": 1e30}
-# A difference that shows how values are related, and not how they were rounded.
+# A larger difference than this is not rounding, and may show how values are related.
 TELLING = 1e-3
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process is told.
+    """What every process needs to know.
 
     Attributes:
-        strategies: all that will be compared with the reference.
-        folder: where the reference's states lie, one file per step.
+        strategies: names of all strategies that are compared with the reference.
+        folder: where the reference's states are stored, one file per step.
     """
 
     script: str
@@ -55,13 +55,13 @@ class Job:
 
 @dataclass
 class Trace:
-    """What one process saw.
+    """What one process measured.
 
     Attributes:
         losses: mean over the global batch, after each step.
         differences: of every entry of the state, at each step, step 0 being before training.
-        hints: at which (step, entry) the difference is a factor.
-        eps: of the coarsest dtype in use, as torch.finfo has it.
+        hints: by (step, entry), how the value differs, such as by a factor.
+        eps: ``torch.finfo(...).eps`` of the coarsest dtype in use.
         parameters: names in the model's order.
     """
 
@@ -76,17 +76,17 @@ class Trace:
 
 
 def train_alone(job: Job, in_parts: bool) -> Trace | None:
-    """Single-device training in rank 0: the reference; or, in parts, its comparison with the same batches in parts.
+    """The reference, trained on a single device by rank 0; with ``in_parts``, the same batches in parts compared with it.
 
-    What the order of summation alone makes of the numbers is the difference of the two. None in the other processes, and
-    for an optim_wrapper whose accumulation cannot be changed.
+    The two differ only in the order of summation, so their difference shows the effect of rounding. None in the other
+    processes, and for an optim_wrapper whose accumulation cannot be changed.
     """
     is_first = os.environ["RANK"] == "0"
-    # The script is run as it is run under a strategy: its batch size may depend on the number of processes.
+    # The script runs as under a strategy: its batch size may depend on the number of processes.
     with runner_arguments(job.script, job.arguments) as given, alone():
         if not is_first:
             return None
-        for name in job.strategies:  # the script may have registered some, and a mistyped one has to be told at once
+        for name in job.strategies:  # the script may register some; a mistyped name must raise at once
             _spec(name, given, job)
         if in_parts and not _is_plain(given["optim_wrapper"]):
             return None
@@ -95,7 +95,7 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
 
 
 def train_with(job: Job, name: str) -> Trace | None:
-    """Training under a strategy in all processes, compared in each of them with the reference."""
+    """Training under a strategy in all processes; each process compares it with the reference."""
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(runner_arguments(job.script, job.arguments))
         spec = _spec(name, given, job)
@@ -141,9 +141,11 @@ def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Refer
 
 
 def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, in_parts: bool) -> dict[str, Any]:
-    """The runner's arguments: the user's training, on shared batches, without anything that watches or keeps it."""
+    """The runner's arguments for the user's training: shared batches, and no hooks, logs or checkpoints of the user's."""
     if given["train_dataloader"] is None or given["optim_wrapper"] is None:
-        raise ConfigError("train_dataloader: missing, the script's runner must train (train_cfg, optim_wrapper)")
+        raise ConfigError(
+            "train_dataloader: missing, the script's runner must be able to train (train_cfg, optim_wrapper)"
+        )
     randomness = dict(given["randomness"] or {})
     seed = randomness["seed"] = randomness.get("seed") or 0
     randomness["diff_rank_seed"] = False
@@ -175,7 +177,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
 
 
 def _is_plain(optim_wrapper: Any) -> bool:
-    """Whether it describes one optimizer, whose window and clipping can be changed."""
+    """Whether it describes one optimizer, whose accumulation and clipping can be changed."""
     return isinstance(optim_wrapper, Mapping) and "optimizer" in optim_wrapper
 
 
@@ -195,24 +197,24 @@ def _optim_wrapper(given: Any, parts: int) -> Any:
 def _left_out(given: Mapping[str, Any]) -> Iterator[str]:
     for key in ("custom_hooks", "compile"):
         if given[key]:
-            yield f"{key} of the script: left out on both sides"
+            yield f"{key} of the script: left out in all trainings"
 
 
 class Reference:
-    """The states of the single-device run, kept in files: together they may be larger than the memory."""
+    """The states of the single-device run, stored in files: together they may be larger than the memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def compare(self, step: int, state: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-        """The relative difference of every entry, and where it is a factor, the words for it."""
-        # Written by our own reference run; mapped, so that no more of it is in memory than is looked at.
+        """The relative difference of every entry, and hints on how entries differ."""
+        # The file comes from our own reference run. It is mapped, so that only what is compared is in memory.
         expected = torch.load(_file(self.folder, step), mmap=True, weights_only=False)
         scales, differences, hints = small_scales(expected), {}, {}
         for key in sorted(expected.keys() | state.keys()):
             if key not in state or key not in expected:
                 differences[key] = float("inf")
-                hints[key] = ", it is missing" if key in expected else ", single-device does not have it"
+                hints[key] = ", it is missing" if key in expected else ", one device does not have it"
                 continue
             ours, theirs = state[key], expected[key]
             if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
@@ -227,11 +229,11 @@ class Reference:
 
 
 class _EnoughError(Exception):
-    """Ends the training after the last step that is looked at."""
+    """Ends the training after the last step to compare."""
 
 
 class _Observer(Hook):
-    """Records losses, norms and states; a reference's are kept, others are compared with them."""
+    """Records losses, norms and states. States of the reference are stored, others are compared with them."""
 
     priority = "VERY_LOW"
 
@@ -247,11 +249,11 @@ class _Observer(Hook):
         trace.parameters = [name for name, _ in module.named_parameters()]
         trace.dtype, trace.eps = _coarsest(runner.strategy)
         if dropouts:
-            trace.notes.append(f"Dropout: set to 0 in {dropouts} modules, on both sides")
+            trace.notes.append(f"Dropout: set to 0 in {dropouts} modules, in all trainings")
         if self._batch_norms:
             trace.notes.append(
-                f"Batch normalisation: {len(self._batch_norms)} modules use their running statistics, on both sides; "
-                "those of a batch would depend on how it is split"
+                f"Batch normalisation: {len(self._batch_norms)} modules use their running statistics, in all trainings; "
+                "the statistics of a batch would depend on how it is split"
             )
         self._look(runner)
 
@@ -271,7 +273,7 @@ class _Observer(Hook):
         after = torch_states(runner.strategy.device)
         if not trace.losses and not all(torch.equal(state, after[name]) for name, state in self._random_states.items()):
             trace.notes.append(
-                "The model draws random numbers in training, which differ from process to process: turn that off in it, or "
+                "The model draws random numbers in training, which differ between processes: turn that off in the model, or "
                 "expect a difference"
             )
         loss, norm = values.get("loss"), values.get("grad_norm")
@@ -296,7 +298,7 @@ def _mean(strategy: Strategy, loss: Tensor) -> float:
 
 
 def _without_dropout(module: nn.Module) -> int:
-    """Set the probability of all dropout to zero; gives the number of modules that had another."""
+    """Set the probability of all dropout to zero; return the number of changed modules."""
     changed = 0
     for part in module.modules():
         for name in _DROPOUT_ATTRIBUTES:

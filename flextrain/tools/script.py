@@ -1,4 +1,4 @@
-"""What a training script gives to its FlexibleRunner, found out by running the script up to that point."""
+"""Find the arguments that a training script gives to its FlexibleRunner, by running the script up to that call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runner.runner import FlexibleRunner
 
 
 class _RunnerMade(BaseException):
-    """Ends the script where it makes its runner; no Exception, which the script might catch."""
+    """Ends the script where it makes its runner. It is not an Exception, which the script might catch."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -26,21 +26,21 @@ class _RunnerMade(BaseException):
 
 @contextlib.contextmanager
 def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """What ``python SCRIPT ARGUMENTS`` would give to its first FlexibleRunner, by parameter.
+    """The arguments that ``python SCRIPT ARGUMENTS`` would give to its first FlexibleRunner, by parameter.
 
-    The script ends there: no runner is made. One that makes none has a dict of these arguments as ``cfg``, or a function
-    without arguments named ``config`` that returns it. Inside the context the script is ``__main__``; what it registered is
-    forgotten afterwards, so that it can be run again.
+    The script ends at that call: no runner is made. A script that makes no runner defines a dict of these arguments as
+    ``cfg``, or a function without arguments named ``config`` that returns the dict. Inside the context the script is
+    ``__main__``. Names that it registered are removed afterwards, so that it can run again.
 
     Raises:
-        ConfigError: there is no such file, or it says nothing about a runner.
+        ConfigError: there is no such file, or it has no arguments of a runner.
     """
     path = Path(script).absolute()
     if not path.is_file():
-        raise ConfigError(f"script: {script} is no file")
+        raise ConfigError(f"script: {script} is not a file")
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
-    # Modules that the script imports are not run again, so what they registered stays.
+    # Modules that the script imports do not run again, so names that they registered stay.
     with _as_main(module, [str(path), *arguments]), registrations_undone("__main__"):
         yield _found(module, path)
 
@@ -59,17 +59,17 @@ def _found(module: types.ModuleType, path: Path) -> dict[str, Any]:
         raise ConfigError(f"script: {path.name} ended before it made a FlexibleRunner: {said}") from None
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"script: {path.name} makes no FlexibleRunner and has no dict cfg, nor a function config() that returns one"
+            f"script: {path.name} makes no FlexibleRunner and has no dict cfg or function config() that returns one"
         )
     return _by_parameter(**given)
 
 
 def _by_parameter(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a FlexibleRunner, with the defaults of those that are not given."""
+    """The arguments of a FlexibleRunner, with defaults for missing ones."""
     try:
         bound = inspect.signature(FlexibleRunner).bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"script: these are no arguments of FlexibleRunner, {error}") from None
+        raise ConfigError(f"script: these are not arguments of FlexibleRunner, {error}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -91,7 +91,7 @@ def _constructor_replaced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_main(module: types.ModuleType, argv: list[str]) -> Iterator[None]:
-    """``module`` as ``__main__``, with the import path that Python gives to a script; the working directory comes last."""
+    """``module`` as ``__main__``, with the import path that Python gives to a script, and the working directory last."""
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"], sys.argv = module, argv
     sys.path[:] = [str(Path(argv[0]).parent), *sys.path, str(Path.cwd())]

@@ -1,4 +1,4 @@
-"""The same global batches for one process and for several, made from the user's own dataloader."""
+"""Make the same global batches for one process and for several, from the user's own dataloader."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ WHERE = "train_dataloader"
 def shared_loader(
     cfg: Any, *, processes: int, shard: tuple[int, int], in_parts: bool, seed: int, logger: logging.Logger
 ) -> DataLoader[Any]:
-    """Global batches of ``processes`` of the configured batches each, of which this process collates its part.
+    """A loader of global batches, each of ``processes`` configured batches; this process collates its part of each.
 
-    Every process reads all samples, in this process and with the same random numbers, so that augmentation does not depend
-    on who trains on a sample.
+    Every process reads all samples, without workers and with the same random numbers, so that augmentation does not depend
+    on the process that trains on a sample.
 
     Args:
         cfg: the runner's ``train_dataloader``.
         shard: (index, count) of the part; (0, 1) is the whole.
-        in_parts: the configured batches one by one instead: what the processes get, one after the other.
+        in_parts: give the configured batches one by one instead, in the order of the processes that would get them.
 
     Raises:
         ConfigError: the data cannot be divided.
     """
     single = build_dataloader(cfg, training=True, seed=seed, shard=(0, 1), where=WHERE, logger=logger)
     if goes_its_own_way(single):
-        raise ConfigError(f"{WHERE}: verify divides batches by their samplers, and {name_of(single)} makes its own")
+        raise ConfigError(
+            f"{WHERE}: verify divides the batches of a sampler, and {name_of(single)} makes its own batches"
+        )
     if isinstance(single.dataset, IterableDataset):
-        raise ConfigError(f"{WHERE}.dataset: an IterableDataset splits itself, verify needs one with a length")
+        raise ConfigError(f"{WHERE}.dataset: verify cannot divide an IterableDataset, give a dataset with a length")
     if single.batch_sampler is None:
-        raise ConfigError(f"{WHERE}.batch_size: None makes no batches that could be divided, give a number")
+        raise ConfigError(f"{WHERE}.batch_size: None makes no batches to divide, give a number")
     size = single.batch_size or getattr(single.batch_sampler, "batch_size", None)
     whole = shard[1] == 1 and not in_parts
     return DataLoader(
@@ -52,7 +54,7 @@ def shared_loader(
 
 
 class SameDraws(Dataset[Any]):
-    """A dataset whose random numbers come from a stream of its own, the same in every process."""
+    """A dataset whose random numbers come from its own stream, which is the same in every process."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -71,18 +73,18 @@ class SameDraws(Dataset[Any]):
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Every ``count`` batches of another batch sampler as one, or one by one with ``in_parts``.
+    """Groups of ``count`` batches of another batch sampler, each joined to one batch, or one by one with ``in_parts``.
 
-    What is left at the end of an epoch, and batches of unequal size, are left out: a mean over unequal parts is another
-    one than that over the whole.
+    Incomplete groups at the end of an epoch and batches of unequal size are left out: the mean over unequal parts is not
+    the mean over the whole.
 
     Args:
-        batch_size: samples of what one process computes at a time, for the runner's auto_scale_lr.
+        batch_size: number of samples that one process computes at a time, for the runner's auto_scale_lr.
     """
 
     def __init__(self, batches: Iterable[list[Any]], count: int, in_parts: bool, batch_size: int | None) -> None:
         self.batches, self.count, self.in_parts, self.batch_size = batches, count, in_parts, batch_size
-        # The runner asks the sampler behind a batch sampler whether it ends, and tells it the epoch.
+        # The runner asks the sampler of a batch sampler whether it ends, and gives it the epoch.
         self.sampler = getattr(batches, "sampler", None)
 
     def set_epoch(self, epoch: int) -> None:
@@ -116,7 +118,7 @@ class PartOf:
 
 
 def without_workers(cfg: Any) -> Any:
-    """``cfg`` for data that are read in the training process, whose random numbers are known."""
+    """``cfg`` without workers: data is read in the training process, whose random numbers are known."""
     if not isinstance(cfg, Mapping):
         return cfg
     of_workers = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")

@@ -1,4 +1,4 @@
-"""Whether strategies train a user's own model as one device does: the numbers, the verdict, and what differs first."""
+"""Compare trainings of a user's model under strategies with one device: differences, verdict, first difference."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ Status = Literal["same", "differs", "not run"]
 _STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
 QUANTITIES = ("loss", "grad_norm", "weights", "optimizer")
 
-# Float32 keeps 6e-8 relative; tens of steps of a real model sum many numbers in another order and stay below this.
+# The relative rounding error of float32 is 6e-8. Tens of steps of a real model, summed in another order, stay below this.
 FLOAT32_TOLERANCE = 1e-5
-# A value is rounded a few times on its way (activations, their gradients, the sum over processes), by eps / 2 each.
+# A value is rounded a few times (activations, their gradients, the sum over processes), each time by eps / 2.
 ROUNDINGS = 4
-# What one device shows with the same batch in parts is one sample of what rounding can do.
+# The difference on one device with the batch in parts is only one sample of the possible rounding errors.
 MARGIN = 4.0
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a strategy first left the tolerance.
+    """The first difference above the tolerance.
 
     Attributes:
         step: counted from 1; 0 is before training.
         parameter: the first in the model's order; empty if only the loss or the gradient norm differs.
-        entry: of the canonical state, or "loss" or "grad_norm".
-        hint: how it differs, where that can be told.
-        others: how many further entries differ at that step.
+        entry: a key of the canonical state, or "loss" or "grad_norm".
+        hint: how it differs, if known.
+        others: number of further entries that differ at that step.
     """
 
     step: int
@@ -60,7 +60,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy's outcome; the differences are the largest over all steps, relative."""
+    """The result of one strategy; ``differences`` holds the largest relative differences over all steps."""
 
     strategy: str
     status: Status
@@ -73,11 +73,11 @@ class Row:
 
 @dataclass
 class Report:
-    """All strategies' outcomes; printing it with rich gives a table.
+    """The results of all strategies; printing it with rich gives a table.
 
     Attributes:
-        rounding: the largest differences between one device with whole batches and with the same batches in parts, which is
-            what the order of summation makes; empty where that could not be measured.
+        rounding: the largest differences between one device with whole batches and with the same batches in parts, which
+            come from the order of summation; empty if they could not be measured.
     """
 
     script: str
@@ -89,12 +89,12 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0: all are the same; 1: one differs; 2: one could not be run."""
+        """0: all are the same; 1: one differs; 2: one could not run."""
         statuses = [row.status for row in self.rows]
         return 1 if "differs" in statuses else 2 if "not run" in statuses else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; an infinite difference (something is missing or not finite) as the string "inf"."""
+        """The report as plain values; an infinite difference (a missing or non-finite value) is the string "inf"."""
         return {**_plain(dataclasses.asdict(self)), "exit_status": self.exit_status}
 
     def __rich__(self) -> Group:
@@ -143,26 +143,26 @@ def verify(
 ) -> Report:
     """Train a script's model on one device and under each strategy with the same global batches, and compare every step.
 
-    A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are the
-    script's; its hooks, validation, checkpoints and torch.compile are left out. Dropout is turned off and batch
-    normalisation uses its running statistics, and the report says so. Each step's weights and optimizer state wait in a
-    temporary folder, which needs room for ``steps`` of them.
+    A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
+    the script; its hooks, validation, checkpoints and torch.compile are left out. Dropout is turned off and batch
+    normalisation uses its running statistics, and the report says so. Weights and optimizer state of each step are stored
+    in a temporary folder, which needs space for ``steps`` of them.
 
     Args:
-        script: a Python file that makes a FlexibleRunner when it is run, or that has a dict ``cfg`` of a FlexibleRunner's
-            arguments or a function ``config()`` that returns one. It is run up to the runner in every process.
+        script: a Python file that makes a FlexibleRunner, or that defines a dict ``cfg`` with FlexibleRunner's arguments
+            or a function ``config()`` that returns one. It runs in every process, up to the construction of the runner.
         strategies: short names, registered names (`flextrain list strategies` shows both), or ``package.module:Name``. A
             strategy of the class that the script itself uses gets the script's options.
-        arguments: of the script.
-        device: "cpu", or the kind of accelerator, of which there must be one per process.
-        tolerance: relative difference that counts as rounding; None: chosen by the dtype.
-        timeout_s: how long one training may take.
-        workers: processes to use, of that number; default: new ones, ended afterwards.
-        on_progress: called with the name of what is trained next.
+        arguments: command line arguments of the script.
+        device: "cpu", or the type of accelerator, with one device per process.
+        tolerance: relative difference that counts as rounding; None: depends on the dtype.
+        timeout_s: largest number of seconds for one training.
+        workers: a group of ``processes`` processes to use; default: new processes, ended afterwards.
+        on_progress: called with the name of the next training.
 
     Raises:
         ConfigError: the script cannot be verified.
-        WorkerError: it fails on one device already.
+        WorkerError: the script fails on one device.
     """
     if processes < 2:
         raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
@@ -205,8 +205,8 @@ def _fill(
         else:
             report.notes.append(
                 f"The loss of a batch is not the mean of the losses of its {job.processes} parts (it differs by "
-                f"{measured[1]['loss']:.1e}), so no split can train the same; loss_weight(data) of the model may say how "
-                "the parts are weighed"
+                f"{measured[1]['loss']:.1e}), so no split can train the same; define loss_weight(data) in the model to "
+                "weight the parts"
             )
     for name in job.strategies:
         on_progress(name)
@@ -220,12 +220,12 @@ def _row(
         traces = [trace for trace in group.run(train_with, job, name) if trace is not None]
     except WorkerError as error:
         cause = error.__cause__
-        # What the library says speaks for itself; anything else needs the traceback.
+        # Errors of the library explain themselves; all others need the traceback.
         known = isinstance(cause, (FlexTrainError, ImportError))
         return Row(name, "not run", message=str(cause) if known else str(error))
     made, expected = len(traces[0].losses), len(reference.losses)
     if made != expected:
-        return Row(name, "differs", message=f"its training ends after {made} steps, single-device's after {expected}")
+        return Row(name, "differs", message=f"its training ends after {made} steps, on one device after {expected}")
     measured, allowed = _measured(traces, reference), _tolerance(max(traces, key=lambda trace: trace.eps), tolerance)
     first = _first(measured, allowed, floor, traces, reference)
     return Row(name, "differs" if first else "same", traces[0].dtype, allowed, _largest(measured), first)
@@ -236,7 +236,7 @@ def _tolerance(trace: Trace, given: float | None) -> float:
 
 
 def _measured(traces: Sequence[Trace], reference: Trace) -> list[dict[str, float]]:
-    """At every step, the largest difference of every entry over the processes; of losses and norms from step 1 on."""
+    """For every step, the largest difference of every entry over the processes; losses and norms from step 1 on."""
     steps = [
         {key: max(each.get(key, math.inf) for each in at_step) for key in sorted(set().union(*at_step))}
         for at_step in zip(*(trace.differences for trace in traces), strict=True)
@@ -246,7 +246,7 @@ def _measured(traces: Sequence[Trace], reference: Trace) -> list[dict[str, float
         ("grad_norm", traces[0].grad_norms, reference.grad_norms),
     ):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
-            # A loss that has fallen a hundredfold is a difference of larger numbers and carries their rounding.
+            # A loss that has fallen by a factor of 100 is a difference of larger numbers, and has their rounding error.
             scale = 0.01 * max((abs(value) for value in expected[:step] if value is not None), default=0.0)
             if theirs is not None:
                 steps[step][name] = _relative(ours, theirs, scale)
@@ -296,7 +296,7 @@ def _first(
         wrong = [entry for entry, difference in differences.items() if not difference <= allowed[entry]]
         if not wrong:
             continue
-        # Weights before optimizer state, parameters in the model's order; the loss alone if no parameter differs.
+        # Weights come before optimizer state, parameters in the model's order, losses and norms last.
         entry = min(
             wrong, key=lambda entry: (places.get(_parameter(entry), len(places)), _quantity(entry) != "weights")
         )
@@ -306,7 +306,7 @@ def _first(
 
 
 def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[Trace], reference: Trace) -> str:
-    """How the entry, other state of its parameter, or else the gradient norm is related to what it should be."""
+    """How the entry, other state of its parameter, or else the gradient norm is related to the expected value."""
     related = [other for other in wrong if _parameter(other) == _parameter(entry) and other != entry]
     for other in (entry, *related):
         for trace in traces:
@@ -319,7 +319,7 @@ def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[Trace], 
 
 
 def _parameter(entry: str) -> str:
-    """The parameter that an entry of the canonical state belongs to; empty for a loss or norm."""
+    """The parameter of an entry of the canonical state; empty for a loss or norm."""
     return split_key(entry)[1] or (entry.removeprefix("model.") if entry.startswith("model.") else "")
 
 
@@ -328,7 +328,7 @@ def _number(value: float | None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
+    """``value`` with the string "inf" for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -145,7 +145,7 @@ def test_names_are_not_broken_in_a_pipe(tmp_path: Path, capsys: Capture, monkeyp
 def test_show_what_is_not_there(path: Path, capsys: Capture) -> None:
     assert main(["checkpoint", "show", str(path), "model.wieght"]) == 2
     assert capsys.readouterr().err.endswith(
-        f'show: "model.wieght" is like no key of {path}, did you mean "model.weight"?\n'
+        f'show: "model.wieght" matches no key of {path}, did you mean "model.weight"?\n'
     )
     assert run_json(capsys, "show", path, "model.wieght")["tensors"] == {}
 
@@ -328,7 +328,7 @@ def test_diff_of_a_part_and_of_what_matches(path: Path, tmp_path: Path, capsys: 
     assert seen("*.bias") == (["model.bias"], [], [], 0)
     assert seen("loop") == ([], [], ["loop.epoch"], 1)
     assert "all 1 are equal" in run(capsys, "diff", path, other, "weight", "--part", "model")
-    assert f'"model.bais" is like no key of {path} or {other}, did you mean "model.bias"?' in said_no(
+    assert f'"model.bais" matches no key of {path} or {other}, did you mean "model.bias"?' in said_no(
         capsys, "diff", path, other, "model.bais"
     )
 

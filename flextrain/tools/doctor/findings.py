@@ -1,4 +1,4 @@
-"""Find what is wrong or odd about a machine: missing, old or mismatched packages, devices that torch does not see."""
+"""Find problems of a machine: missing, old or mismatched packages, and devices that torch does not find."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ INSTALL_CANN = "install CANN and source its set_env.sh (/usr/local/Ascend/ascend
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong or odd.
+    """A problem of this machine or Python.
 
     Attributes:
-        level: "error" for a set-up that is broken, "warning" for one that does less than it might.
-        what: what was found.
+        level: "error" if the set-up is broken, "warning" if it works with less than the machine has.
+        what: the problem.
         advice: what to do.
     """
 
@@ -29,7 +29,7 @@ class Finding:
 
 
 def find_problems(machine: Machine) -> list[Finding]:
-    """Everything that is wrong or odd, errors and warnings."""
+    """All problems, errors and warnings."""
     findings = [*_torch(machine), *_missing(machine), *_too_old(machine), *_torch_npu(machine), *_torchvision(machine)]
     return [*findings, *_deepspeed(machine), *_hardware(machine)]
 
@@ -41,7 +41,7 @@ def _torch(machine: Machine) -> list[Finding]:
     if said is None:
         return []
     if machine.torch_alone is not None:
-        # torch says that the package failed, the package itself says why.
+        # torch only says that the package failed; the package's own error says why.
         said = next((why for name in machine.backends if (why := machine.probes.get(name, {}).get("error"))), said)
         culprits = " and ".join(machine.backends) or "a device package"
         advice = f"set {AUTOLOAD}=0 to use torch without it, or pip uninstall {' '.join(machine.backends)}"
@@ -77,16 +77,16 @@ def _torch_npu(machine: Machine) -> list[Finding]:
         found.append(
             Finding(
                 "error",
-                f"torch_npu {version} is made for torch{wants} and torch is {torch}",
+                f"torch_npu {version} requires torch{wants}, but torch {torch} is installed",
                 f"pip install torch_npu=={_release(torch)} if there is one, or torch=={_release(version)}",
             )
         )
     said = machine.probes["torch_npu"].get("error")
     if said is not None and machine.torch.get("cuda"):
-        what = f"torch {torch} is built for CUDA, and beside such a build torch_npu does not load"
+        what = f"torch {torch} is built for CUDA, and torch_npu cannot be loaded with such a build"
         found.append(Finding("warning", what, "install torch's CPU build, which Ascend NPUs need"))
-    if said is not None and machine.torch_alone is None:  # where torch cannot be imported that was said already
-        fits = "source the set_env.sh of CANN, in the version that torch_npu asks for"
+    if said is not None and machine.torch_alone is None:  # otherwise the error about torch says it
+        fits = "source the set_env.sh of CANN, in the version that torch_npu requires"
         what = f"torch_npu {version} cannot be imported: {said}"
         found.append(Finding("warning", what, INSTALL_CANN if machine.cann is None else fits))
     if said is None and "npu" not in machine.devices:
@@ -98,12 +98,12 @@ def _torchvision(machine: Machine) -> list[Finding]:
     version, torch, wants = machine.versions.get("torchvision"), machine.versions["torch"], machine.torchvision_wants
     if version is None or torch is None or wants is None or _belong_together(version, torch, wants):
         return []
-    what = f"torchvision {version} is made for torch{wants} and torch is {torch}"
+    what = f"torchvision {version} requires torch{wants}, but torch {torch} is installed"
     return [Finding("warning", what, "pip install torch and torchvision together, in one command")]
 
 
 def _belong_together(torch_npu: str, torch: str, wants: str | None) -> bool:
-    """Whether a package of this version, which asks for the torch ``wants``, fits the installed torch."""
+    """Whether a package of this version, which requires the torch ``wants``, fits the installed torch."""
     ours, theirs = _parsed(torch_npu), _parsed(torch)
     if ours is None or theirs is None:
         return True
@@ -118,7 +118,7 @@ def _deepspeed(machine: Machine) -> list[Finding]:
         return []
     said = machine.probes["deepspeed"].get("error")
     if said is None or "error" in machine.torch or machine.torch_alone is not None:
-        return []  # it cannot do without torch
+        return []  # the error about torch comes first
     if said.startswith("KeyError") and "ASCEND_HOME_PATH" in said:
         return [Finding("error", "DeepSpeed needs ASCEND_HOME_PATH, which is not set", "source CANN's set_env.sh")]
     return [Finding("error", f"deepspeed {version} cannot be used: {said}", "pip install 'flextrain[deepspeed]'")]
@@ -132,14 +132,18 @@ def _hardware(machine: Machine) -> list[Finding]:
         built = machine.torch.get("cuda")
         why = f"the driver may be too old for CUDA {built}" if built else "torch is a build without CUDA"
         found.append(
-            Finding("warning", f"there is an NVIDIA GPU and torch does not see it, {why}", "install a torch that fits")
+            Finding(
+                "warning",
+                f"there is an NVIDIA GPU that torch does not find, {why}",
+                "install a matching build of torch",
+            )
         )
     if "davinci" in machine.hardware and machine.versions["torch_npu"] is None:
         found.append(
             Finding("warning", "there is an Ascend NPU and torch_npu is not installed", "pip install 'flextrain[npu]'")
         )
     for kind in machine.strange:
-        what = f"torch finds a device of type {kind}, of which flextrain knows nothing: it takes the CPU"
+        what = f"torch finds a device of type {kind}, which flextrain does not know: flextrain uses the CPU"
         found.append(Finding("warning", what, "call flextrain.register_device, see docs/devices.md"))
     return found
 
@@ -147,7 +151,7 @@ def _hardware(machine: Machine) -> list[Finding]:
 def _parsed(version: str | None) -> Version | None:
     try:
         return Version(version or "")
-    except InvalidVersion:  # not known, or of a build with a numbering of its own
+    except InvalidVersion:  # unknown, or a build with its own numbering
         return None
 
 

@@ -1,6 +1,6 @@
-"""Look at a machine: installed packages, what they say when they are imported, devices and drivers.
+"""Collect facts about a machine: installed packages, whether they can be imported, devices and drivers.
 
-Nothing here imports torch: that may fail (an installed torch_npu without CANN makes it fail), and doctor has to say so.
+Nothing here imports torch. That import may fail (a torch_npu without CANN makes it fail), and doctor must report it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .package_probe import STRATEGIES, Facts, ask
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 TIMEOUT_S = 120.0  # a cold import on a busy machine
-# With the oldest version that will do; tests/test_doctor.py holds them against pyproject.toml.
+# Each with the oldest allowed version; tests/test_doctor.py compares them with pyproject.toml.
 REQUIRED = {"torch": "2.6", "numpy": "1.24", "pydantic": "2", "safetensors": "0.4", "xxhash": "3"}
 OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.17", "torchvision": "0", "torchmetrics": "1"}
 OWN_DEVICES = ("cpu", "cuda", "npu", "xpu", "mps")
@@ -32,17 +32,17 @@ class Machine:
     """Facts about a machine and its Python, without conclusions.
 
     Attributes:
-        versions: of installed packages; None where a package is not installed.
-        probes: by package, what it said when it was imported, or ``{"error": why}``; only for installed ones.
-        strategies: by name, what a strategy declares, or ``{"error": why}`` where it cannot be loaded.
+        versions: versions by package; None for a package that is not installed.
+        probes: facts by installed package, or ``{"error": why}`` if its import failed.
+        strategies: the declarations of each strategy by name, or ``{"error": why}`` if it cannot be loaded.
         autoload: whether torch imports the packages of devices by itself.
-        torch_alone: what torch said with autoload off, where its import had failed.
+        torch_alone: facts about torch with autoload off, if its import with autoload failed.
         backends: packages of devices that torch imports by itself.
-        torch_npu_wants: the torch that torch_npu's metadata ask for.
-        torchvision_wants: the torch that torchvision's metadata ask for.
-        cann: the version of CANN, or the folder where it was found; None where it was not.
-        hardware: makers' names of devices that have a file in /dev, whatever torch sees: "nvidia", "davinci".
-        plug_ins: types of devices that installed packages make known to flextrain.
+        torch_npu_wants: the version of torch that torch_npu's metadata requires.
+        torchvision_wants: the version of torch that torchvision's metadata requires.
+        cann: the version of CANN, or its folder; None if CANN was not found.
+        hardware: names of device files in /dev, whether or not torch finds the device: "nvidia", "davinci".
+        plug_ins: types of devices that installed packages add to flextrain.
     """
 
     versions: Mapping[str, str | None]
@@ -59,32 +59,32 @@ class Machine:
 
     @property
     def torch(self) -> Facts:
-        """What torch said, with autoload off where it fails otherwise."""
+        """Facts about torch; with autoload off if its import fails otherwise."""
         return self.torch_alone or self.probes.get("torch", {"error": "not installed"})
 
     @property
     def devices(self) -> dict[str, list[str]]:
-        """Accelerators that can be used, by type."""
+        """Names of usable accelerators, by type."""
         parts = (self.torch, self.probes.get("torch_npu", {}))
         return {kind: names for part in parts for kind, names in part.get("devices", {}).items() if names}
 
     @property
     def strange(self) -> list[str]:
-        """Types of accelerators that torch finds and flextrain knows nothing of."""
+        """Types of accelerators that torch finds and flextrain does not know."""
         return [kind for kind in self.devices if kind not in (*OWN_DEVICES, *self.plug_ins)]
 
 
 def look(variables: Mapping[str, str]) -> Machine:
-    """Find out what is installed, and ask each package what it can do, in a process of its own.
+    """Find installed packages, and ask each of them for facts in its own process.
 
     Args:
-        variables: the environment variables to look at, which the processes get too.
+        variables: environment variables to examine; the processes get them too.
     """
     versions = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     installed = [name for name in ("torch", "torch_npu", "deepspeed") if versions[name] is not None]
     without = {**variables, AUTOLOAD: "0"}
     with ThreadPoolExecutor() as pool:
-        # torch_npu by itself: with autoload its failure would be torch's.
+        # torch_npu without autoload: with autoload, its failure would look like torch's.
         asked = {
             name: pool.submit(ask, name, without if name == "torch_npu" else variables, TIMEOUT_S)
             for name in (*installed, STRATEGIES)
@@ -121,7 +121,7 @@ def look(variables: Mapping[str, str]) -> Machine:
 
 
 def _strategy_names() -> list[str]:
-    """Names of strategies that are known where their modules cannot be imported."""
+    """Names of strategies that are known without importing their modules."""
     own = [name for name in PUBLIC_NAMES if name.endswith("Strategy") and name != "Strategy"]
     return [*own, *(point.name for point in importlib.metadata.entry_points(group="flextrain.strategies"))]
 
@@ -136,7 +136,7 @@ def _version(package: str) -> str | None:
 
 
 def _wanted_torch(package: str) -> str | None:
-    """The specifier of torch in a package's metadata, such as "==2.14.0.*"."""
+    """The version of torch that a package's metadata requires, such as "==2.14.0.*"."""
     try:
         lines = importlib.metadata.requires(package) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def _wanted_torch(package: str) -> str | None:
 
 
 def _cann(variables: Mapping[str, str]) -> str | None:
-    """CANN's version, from the file that it brings along, or else its folder."""
+    """CANN's version from its version file, or else its folder; None if CANN is not found."""
     given = [variables[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if variables.get(name)]
     for folder in map(Path, (*given, *CANN_FOLDERS)):
         if not folder.is_dir():

@@ -1,6 +1,6 @@
-"""Ask a package what it can do on this machine, in a process of its own: its import may fail, print, or end the process.
+"""Ask a package for facts about this machine, in a separate process: its import may fail, print, or end the process.
 
-Run as a script with the name of a package, this file prints the facts as one line of JSON behind a mark.
+Run as a script with the name of a package, this file prints the facts as one line of JSON after a mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def ask(package: str, variables: Mapping[str, str], timeout_s: float) -> Facts:
     """The facts about ``package`` in a process with these environment variables.
 
     Returns:
-        ``{"error": why}`` where the import or a question failed.
+        ``{"error": why}`` if the import or a call failed.
     """
     command = [sys.executable, __file__, package]
     try:
@@ -37,12 +37,12 @@ def ask(package: str, variables: Mapping[str, str], timeout_s: float) -> Facts:
             return answer
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if done.returncode < 0:
-        return {"error": f"the process was ended by signal {-done.returncode}: {said[-1] if said else 'nothing said'}"}
+        return {"error": f"the process was ended by signal {-done.returncode}: {said[-1] if said else 'no message'}"}
     return {"error": said[-1] if said else f"exit status {done.returncode}"}
 
 
 def torch_facts() -> Facts:
-    """Versions that torch was built with, and the devices that it finds."""
+    """The versions with which torch was built, and the devices that it finds."""
     import torch
 
     devices = {}
@@ -52,7 +52,7 @@ def torch_facts() -> Facts:
         devices["mps"] = ["Apple GPU"]
     if torch.xpu.is_available():
         devices["xpu"] = [torch.xpu.get_device_name(i) for i in range(torch.xpu.device_count())]
-    # Any other, which a package has added to torch.
+    # Any other accelerator, which a package added to torch.
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None and other.type not in devices:
         devices[other.type] = [f"{other.type}:{i}" for i in range(torch.accelerator.device_count())]
@@ -80,10 +80,10 @@ def torch_npu_facts() -> Facts:
 
 
 def deepspeed_facts() -> Facts:
-    """Which device DeepSpeed works on."""
+    """The type of device that DeepSpeed uses."""
     module = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    # What DeepSpeed does first of all with a process group; on an NPU that is where it misses ASCEND_HOME_PATH.
+    # DeepSpeed's first step with a process group; on an NPU it fails here without ASCEND_HOME_PATH.
     accelerator.create_op_builder("ShareMemCommBuilder")
     return {"version": module.__version__, "accelerator": accelerator.device_name()}
 
@@ -94,7 +94,7 @@ def package_facts(name: str) -> Facts:
 
 
 def strategy_facts() -> Facts:
-    """What every registered strategy declares: its short names and what it needs."""
+    """The declarations of every registered strategy: its short names and its needs."""
     # By absolute name: as a script this file belongs to no package.
     registry = importlib.import_module("flextrain.core.registry").STRATEGIES
     needs_nothing = importlib.import_module("flextrain.strategies.needs").Needs()
@@ -125,11 +125,11 @@ PROBES: dict[str, Callable[[], Facts]] = {
 
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).parent):
-        del sys.path[0]  # a script's own folder comes first, and the modules in this one would be taken for others
-    sys.path.append(str(Path(__file__).parents[3]))  # where flextrain lies, if nothing on the path leads to it
+        del sys.path[0]  # the script's folder comes first, and its modules would hide others of the same name
+    sys.path.append(str(Path(__file__).parents[3]))  # the folder of flextrain, if it is not on the path
     asked = sys.argv[1]
     try:
         found = PROBES[asked]() if asked in PROBES else package_facts(asked)
-    except Exception as error:  # whatever a package's import raises is the answer
+    except Exception as error:  # any error of a package is the answer
         found = {"error": one_line(error)}
     print(f"{MARK}{json.dumps(found)}", flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""The diagnosis of a machine, and the tables that show it."""
+"""Put the facts, problems and strategies of a machine into a report, and show it as tables."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """1 if the set-up is broken, else 0: what is not installed is no error."""
+        """1 if the set-up is broken, else 0. A missing optional package is no error."""
         return int(any(finding.level == "error" for finding in self.findings))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The report as plain values."""
         return {**asdict(self), "broken": bool(self.exit_status)}
 
     def __rich__(self) -> Group:
         versions = Table("package", "version", title="Versions", title_justify="left")
         for package, version in self.versions.items():
             add_row(versions, package, version or Text("not installed", style="dim"))
-        # Commands are to be copied: they are folded, never cut.
+        # Users copy commands from here: long ones are wrapped, never cut off.
         name, why, needs = (
             Column("strategy", no_wrap=True),
             Column("why", overflow="fold"),
@@ -61,16 +61,16 @@ class Report:
 
 
 def diagnose(variables: Mapping[str, str] | None = None) -> Report:
-    """Look at this machine and this Python.
+    """Examine this machine and this Python.
 
     Args:
-        variables: the environment to look at; default: ``os.environ``.
+        variables: environment variables to examine; default: ``os.environ``.
     """
     return examine(look(os.environ if variables is None else variables))
 
 
 def examine(machine: Machine) -> Report:
-    """The diagnosis that follows from the facts."""
+    """The report that follows from the facts."""
     versions: dict[str, str | None] = {"flextrain": __version__, "python": platform.python_version()}
     versions |= {**machine.versions, "CUDA (of torch)": machine.torch.get("cuda"), "NCCL": machine.torch.get("nccl")}
     versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}

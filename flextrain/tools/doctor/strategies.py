@@ -1,4 +1,4 @@
-"""Decide which strategies can run on a machine, from what each of them declares that it needs."""
+"""Decide which strategies can run on a machine, from the needs that each of them declares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StrategyStatus:
     Attributes:
         short_names: what ``strategy=`` and `flextrain verify` take in place of the name.
         needs: what it needs, in words.
-        reason: on what it runs, or why it cannot.
+        reason: the device on which it runs, or why it cannot run.
     """
 
     name: str
@@ -39,7 +39,7 @@ def _status(name: str, facts: Facts, answer: tuple[bool, str]) -> StrategyStatus
 
 
 def _can_run(facts: Facts, machine: Machine) -> tuple[bool, str]:
-    """Whether a strategy that declares these needs can run, and on what, or why not."""
+    """Whether a strategy with these needs can run, and the device, or why it cannot."""
     if "error" in facts:
         return False, f"it cannot be loaded: {facts['error']}"
     for package, command in facts["packages"].items():
