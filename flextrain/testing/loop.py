@@ -50,7 +50,7 @@ def windows(batches: Sequence[T], size: int) -> list[list[T]]:
 
 
 def shard(batch: Batch, index: int, count: int) -> Batch:
-    """Part ``index`` of ``count`` of a global batch, in order; if the size does not divide, the first parts are longer by one."""
+    """Part ``index`` of ``count`` of a global batch, in order. If they are not equal, the first parts are longer by one."""
     return {name: part.tensor_split(count)[index] for name, part in batch.items()}
 
 

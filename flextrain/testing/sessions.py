@@ -73,7 +73,7 @@ def strategy_name(spec: StrategyLike) -> str:
 def started(
     spec: StrategyLike, optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
 ) -> Iterator[Session]:
-    """The strategy, set up with a model that is initialised from a different seed for every part of the data; torn down at the end."""
+    """The strategy, set up with a model whose seed differs for every part of the data; torn down at the end."""
     strategy = make_strategy(spec)
     try:
         strategy.setup_environment()
