@@ -108,7 +108,7 @@ def test_what_is_not_there(tmp_path: Path, capsys: Capture, arguments: list[str]
 
 
 def test_ls_of_a_checkpoint_and_of_a_file(path: Path, capsys: Capture) -> None:
-    assert f"{path}: is a checkpoint itself, flextrain checkpoint show says" in said_no(capsys, "ls", path)
+    assert f"{path}: is a checkpoint itself, use flextrain checkpoint show" in said_no(capsys, "ls", path)
     assert "values.json: is a file, give a work directory" in said_no(capsys, "ls", path / "values.json")
 
 
