@@ -214,7 +214,10 @@ class Stepper:
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
         loss, logs = self.forward(batch)
-        self.backward(loss, index)
+        if self.shares[index] is None:  # almost always, and a call less
+            self._differentiate(loss)
+        else:
+            self.backward(loss, index)
         return logs
 
     def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
