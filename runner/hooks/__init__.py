@@ -1,4 +1,4 @@
-"""Hooks: code that the runner calls at fixed points."""
+"""Hooks: code that the runner calls at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "nonfinite": {"type": "NonFiniteHook"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
-"""What runs unless ``default_hooks`` replaces an entry, or removes it with None."""
+"""The hooks of every run; ``default_hooks`` replaces an entry by name, or removes it with None."""
 
 __all__ = [
     "DEFAULT_HOOKS",

@@ -1,4 +1,4 @@
-"""WeightAverage: a second set of weights that follows the first."""
+"""WeightAverage: running averages of a model's weights, which can be swapped into the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """Averages of live tensors, in their layout; every process works on its own part and none waits for the device.
+    """Averages of live tensors, with the same layout; every rank updates its own shards, without synchronisation.
 
     Args:
         tensors: the live tensors by name; they stay the same objects while the model trains.
@@ -23,7 +23,7 @@ class WeightAverage:
         self._names = list(tensors)
         self._model = [tensor.detach() for tensor in tensors.values()]
         with torch.no_grad():
-            # At a momentum of 1e-4 a half-precision average would round every change away.
+            # With a momentum of 1e-4 every change would be lost in the rounding of a half-precision average.
             self._averages = [
                 tensor.to(torch.float32) if tensor.dtype in _HALF else tensor.clone() for tensor in self._model
             ]
@@ -31,12 +31,12 @@ class WeightAverage:
 
     @property
     def averages(self) -> dict[str, Tensor]:
-        """The averages by name, live."""
+        """The averages by name; the live tensors, not copies."""
         return dict(zip(self._names, self._averages, strict=True))
 
     @property
     def is_swapped_in(self) -> bool:
-        """Whether the model holds the averages."""
+        """True while the model holds the averages."""
         return self._own is not None
 
     @torch.no_grad()
@@ -58,16 +58,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, averages: Mapping[str, Tensor]) -> None:
-        """Take over averages by name, and the weights themselves where there is none."""
+        """Copy the averages by name; a tensor without one takes the model's weights."""
         for name, mine, tensor in zip(self._names, self._averages, self._model, strict=True):
             source = averages.get(name, tensor)
-            # One that was loaded in place is there already.
+            # The source may be the average itself, when it was loaded in place.
             if source is not mine:
                 mine.copy_(source)
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the averages into the model; nothing happens when they are there."""
+        """Put the averages into the model; no effect if they are there already."""
         if self._own is None:
             own = [tensor.clone() for tensor in self._model]
             _copy(self._model, self._averages)
@@ -75,7 +75,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Give the model its own weights back, bit for bit."""
+        """Restore the model's own weights, bit for bit."""
         if self._own is not None:
             _copy(self._model, self._own)
             self._own = None
@@ -86,6 +86,6 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, sharing its memory; the tensor itself otherwise."""
+    """Return this rank's shard of a sharded tensor, which shares its memory; any other tensor itself."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()

@@ -1,4 +1,4 @@
-"""BestScores: the best value of each watched metric, and the checkpoint that has it."""
+"""BestScores: the best value of each monitored metric, and the checkpoint with that value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .metric_rules import GREATER_KEYS, LESS_KEYS, Rule, check_rule, infer_rule,
 
 
 class BestScores:
-    """What ``save_best`` asks for, and what was reached so far.
+    """The metrics that ``save_best`` names, with their best values so far.
 
     Args:
         save_best, rule, greater_keys, less_keys: see CheckpointHook.
@@ -51,19 +51,19 @@ class BestScores:
 
     @property
     def wanted(self) -> bool:
-        """Whether any metric is watched."""
+        """True if any metric is monitored."""
         return bool(self._rules) or self._waits_for_auto
 
     @property
     def is_single(self) -> bool:
-        """Whether exactly one metric is watched."""
+        """True if exactly one metric is monitored."""
         return len(self._rules) == 1
 
     def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        """The metrics that are better than ever, with their values.
+        """Yield the metrics that are better than ever before, with their values.
 
         Raises:
-            ConfigError: a watched metric is missing, or no number.
+            ConfigError: a monitored metric is missing, or is not a number.
         """
         if self._waits_for_auto:
             first = next(iter(metrics))
@@ -83,15 +83,15 @@ class BestScores:
                 yield key, score
 
     def name(self, key: str) -> str | None:
-        """The checkpoint with the best value of ``key``."""
+        """Return the name of the checkpoint with the best value of ``key``; None if there is none."""
         return self._entries[key]["checkpoint"] if key in self._entries else None
 
     def set(self, key: str, score: float, checkpoint: str) -> None:
-        """Note a new best value."""
+        """Record a new best value and its checkpoint."""
         self._entries[key] = {"score": score, "checkpoint": checkpoint}
 
     def state_dict(self) -> dict[str, Any]:
-        """The best values and their checkpoints."""
+        """Return the best values and their checkpoints."""
         return {key: dict(entry) for key, entry in self._entries.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

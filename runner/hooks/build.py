@@ -1,4 +1,4 @@
-"""The hooks of a run, from its configuration."""
+"""Build the hooks of a run from the runner's arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .unsupported import refuse_methods
 
 
 def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:
-    """All hooks with their priorities, in the order in which they are configured.
+    """Build all hooks, with their priorities, in the order of the configuration.
 
     Args:
-        default_hooks: changes to the default hooks by name; None leaves one out.
+        default_hooks: changes to the default hooks by name; None removes one.
         custom_hooks: a list of hooks or their configurations.
-        validates: whether there will be metrics to wait for.
+        validates: True if the run has validation metrics.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: an entry is invalid; the message names its key.
     """
     built = []
     for key, cfg in _resolve(default_hooks, custom_hooks):
@@ -34,7 +34,7 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
 
 
 def build_hook(cfg: Any, key: str) -> Hook:
-    """The hook that ``cfg`` describes; messages of its constructor name ``key`` in place of the class."""
+    """Build the hook that ``cfg`` describes; errors of its constructor name ``key`` instead of the class."""
     if isinstance(cfg, Hook):
         _check_methods(cfg, key)
         return cfg
@@ -54,19 +54,19 @@ def build_hook(cfg: Any, key: str) -> Hook:
 
 
 def _check_methods(hook: Hook, key: str) -> None:
-    """Raise ConfigError for a method that looks as if it were called and never is."""
+    """Raise ConfigError if a method of the hook looks like a hook point but would never be called."""
     check_points(hook, key)
     refuse_methods(hook, key)
 
 
 def priority_of(hook: Hook, cfg: Any, key: str) -> int:
-    """The hook's priority, or the one that its configuration gives it."""
+    """Return the priority in the configuration, or else the hook's own."""
     given = cfg.get("priority") if isinstance(cfg, Mapping) else None
     return get_priority(hook.priority if given is None else given, f"{key}.priority")
 
 
 def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
-    """All hooks as (configuration key, hook or configuration)."""
+    """Return all hooks as (configuration key, hook or configuration)."""
     if default_hooks is not None and not isinstance(default_hooks, Mapping):
         raise ConfigError(
             f"default_hooks: {default_hooks!r} is not allowed, give a dict such as dict(checkpoint=dict(...))"
@@ -90,7 +90,7 @@ def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
 
 
 def _default_of_its_class(cfg: Any, key: str) -> str | None:
-    """The name of the default hook that has the class of ``cfg``, if there is one."""
+    """Return the name of the default hook that has the class of ``cfg``; None if there is none."""
     kind = type(cfg) if isinstance(cfg, Hook) else None if cfg is None else _class_of(cfg, key)
     return next((name for name, default in DEFAULT_HOOKS.items() if _class_of(default, key) is kind), None)
 
@@ -100,7 +100,7 @@ def _class_of(cfg: Any, key: str) -> Any:
 
 
 def _check_needs(hook: Hook, key: str) -> None:
-    """Raise ConfigError for a hook that would wait for metrics in vain."""
+    """Raise ConfigError if a hook needs metrics and there is no validation."""
     needed = "needs validation, give val_dataloader, val_cfg and val_evaluator"
     if isinstance(hook, CheckpointHook) and hook.saves_best:
         raise ConfigError(f"{key}.save_best: {needed}")

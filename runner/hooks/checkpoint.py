@@ -1,4 +1,4 @@
-"""CheckpointHook: when checkpoints are saved, and which are kept."""
+"""CheckpointHook: decides when checkpoints are saved and which are kept."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):
-    """Saves a checkpoint every few epochs or iterations, keeps the newest ones and the best.
+    """Saves a checkpoint every few epochs or iterations, and keeps the newest and the best ones.
 
-    Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. One is
-    deleted only after its successor is complete, and never while ``latest`` names it. What other runs left in the folder
-    is not touched; where a checkpoint would take the same name, training does not begin, unless ``overwrite`` allows it.
+    Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. A
+    checkpoint is deleted only after its successor is complete, and never while ``latest`` names it. Checkpoints of
+    other runs are not touched; if a checkpoint would take the name of one, training does not start, unless
+    ``overwrite`` is set.
 
-    One whose weights, averages or optimizer hold NaN or infinity is marked: ``latest`` stays where it was, it is never the
-    best, it does not count in ``max_keep_ckpts``, which keeps the newest of such beside the good ones.
+    A checkpoint with NaN or infinity in weights, averages or optimizer state is marked: ``latest`` does not move to it,
+    it never becomes the best, and it does not count in ``max_keep_ckpts``. Of the marked ones only the newest is kept.
 
-    With ``async_save`` training waits only while the state is copied to the CPU, which takes as much memory as the process
-    writes, from the first save on. One save is under way at most: the next waits for it. An error of the writing is raised
-    by the next iteration, and training does not end before the last checkpoint is complete.
+    With ``async_save`` training waits only while the state is copied to the CPU. From the first save on, the copy takes
+    as much memory as the process writes. At most one save is in progress: the next one waits for it. The next iteration
+    raises an error of the writing, and training does not end before the last checkpoint is complete.
 
     Args:
-        interval: epochs or iterations between two checkpoints; -1: none in between.
-        by_epoch: the interval counts epochs.
-        save_optimizer: the optimizer's state is part of a checkpoint.
-        save_param_scheduler: the parameter schedulers' state is part of a checkpoint.
-        out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory. A URL
-            that fsspec knows, such as ``s3://bucket/runs``, puts them into that storage. When training begins a file is
-            written to it and removed again; a ConfigError says on every process why that cannot be.
-        max_keep_ckpts: how many of the newest to keep; -1: all.
-        keep_every: checkpoints whose number is a multiple of it are kept too; -1: none.
+        interval: epochs or iterations between two checkpoints; -1: none before the end.
+        by_epoch: the interval counts epochs, otherwise iterations.
+        save_optimizer: save the optimizer state too.
+        save_param_scheduler: save the state of the parameter schedulers too.
+        out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory. A
+            URL that fsspec knows, such as ``s3://bucket/runs``, is allowed. When training begins, a file is written to
+            it and removed again; if that fails, every rank raises a ConfigError with the reason.
+        max_keep_ckpts: number of newest checkpoints to keep; -1: all.
+        keep_every: also keep checkpoints whose number is a multiple of it; -1: none.
         async_save: write in the background.
-        overwrite: replace checkpoints of another run that are in the way. Without it training from the beginning, or from a
-            checkpoint in another folder, is refused where there are some, before the first update.
-        verify: read what was written, and compare it with its checksum, before a checkpoint counts as complete.
-        save_last: save when training ends, whatever the interval.
+        overwrite: replace checkpoints of another run that have the same names. If it is False and there are some,
+            training from the beginning, or from a checkpoint in another folder, is refused before the first update.
+        verify: read back what was written and compare checksums before a checkpoint counts as complete.
+        save_last: also save at the end of training, whatever the interval.
         save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
-        rule: "greater" or "less" is better, one for all or a list for the list of metrics; default: by their names.
-        greater_keys, less_keys: words in a metric's name that decide the rule.
+        rule: "greater" or "less" is better, one for all metrics or a list with one each; default: by their names.
+        greater_keys, less_keys: words in a metric's name that determine the rule.
         filename_tmpl: name with one ``{}`` for the number.
-        save_begin: epochs or iterations before which nothing is saved.
+        save_begin: first epoch or iteration at which a checkpoint may be saved.
         file_client_args, backend_args, published_keys: not supported.
     """
 
@@ -118,15 +119,15 @@ class CheckpointHook(Hook):
         self._parent = None if out_dir is None else place(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept: list[int] = []
-        self._marked: list[int] = []  # those with NaN or infinity, which count as none of the kept ones
+        self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
         self._last: int | None = None
         self._is_training = False
-        self._has_looked = False  # whether what is in the folder by now may be this run's own
-        self._deletions: list[Callable[[], object]] = []  # due when what is being written is complete
+        self._has_looked = False  # True once the folder may hold checkpoints of this run
+        self._deletions: list[Callable[[], object]] = []  # to do when the save in progress is complete
 
     @property
     def saves_best(self) -> bool:
-        """Whether metrics are watched, which needs validation."""
+        """True if metrics are monitored, which needs validation."""
         return self._best.wanted
 
     @property
@@ -134,7 +135,7 @@ class CheckpointHook(Hook):
         return "epoch" if self.by_epoch else "iter"
 
     def out_dir(self, runner: Run) -> Path:
-        """The folder that checkpoints are saved to."""
+        """Return the folder that checkpoints are saved to."""
         work_dir = Path(runner.work_dir)
         return work_dir if self._parent is None else self._parent / work_dir.name
 
@@ -142,11 +143,11 @@ class CheckpointHook(Hook):
         """See Hook."""
         return self.out_dir(runner)
 
-    # When
+    # When to save
 
     def before_train(self, runner: Run) -> None:
-        """See that checkpoints can be written where they shall be, and take over what a resumed run had kept."""
-        if self._parent is not None:  # the runner has seen to its work directory
+        """Check that the folder is writable, and continue with the checkpoints that a resumed run had kept."""
+        if self._parent is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._last = True, None
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
@@ -154,13 +155,13 @@ class CheckpointHook(Hook):
             self._keep_others(runner)
         self._has_looked = True
         if self._kept:
-            # Whether a checkpoint is marked is known once it is written, too late for this hook's state in it.
+            # A checkpoint is marked only after it is written, too late for this hook's state in it.
             is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self._path(runner, self._kept[-1])))
             self._marked += [self._kept.pop()] if is_bad else []
         self._prune(runner)
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Save if it is due."""
+        """Save a checkpoint if it is due."""
         if self.by_epoch and (
             self.every_n_epochs(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_epoch(runner))
@@ -174,7 +175,7 @@ class CheckpointHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save if it is due."""
+        """Save a checkpoint if it is due."""
         if self.async_save:
             self._settle(runner, wait=False)
         if not self.by_epoch and (
@@ -184,7 +185,7 @@ class CheckpointHook(Hook):
             self._save_checkpoint(runner)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Save those that are best now; only in training."""
+        """Save a checkpoint for each metric that reached a new best value, during training only."""
         if not self._is_training:
             return
         if not metrics:
@@ -194,7 +195,7 @@ class CheckpointHook(Hook):
         self._save_best_checkpoint(runner, metrics)
 
     def after_train(self, runner: Run) -> None:
-        """Save the last state of a training that was stopped early."""
+        """Save the last state if training was stopped early."""
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
             self._save_checkpoint_with_step(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
@@ -202,10 +203,10 @@ class CheckpointHook(Hook):
         self._is_training = False
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """A validation that comes later is not part of training."""
+        """Leave training: a later validation must not save."""
         self._is_training = False
 
-    # What. The three names with _save_ are MMEngine's, and what a subclass makes of them is called.
+    # What to save. The three names with _save_ are MMEngine's; a subclass may override them.
 
     def _save_checkpoint(self, runner: Run) -> None:
         if self.by_epoch:
@@ -222,7 +223,7 @@ class CheckpointHook(Hook):
     def _save_checkpoint_with_step(self, runner: Run, step: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %s", counted(step, self._unit))
         self._settle(runner)
-        # Saved a second time, it must not count as two, of which the older has to go.
+        # A checkpoint that is saved twice must not count as two, or the older of them would be deleted.
         self._marked = [marked for marked in self._marked if marked != step]
         self._kept = [*(kept for kept in self._kept if kept != step), step]
         self._last = step
@@ -245,14 +246,14 @@ class CheckpointHook(Hook):
         )
 
     def _when_complete(self, deletion: Callable[[], object]) -> None:
-        """Delete something now, or, if its successor is being written in the background, as soon as that is complete."""
+        """Call ``deletion`` now, or after the background save of the successor is complete."""
         if self.async_save:
             self._deletions.append(deletion)
         else:
             deletion()
 
     def _settle(self, runner: Run, wait: bool = True) -> None:
-        """Delete what is due once nothing is being written."""
+        """Make the pending deletions if no save is in progress."""
         if runner.finish_saving(wait):
             deletions, self._deletions = self._deletions, []
             for deletion in deletions:
@@ -277,7 +278,7 @@ class CheckpointHook(Hook):
         runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
 
     def _sort_in(self, runner: Run, number: int) -> None:
-        """Count a checkpoint that is complete by now among the good ones, or among the marked ones; and prune."""
+        """Count a completed checkpoint among the good or the marked ones, then delete old ones."""
         if number in self._kept and runner.is_marked(self._path(runner, number)):
             self._kept.remove(number)
             self._marked.append(number)
@@ -287,7 +288,7 @@ class CheckpointHook(Hook):
         return self.out_dir(runner) / self.filename_tmpl.format(number)
 
     def _prune(self, runner: Run) -> None:
-        """Delete the oldest checkpoints of this run while there are too many; of the marked ones only the newest stays."""
+        """Delete the oldest checkpoints of this run beyond ``max_keep_ckpts``, and all marked ones but the newest."""
         if self.max_keep_ckpts < 1:
             return
         for numbers, count in ((self._kept, self.max_keep_ckpts), (self._marked, 1)):
@@ -298,11 +299,11 @@ class CheckpointHook(Hook):
                     numbers.remove(number)
 
     def _remove(self, runner: Run, path: Path) -> bool:
-        """Delete a checkpoint on rank 0, unless ``latest`` names it; False: it stays."""
-        # Every rank answers alike without asking rank 0: the file is read after a save that all have left.
+        """Delete a checkpoint on rank 0, unless ``latest`` names it; return False if it stays."""
+        # No collective is needed: all ranks have left the last save, so they read the same ``latest``.
         if _is_latest(path):
             return False
-        if runner.rank == 0 and path.exists():  # without its manifest, if a process was killed while it deleted it
+        if runner.rank == 0 and path.exists():  # it has no manifest if a process was killed while deleting it
             try:
                 remove_checkpoint(path)
             except OSError as error:
@@ -310,9 +311,9 @@ class CheckpointHook(Hook):
         return True
 
     def _keep_others(self, runner: Run) -> None:
-        """Raise ConfigError if checkpoints of another run would be replaced and nobody has agreed to that.
+        """Raise ConfigError if checkpoints of another run would be replaced without ``overwrite``.
 
-        A run that was to be resumed, and found nothing to begin with, goes on with what is its own.
+        A run with ``resume`` that found no checkpoint to start from continues with its own folder.
         """
         folder = self.out_dir(runner)
         looks = runner.rank == 0 and (runner.iter == 0 or _comes_from_elsewhere(runner, folder))
@@ -329,7 +330,7 @@ class CheckpointHook(Hook):
         runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
 
     def _in_the_way(self, runner: Run, folder: Path) -> list[str]:
-        """The checkpoints that are there under names which this run comes to."""
+        """Return the existing checkpoints whose names this run will use."""
         last = runner.max_epochs if self.by_epoch else runner.max_iters
         before, after = self.filename_tmpl.split("{}")
         name = re.compile(rf"(?:best_.+_)?{re.escape(before)}(\d+){re.escape(after)}")
@@ -343,7 +344,7 @@ class CheckpointHook(Hook):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Which checkpoints this run has kept, the marked ones, and the best scores."""
+        """Return the numbers of the kept and the marked checkpoints, and the best scores."""
         return {"kept": list(self._kept), "marked": list(self._marked), "best": self._best.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -353,7 +354,7 @@ class CheckpointHook(Hook):
 
 
 def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
-    """Whether the run goes on from a checkpoint in another folder, so that those in ``folder`` are not its own."""
+    """Return True if the run resumed from a checkpoint outside ``folder``, so those in ``folder`` are not its own."""
     resumed = runner.options.resume_options
     source = None if resumed is None else resumed.path or runner.options.load_from
     return source is not None and place(source).parent.resolve() != folder.resolve()

@@ -1,4 +1,4 @@
-"""HookDispatcher: which hooks have something to do at a point, worked out once."""
+"""HookDispatcher: finds once which hooks override each hook point, and calls them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HookCall = Callable[..., None]
 
 _MODES = ("train", "val", "test")
-# Each point with the group forms that it falls back to.
+# Each hook point with the group forms that it falls back to.
 _POINTS: dict[str, tuple[str, ...]] = {
     **{f"{when}_run": () for when in ("before", "after")},
     **{f"{when}_{mode}": () for when in ("before", "after") for mode in _MODES},
@@ -35,13 +35,14 @@ _NAMES = (*POINTS, *dict.fromkeys(name for groups in _POINTS.values() for name i
 
 
 def check_points(hook: Hook, where: str) -> None:
-    """See that whatever is named like a hook point is one.
+    """Raise ConfigError if a name looks like a hook point but is not one.
 
-    A public method of a hook, or a function that an instance has as an attribute, may not begin with ``before_`` or
-    ``after_`` otherwise; one with an underscore in front, or with ``on_``, may, unless it is a point misspelled.
+    A public method of a hook, or a function set as an attribute of an instance, may not begin with ``before_`` or
+    ``after_`` unless it is a hook point. Names with ``_before_``, ``_after_`` or ``on_`` are refused if they are near
+    one.
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: with the nearest hook point.
     """
     for name in sorted({*dir(type(hook)), *vars(hook)} - {*_NAMES, *dir(Hook)}):
         looks_alike = name.startswith(("before_", "after_"))
@@ -54,10 +55,10 @@ def check_points(hook: Hook, where: str) -> None:
 
 
 class HookDispatcher:
-    """Hooks in order of priority, and for each point the methods that do something there.
+    """Hooks in order of priority, and for each hook point the methods that override it.
 
-    ``dispatcher[point]`` is a tuple of bound methods: a loop may call them itself, which saves the argument passing of
-    ``call``. Registering a hook makes new tuples, so look them up anew at every epoch.
+    ``dispatcher[point]`` is a tuple of bound methods. A loop may call them directly, which avoids passing the arguments
+    through ``call``. Registering a hook makes new tuples, so a loop looks them up again at every epoch.
     """
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
@@ -69,14 +70,14 @@ class HookDispatcher:
 
     @property
     def hooks(self) -> list[Hook]:
-        """The hooks in the order in which they run at every point."""
+        """The hooks in the order in which they run at every hook point."""
         return [hook for _, hook in self._entries]
 
     def register(self, hook: Hook, priority: int | str | Priority | None = None) -> None:
-        """Add ``hook`` behind those of the same priority; ``priority`` takes the place of the hook's own.
+        """Add ``hook`` after those of the same priority; ``priority`` overrides the hook's own.
 
         Raises:
-            ConfigError: no Hook, or an unknown priority.
+            ConfigError: ``hook`` is not a Hook, or the priority is unknown.
         """
         if not isinstance(hook, Hook):
             raise ConfigError(f"register_hook: {hook!r} is not allowed, give an instance of a subclass of Hook")
@@ -85,7 +86,7 @@ class HookDispatcher:
         self.refresh()
 
     def call(self, point: str, runner: Run, **kwargs: Any) -> None:
-        """Run every hook that overrides ``point``."""
+        """Call every hook that overrides ``point``."""
         for method in self[point]:
             method(runner, **kwargs)
 
@@ -100,21 +101,21 @@ class HookDispatcher:
         self._entries.insert(at, (priority, hook))
 
     def refresh(self) -> None:
-        """Look again which points the hooks override; one may have got a function as an attribute meanwhile."""
+        """Find again which hook points are overridden; a hook may have a function as a new attribute."""
         self._table = {
             point: tuple(call for _, hook in self._entries for call in _calls(hook, point, groups))
             for point, groups in _POINTS.items()
         }
-        # Two that are needed in every iteration of the training.
+        # These two are called in every training iteration.
         self.before_train_iter = self._table["before_train_iter"]
         self.after_train_iter = self._table["after_train_iter"]
 
 
 def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall]:
-    """What a hook does at a point.
+    """Yield the methods of a hook to call at a hook point.
 
-    A hook that defines the point itself does not come to its group forms; a subclass of it that defines one of those, as
-    it would in MMEngine, is called at both.
+    Hook's own method calls the group forms, so a hook that overrides the point does not reach them. A subclass of it
+    that overrides a group form gets both calls, as in MMEngine.
     """
     group = min((_depth(hook, name) for name in groups), default=_NOWHERE)
     own = _depth(hook, point)
@@ -125,7 +126,7 @@ def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall
 
 
 def _depth(hook: Hook, name: str) -> int:
-    """How near to the object a method is defined; ``_NOWHERE`` if only by Hook."""
+    """Return the position in the method resolution order that defines ``name``; ``_NOWHERE`` if only Hook does."""
     if name in vars(hook):
         return 0
     return next(

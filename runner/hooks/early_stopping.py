@@ -1,4 +1,4 @@
-"""EarlyStoppingHook: training ends when a metric no longer improves."""
+"""EarlyStoppingHook: stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class EarlyStoppingHook(Hook):
-    """Stops training after the epoch in which a metric has not improved for a while.
+    """Stops training after the epoch in which a metric has not improved for ``patience`` validations.
 
     Args:
-        monitor: name of the metric.
-        rule: "greater" or "less" is better; default: by the name.
-        min_delta: how much better counts as an improvement.
-        strict: raise rather than warn when the metric is missing.
+        monitor: name of the validation metric.
+        rule: "greater" or "less" is better; default: by the metric's name.
+        min_delta: smallest difference that counts as an improvement.
+        strict: raise if the metric is missing; otherwise warn.
         check_finite: stop when the metric is NaN or infinite.
-        patience: validations without improvement after which to stop.
+        patience: number of validations without improvement after which training stops.
         stopping_threshold: stop as soon as the metric is better than this.
     """
 
@@ -53,19 +53,19 @@ class EarlyStoppingHook(Hook):
         self._is_training = False
 
     def before_train(self, runner: Run) -> None:
-        """From now on metrics count."""
+        """Compare metrics from now on."""
         self._is_training = True
 
     def after_train(self, runner: Run) -> None:
-        """A validation that comes later is not part of training."""
+        """Leave training: a later validation must not count."""
         self._is_training = False
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """A validation that comes later is not part of training."""
+        """Leave training: a later validation must not count."""
         self._is_training = False
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Judge the metric."""
+        """Compare the metric with the best value, and stop training if the rules say so."""
         if not self._is_training:
             return
         metrics = metrics or {}
@@ -91,7 +91,7 @@ class EarlyStoppingHook(Hook):
             self.best_score = score
             return f"{name} is {self.rule} than stopping_threshold = {self.stopping_threshold}"
         needed = self.best_score + (self.min_delta if self.rule == "greater" else -self.min_delta)
-        # Exactly min_delta better is an improvement; NaN and infinity, where they are borne, are none.
+        # A difference of exactly min_delta is an improvement; NaN and infinity (with check_finite=False) never are.
         if (score == needed and math.isfinite(score)) or is_better(self.rule, score, needed):
             self.best_score, self.wait_count = score, 0
             return None
@@ -103,7 +103,7 @@ class EarlyStoppingHook(Hook):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score and for how long it has stood."""
+        """Return the best score and the number of validations since it was reached."""
         return {"best_score": self.best_score, "wait_count": self.wait_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""EMAHook: a moving average of the weights, which is what validation and testing see."""
+"""EMAHook: keeps a moving average of the weights, which validation and testing use."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _PREFIX = "averaged."
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Keeps an average of the model's weights and puts it in their place for validation and testing.
+    """Keeps an average of the model's weights, and puts it into the model for validation and testing.
 
-    The model's own weights come back afterwards, also when validation raises, and are the ones that a checkpoint holds as
-    the model; the averages are stored beside them. Where float32 masters exist, they are what is averaged. Averages of
-    half-precision weights are kept in float32, which small momenta need. An update that loss scaling cancelled does not
-    move the average.
+    The model's own weights are restored afterwards, also when validation raises. A checkpoint holds them as the model,
+    and the averages beside them. If there are float32 master weights, the average follows these. Averages of
+    half-precision weights are kept in float32, because small momenta need the precision. An update that loss scaling
+    skipped does not move the average.
 
     Args:
         ema_type: ExponentialMovingAverage, StochasticWeightAverage (the mean of all), or MomentumAnnealingEMA (the
-            momentum falls like ``gamma / (gamma + updates)`` down to ``momentum``).
-        strict_load: raise when a checkpoint's averages are of other weights; otherwise the model's fill the gaps.
-        begin_iter: the average starts with this iteration.
-        begin_epoch: the average starts with this epoch; only one of the two.
-        momentum: share of the newest weights; default 0.0002.
-        gamma: see MomentumAnnealingEMA; default 100.
-        interval: updates between two that count.
-        update_buffers: average floating-point buffers too; otherwise validation uses the model's.
+            momentum falls like ``gamma / (gamma + updates)`` to its minimum ``momentum``).
+        strict_load: raise if a checkpoint's averages have other names; otherwise the model's weights fill the gaps.
+        begin_iter: first iteration that counts in the average.
+        begin_epoch: first epoch that counts in the average; give only one of the two.
+        momentum: weight of the newest weights in the average; default 0.0002.
+        gamma: see MomentumAnnealingEMA in ``ema_type``; default 100.
+        interval: the average moves at every ``interval``-th update.
+        update_buffers: average floating-point buffers too; otherwise validation uses the model's own.
     """
 
     priority = "NORMAL"
@@ -70,12 +70,12 @@ class EMAHook(Hook):
         self._updates = 0
 
     def before_run(self, runner: Run) -> None:
-        """Make room for the averages; until the first update they mean nothing."""
+        """Allocate the averages; they have no meaning before the first update."""
         if self._average is None:
             self._average = WeightAverage(_averaged(runner, self.update_buffers))
 
     def before_train(self, runner: Run) -> None:
-        """Check that the average will start at all; training that starts from loaded weights averages anew."""
+        """Check that the average starts before training ends; training from iteration 0 starts a new average."""
         if runner.iter == 0:
             self._updates = 0
         for name, begin, limit in (
@@ -92,7 +92,7 @@ class EMAHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Move the average, if the update was applied."""
+        """Move the average if the update was applied."""
         optim = runner.optim_wrapper
         if not self._has_begun(runner) or optim is None or optim.last_step.skipped:
             return
@@ -103,33 +103,33 @@ class EMAHook(Hook):
         self._updates += 1
 
     def before_val_epoch(self, runner: Run) -> None:
-        """The averages take the weights' place."""
+        """Put the averages into the model."""
         self._swap_in(runner)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """The weights come back."""
+        """Restore the weights."""
         self._swap_out(runner)
 
     def before_test_epoch(self, runner: Run) -> None:
-        """The averages take the weights' place."""
+        """Put the averages into the model."""
         self._swap_in(runner)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """The weights come back."""
+        """Restore the weights."""
         self._swap_out(runner)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """The weights come back, if validation or testing did not get to its end."""
+        """Restore the weights if validation or testing was interrupted."""
         self._swap_out(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
-        """The weights come back, if somebody saves while the averages are in their place."""
+        """Restore the weights if a checkpoint is saved while the averages are in the model."""
         self._swap_out(runner)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages as ``averaged.<name>``, laid out like the weights, and the number of updates."""
+        """Return the averages as ``averaged.<name>``, sharded like the weights, and the number of updates."""
         if self._average is None:
             return {}
         averages = {_PREFIX + name: tensor for name, tensor in self._average.averages.items()}
@@ -139,7 +139,7 @@ class EMAHook(Hook):
         """Continue from ``state_dict``.
 
         Raises:
-            CheckpointError: the averages are of other weights, and ``strict_load`` is set.
+            CheckpointError: the averages have other names than the model's weights, and ``strict_load`` is set.
         """
         found = {key.removeprefix(_PREFIX): value for key, value in state.items() if key.startswith(_PREFIX)}
         averages = self._get().averages
@@ -161,7 +161,7 @@ class EMAHook(Hook):
         return runner.iter + 1 >= self.begin_iter
 
     def _swap_in(self, runner: Run) -> None:
-        # Before the first update the averages are weights of long ago.
+        # Before the first update the averages hold old weights.
         if self._average is not None and self._updates:
             self._average.swap_in()
             _refresh(runner)
@@ -173,7 +173,7 @@ class EMAHook(Hook):
 
 
 def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
-    """The live tensors that are averaged, by canonical name."""
+    """Return the live tensors to average, by canonical name."""
     strategy = runner.strategy
     left_out = set() if with_buffers else {name for name, _ in strategy.module.named_buffers()}
     return {
@@ -184,14 +184,14 @@ def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
 
 
 def _refresh(runner: Run) -> None:
-    """Make half-precision weights follow their masters."""
+    """Copy the float32 master weights into the half-precision weights."""
     if runner.optim_wrapper is not None:
         for wrapper in runner.optim_wrapper.wrappers.values():
             wrapper.refresh()
 
 
 def _weight_of(kind: str, momentum: float | None, gamma: int | None, interval: int) -> Callable[[int], float]:
-    """The share of the newest weights, from the number of updates before."""
+    """Return a function from the number of former updates to the share of the newest weights."""
     where = "EMAHook"
     if gamma is not None and (kind != "MomentumAnnealingEMA" or gamma < 1):
         raise ConfigError(f"{where}.gamma: {gamma} is not allowed with {kind}, give 1 or more to MomentumAnnealingEMA")

@@ -1,4 +1,4 @@
-"""EmptyCacheHook: memory back to the device at fixed points."""
+"""EmptyCacheHook: frees cached device memory at fixed points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Gives memory that the allocator keeps for later back to the device.
+    """Returns memory that the caching allocator holds to the device.
 
     Args:
         before_epoch: before every epoch of training, validation and testing.
@@ -30,12 +30,12 @@ class EmptyCacheHook(Hook):
         self._does_after_iter = after_iter
 
     def before_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Empty the cache if asked to."""
+        """Empty the cache if ``before_epoch`` is set."""
         if self._does_before_epoch:
             empty_cache(runner.strategy.device)
 
     def after_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Empty the cache if asked to."""
+        """Empty the cache if ``after_epoch`` is set."""
         if self._does_after_epoch:
             empty_cache(runner.strategy.device)
 
@@ -47,6 +47,6 @@ class EmptyCacheHook(Hook):
         outputs: Any = None,
         mode: str = "train",
     ) -> None:
-        """Empty the cache if asked to."""
+        """Empty the cache if ``after_iter`` is set."""
         if self._does_after_iter:
             empty_cache(runner.strategy.device)

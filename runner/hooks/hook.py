@@ -1,4 +1,4 @@
-"""Hook: code that runs at named points of training, validation and testing."""
+"""Hook: base class of code that runs at named points of training, validation and testing."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Base of all hooks; every point does nothing until a subclass overrides it.
+    """Base class of all hooks; every hook point does nothing until a subclass overrides it.
 
-    A point of one mode (``before_train_iter``) calls the group form (``before_iter``), which is told the mode, unless it
-    is overridden. Points that no hook overrides cost nothing at run time.
+    Unless overridden, a hook point of one mode (``before_train_iter``) calls the group form (``before_iter``) with the
+    mode. Hook points that no hook overrides cost nothing at run time.
 
-    ``runner`` is the FlexibleRunner; it has no type here, so that a hook may give it that one, or ``Run``.
+    ``runner`` is the FlexibleRunner. Its type is Any, so that a hook may annotate it as FlexibleRunner or as ``Run``.
 
-    In ``after_train_iter`` of the first iteration ``runner.iter`` is 0. An iteration is one optimizer update; where
-    several micro-batches make one, ``data_batch`` is the list of them.
+    In ``after_train_iter`` of the first iteration ``runner.iter`` is 0. An iteration is one optimizer update; with
+    gradient accumulation ``data_batch`` is the list of its micro-batches.
     """
 
     priority: int | str | Priority = "NORMAL"
     holds_weights: bool = False
-    """Whether its state is weights of the model, which ``load_from`` takes over with the model's own."""
+    """True if the hook's state is weights of the model, which ``load_from`` loads together with the model's own."""
 
     def checkpoint_dir(self, runner: Any) -> Path | None:
-        """The folder that it saves checkpoints to, where ``resume=True`` looks for the newest; None: it saves none."""
+        """Return the folder of this hook's checkpoints, in which ``resume=True`` looks; None: it saves none."""
         return None
 
-    # The whole job
+    # The whole run
 
     def before_run(self, runner: Any) -> None:
-        """Before anything is loaded; the model and the optimizer exist."""
+        """Before anything is loaded; the model and the optimizer exist already."""
 
     def after_run(self, runner: Any) -> None:
         """At the very end of train(), val() or test()."""
 
     def on_exception(self, runner: Any, exception: BaseException) -> None:
-        """Instead of the points that are left, when train(), val() or test() ends with ``exception``."""
+        """Instead of the remaining hook points, when train(), val() or test() ends with ``exception``."""
 
     def before_train(self, runner: Any) -> None:
         """After loading and resuming, before the first iteration."""
@@ -62,23 +62,23 @@ class Hook:
         """After the pass over the test data."""
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank, before ``checkpoint`` is written; plain values and tensors may be added, under keys of their own.
+        """On every rank, before ``checkpoint`` is written; a hook may add plain values and tensors under its own keys.
 
         It also holds ``meta``, ``message_hub``, ``state_dict`` and, where they are saved, ``optimizer`` and
-        ``param_schedulers``; ``SavedView`` says what may be changed of them. The weights are the live ones.
+        ``param_schedulers``; ``SavedView`` says which of them may be changed. The weights are the live ones.
         """
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank, after a run was resumed; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
+        """On every rank, after resuming; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
 
     # Epochs
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Before the first iteration of an epoch; once for a loop without epochs."""
+        """Before the first iteration of an epoch; a loop without epochs calls it once."""
         self._before_epoch(runner, mode="train")
 
     def after_train_epoch(self, runner: Any) -> None:
-        """After the last iteration of an epoch, before ``runner.epoch`` moves."""
+        """After the last iteration of an epoch, before ``runner.epoch`` increases."""
         self._after_epoch(runner, mode="train")
 
     def before_val_epoch(self, runner: Any) -> None:
@@ -86,7 +86,7 @@ class Hook:
         self._before_epoch(runner, mode="val")
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
-        """After the last validation batch, with the metrics; the same ones on every rank."""
+        """After the last validation batch, with the metrics, which are equal on every rank."""
         self._after_epoch(runner, mode="val")
 
     def before_test_epoch(self, runner: Any) -> None:
@@ -94,7 +94,7 @@ class Hook:
         self._before_epoch(runner, mode="test")
 
     def after_test_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
-        """After the last test batch, with the metrics; the same ones on every rank."""
+        """After the last test batch, with the metrics, which are equal on every rank."""
         self._after_epoch(runner, mode="test")
 
     # Iterations
@@ -120,7 +120,7 @@ class Hook:
     def after_val_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """After a validation batch, with what the model predicted."""
+        """After a validation batch, with the model's predictions."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="val")
 
     def before_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
@@ -130,10 +130,10 @@ class Hook:
     def after_test_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """After a test batch, with what the model predicted."""
+        """After a test batch, with the model's predictions."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
 
-    # Group forms, for all three modes. The names with an underscore are MMEngine's.
+    # Group forms, for all three modes. The names with an underscore come from MMEngine.
 
     def before_epoch(self, runner: Any, mode: str = "train") -> None:
         """Before every epoch; ``mode`` is train, val or test."""
@@ -176,42 +176,42 @@ class Hook:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know: plain values and tensors. Empty: nothing is saved."""
+        """Return the state that a resumed run needs: plain values and tensors. Empty: nothing is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` gave."""
 
-    # Questions that hooks ask
+    # Helpers for intervals
 
     def every_n_epochs(self, runner: Run, n: int, start: int = 0) -> bool:
-        """Whether the epoch that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
+        """True if the ending epoch is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
         count = runner.epoch + 1 - start
         return n > 0 and count >= 0 and count % n == 0
 
     def every_n_train_iters(self, runner: Run, n: int, start: int = 0) -> bool:
-        """Whether the iteration that ends is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
+        """True if the ending iteration is the n-th, 2n-th, ... counted from ``start``; never for n < 1."""
         count = runner.iter + 1 - start
         return n > 0 and count >= 0 and count % n == 0
 
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
-        """Whether the iteration is the n-th, 2n-th, ... of its epoch; never for n < 1."""
+        """True if the iteration is the n-th, 2n-th, ... of its epoch; never for n < 1."""
         return n > 0 and (batch_idx + 1) % n == 0
 
     def end_of_epoch(self, dataloader: Sized | int, batch_idx: int) -> bool:
-        """Whether the iteration is the last of its epoch.
+        """True if the iteration is the last of its epoch.
 
         Args:
-            dataloader: what is iterated over, or the number of iterations. In training give
-                ``runner.train_loop.epoch_length``: where several batches make one update, the loader is longer.
-            batch_idx: the iteration's place in the epoch.
+            dataloader: the dataloader of the loop, or the number of iterations. In training give
+                ``runner.train_loop.epoch_length``: with gradient accumulation the dataloader is longer.
+            batch_idx: index of the iteration in the epoch, from 0.
         """
         return batch_idx + 1 == (dataloader if isinstance(dataloader, int) else len(dataloader))
 
     def is_last_train_epoch(self, runner: Run) -> bool:
-        """Whether training ends with this epoch."""
+        """True if training ends with this epoch."""
         return runner.epoch + 1 == runner.max_epochs
 
     def is_last_train_iter(self, runner: Run) -> bool:
-        """Whether training ends with this iteration."""
+        """True if training ends with this iteration."""
         return runner.iter + 1 == runner.max_iters

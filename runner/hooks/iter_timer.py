@@ -1,4 +1,4 @@
-"""IterTimerHook: how long iterations take, and how long the rest will."""
+"""IterTimerHook: measures the time of iterations and estimates the time left."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Measures the seconds per iteration and those of them spent waiting for data, and estimates the time left.
+    """Measures the seconds per iteration and the part spent waiting for data, and estimates the time left.
 
-    Scalars are ``<mode>/time`` and ``<mode>/data_time``; the estimate is the fact ``eta``, in seconds. Validation does not
-    count into the estimate. Nothing waits for the device: its work shows in the iteration that does wait for it.
+    Scalars are ``<mode>/time`` and ``<mode>/data_time``; the estimate is the info ``eta``, in seconds. Time of
+    validation does not enter the estimate. The hook never waits for the device: its work shows in the iteration that
+    waits for it.
     """
 
     priority = "NORMAL"
@@ -28,20 +29,20 @@ class IterTimerHook(Hook):
     def __init__(self) -> None:
         self._last = 0.0
         self._mode = "train"
-        # Of the training, and of the validation or test at hand: seconds and iterations.
+        # Seconds and iterations of training, and of the current validation or test.
         self._seconds = self._eval_seconds = 0.0
         self._done = self._eval_done = 0
         self._start = self._to_do = 0
 
     def before_train(self, runner: Run) -> None:
-        """Start anew, from a resumed iteration too."""
+        """Reset the measurement; a resumed run starts from its iteration."""
         self._start, self._done, self._seconds = runner.iter, 0, 0.0
         self._data_times = runner.message_hub.history("train/data_time")
         self._times = runner.message_hub.history("train/time")
         self._last = time.perf_counter()
 
     def before_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Start the clock, and offer the estimate."""
+        """Start the clock and publish the estimate."""
         runner.message_hub.compute_info("eta", partial(self._eta, runner))
         self._mode = mode
         if mode == "train":
@@ -50,15 +51,15 @@ class IterTimerHook(Hook):
         self._last = time.perf_counter()
 
     def after_epoch(self, runner: Run, mode: str = "train") -> None:
-        """After a validation the time left is that of the training again."""
+        """Switch the estimate back to training after a validation."""
         self._mode = "train"
 
     def after_val(self, runner: Run) -> None:
-        """What the end of a validation took is no part of the next iteration."""
+        """Restart the clock, so that the end of a validation does not count in the next iteration."""
         self._last = time.perf_counter()
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """The data are here."""
+        """Record the time spent waiting for the batch."""
         self._data_times.append(time.perf_counter() - self._last)
 
     def after_train_iter(
@@ -68,7 +69,7 @@ class IterTimerHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """The iteration is done."""
+        """Record the time of the iteration."""
         now = time.perf_counter()
         seconds = now - self._last
         self._last = now
@@ -77,7 +78,7 @@ class IterTimerHook(Hook):
         self._times.append(seconds)
 
     def before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
-        """The data of a validation or test batch are here."""
+        """Record the time spent waiting for a validation or test batch."""
         runner.message_hub.update_scalar(f"{mode}/data_time", time.perf_counter() - self._last)
 
     def after_iter(
@@ -88,7 +89,7 @@ class IterTimerHook(Hook):
         outputs: Any = None,
         mode: str = "train",
     ) -> None:
-        """A validation or test batch is done."""
+        """Record the time of a validation or test batch."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._eval_seconds += seconds
@@ -96,7 +97,7 @@ class IterTimerHook(Hook):
         runner.message_hub.update_scalar(f"{mode}/time", seconds)
 
     def _eta(self, runner: Run) -> float | None:
-        """Seconds left; None before anything was done."""
+        """Return the seconds left; None before the first iteration is done."""
         if self._mode != "train":
             done, seconds, length = self._eval_done, self._eval_seconds, num_batches(runner, self._mode)
         else:

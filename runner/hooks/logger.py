@@ -1,4 +1,4 @@
-"""LoggerHook: log lines, the progress bar, and records for the reporters."""
+"""LoggerHook: writes log lines, the progress bar, and records for the reporters."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class LoggerHook(Hook):
-    """Writes what the message hub holds: a log line, and a record to every reporter.
+    """Writes the scalars of the message hub as a log line, and as a record to every reporter.
 
-    Only at these iterations are scalars read from the device.
+    Scalars are copied from the device to the host only at these iterations.
 
     Args:
-        interval: iterations between two lines.
-        ignore_last: no line at the end of an epoch whose length is no multiple of ``interval``, unless it would be the
-            epoch's only one.
-        interval_exp_name: iterations between two lines with the experiment's name, which is also shown at each epoch's end.
-        out_dir: folder to copy the logs to at the end, as ``<work directory's name>/<timestamp>``.
+        interval: iterations between two log lines.
+        ignore_last: write no line at the end of an epoch whose length is not a multiple of ``interval``, unless it
+            would be the only line of the epoch.
+        interval_exp_name: iterations between two lines with the experiment's name; every epoch's end has one too.
+        out_dir: folder to copy the logs to at the end of the run, as ``<work directory's name>/<timestamp>``.
         out_suffix: endings of the files to copy.
-        keep_local: leave the originals of copied files.
-        log_metric_by_epoch: the step of validation records is the epoch, where training has epochs.
-        progress_bar: show a progress bar; None: on an interactive terminal.
+        keep_local: keep the originals of copied files.
+        log_metric_by_epoch: use the epoch as the step of validation records, if training has epochs.
+        progress_bar: show a progress bar; None: only on an interactive terminal.
         file_client_args, backend_args: not supported.
     """
 
@@ -78,7 +78,7 @@ class LoggerHook(Hook):
         self._by_epoch = True
 
     def _open(self, runner: Run) -> None:
-        """Open the reporters, once per run; not before there is something to report."""
+        """Open the reporters, once per run, when there is something to report."""
         if self._is_open:
             return
         self._is_open = True
@@ -89,7 +89,7 @@ class LoggerHook(Hook):
                 reporter.on_start(config)
 
     def before_train(self, runner: Run) -> None:
-        """Open the reporters and show the bar."""
+        """Open the reporters and show the progress bar."""
         self._open(runner)
         self._by_epoch = runner.train_loop.by_epoch
         wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
@@ -98,7 +98,7 @@ class LoggerHook(Hook):
             self._bar.start()
 
     def before_train_epoch(self, runner: Run) -> None:
-        """Note how long the epoch is, and have enough history kept; a resumed one may have another length than the next."""
+        """Prepare the histories and read the epoch's length, which may differ after a resumed epoch."""
         loop = runner.train_loop
         runner.log_processor.prepare(runner, "train")
         self._length = loop.epoch_length if loop.by_epoch else loop.max_iters
@@ -110,7 +110,7 @@ class LoggerHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """A line if it is due; the same decision on every rank, because the loss is averaged over them."""
+        """Write a line if it is due; every rank decides alike, because the loss is averaged over the ranks."""
         done = runner.iter + 1
         inner = batch_idx + 1 if self._by_epoch else done
         is_last = inner == self._length
@@ -128,24 +128,24 @@ class LoggerHook(Hook):
             self._bar.update(record)
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Nothing waits while something else than training goes on."""
+        """Write the pending lines, so that none waits during a validation or a save."""
         self._lines.flush()
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Have enough history kept."""
+        """Write the pending lines and prepare the histories of validation."""
         self._open(runner)
         self._lines.flush()
         runner.log_processor.prepare(runner, "val")
 
     def before_test_epoch(self, runner: Run) -> None:
-        """Have enough history kept."""
+        """Prepare the histories of testing."""
         self._open(runner)
         runner.log_processor.prepare(runner, "test")
 
     def after_val_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """A line if it is due."""
+        """Write a line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
         if self._bar is not None:
@@ -154,19 +154,19 @@ class LoggerHook(Hook):
     def after_test_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """A line if it is due."""
+        """Write a line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """A line with the metrics, and a record."""
+        """Write a line with the metrics, and a record."""
         record, line = runner.log_processor.get_log_after_epoch(runner, num_batches(runner, "val"), "val")
         runner.logger.info(line)
         counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
         self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """A line with the metrics, and ``<timestamp>.json`` with them in the log folder."""
+        """Write a line with the metrics, and write them to ``<timestamp>.json`` in the log folder."""
         processor = runner.log_processor
         record, line = processor.get_log_after_epoch(runner, num_batches(runner, "test"), "test", with_non_scalar=True)
         runner.logger.info(line)
@@ -176,14 +176,14 @@ class LoggerHook(Hook):
             path.write_text(json.dumps(plain(record)) + "\n", encoding="utf-8")
 
     def after_run(self, runner: Run) -> None:
-        """Close what is open, and copy the logs if asked to."""
+        """Close the reporters and the bar, and copy the logs if ``out_dir`` is given."""
         self._close(runner)
         if self.out_dir is not None and runner.rank == 0:
-            # Below the log folder's own name, so that a second run's do not replace the first one's.
+            # The log folder's own name keeps the logs of a second run from replacing those of the first.
             self._copy(runner, self.out_dir / Path(runner.work_dir).name / Path(runner.log_dir).name)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Give the terminal back and write what is pending."""
+        """Restore the terminal and write the pending lines."""
         self._close(runner)
 
     def _report(self, runner: Run, record: dict[str, Any], step: int, mode: str) -> None:
@@ -193,7 +193,7 @@ class LoggerHook(Hook):
 
     def _close(self, runner: Run) -> None:
         self._is_open = False
-        with contextlib.ExitStack() as parts:  # the last first, and all of them whatever one raises
+        with contextlib.ExitStack() as parts:  # closes in reverse order, and all of them even if one raises
             if runner.rank == 0:
                 for reporter in reversed(runner.reporters):
                     parts.callback(reporter.close)

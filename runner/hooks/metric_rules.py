@@ -1,4 +1,4 @@
-"""Which of two values of a metric is the better one."""
+"""Compare two values of a metric: greater is better, or less."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ...core.errors import ConfigError
 
 Rule = Literal["greater", "less"]
 
-# MMEngine's words for metrics, found in part and in any case.
+# MMEngine's words, matched as part of a metric's name, in upper or lower case.
 GREATER_KEYS = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
 LESS_KEYS = ("loss",)
 
 
 def check_rule(rule: str, where: str) -> Rule:
-    """``rule`` itself.
+    """Return ``rule`` if it is valid.
 
     Raises:
-        ConfigError: it is neither "greater" nor "less".
+        ConfigError: the rule is neither "greater" nor "less".
     """
     if rule not in ("greater", "less"):
         raise ConfigError(f'{where}: "{rule}" is not allowed, choose greater or less')
@@ -29,10 +29,10 @@ def check_rule(rule: str, where: str) -> Rule:
 def infer_rule(
     key: str, where: str, greater_keys: Sequence[str] = GREATER_KEYS, less_keys: Sequence[str] = LESS_KEYS
 ) -> Rule:
-    """Whether greater or less is better, by the metric's name: first the whole name counts, then a part of it.
+    """Return the rule that fits the metric's name: the whole name is looked up first, then parts of it.
 
     Raises:
-        ConfigError: the name says nothing.
+        ConfigError: no known word is in the name.
     """
     name = key.lower()
     greater, less = [k.lower() for k in greater_keys], [k.lower() for k in less_keys]
@@ -48,10 +48,10 @@ def infer_rule(
 
 
 def is_better(rule: Rule, value: float, than: float) -> bool:
-    """Whether ``value`` is better; NaN and infinity, which nothing could be better than, never are."""
+    """True if ``value`` is better than ``than``; never for NaN and infinity, which no later value could beat."""
     return math.isfinite(value) and (value > than if rule == "greater" else value < than)
 
 
 def worst(rule: Rule) -> float:
-    """A value that every number is better than."""
+    """Return the value that every finite number is better than."""
     return -math.inf if rule == "greater" else math.inf

@@ -1,4 +1,4 @@
-"""NonFiniteHook: a loss or a gradient norm that is NaN or infinite does not go by without a word."""
+"""NonFiniteHook: reports a loss or a gradient norm that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _ADVICE = 'env_cfg=dict(nonfinite="raise") names the module where it begins'
 
 @HOOKS.register_module()
 class NonFiniteHook(Hook):
-    """Notices a loss or gradient norm that is NaN or infinite, when the figures are read for a log line.
+    """Detects a loss or gradient norm that is NaN or infinite, when the scalars are read for a log line.
 
-    Nothing else is read from the device, so what was wrong is noticed at the next line, or with the last of several lines
-    that are written at a time in a fast loop, and the iterations and ranks are told apart then. What happens is
+    Nothing else is read from the device. So the problem is noticed at the next log line (in a fast loop, with the last
+    of several lines that are written together), but the message names the right iteration and rank. The reaction is
     ``env_cfg=dict(nonfinite=...)``:
 
-    - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite by then; more
-      are written after 10, 100, ... lines with such figures, and one when they are finite again.
-    - "raise": NonFiniteError on every rank. It names the first module whose output is not finite when the last batch is run
-      again; or, once weights are not finite, the first module that has such.
-    - "skip": an update whose loss or gradients are not finite is left out, on all ranks alike, as one that loss scaling
-      cancels: weights, moments, schedules and averages stay. The host waits for the device at every update to know it.
-      Running statistics of normalisation are not protected. Refused with an OptimWrapper that defines ``step`` or
-      ``backward`` anew, and with stage 0 of DeepSpeed.
-    - "ignore": nothing.
+    - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite at that
+      time; more warnings after 10, 100, ... lines with such values, and one when they are finite again.
+    - "raise": NonFiniteError on every rank. It names the first module whose output is not finite when the last batch is
+      run again; or, if weights are no longer finite, the first module with such weights.
+    - "skip": an update whose loss or gradients are not finite is skipped on all ranks, as loss scaling does: weights,
+      moments, schedules and averages do not change. The host waits for the device at every update to decide this.
+      Running statistics of normalisation layers are not protected. Refused with an OptimWrapper that overrides ``step``
+      or ``backward``, and with stage 0 of DeepSpeed.
+    - "ignore": no reaction.
 
-    Under loss scaling gradients may be infinite, and only losses count.
+    With loss scaling, gradients may be infinite, so only losses are checked.
 
     Args:
-        interval: iterations between two looks where there is no LoggerHook; the figures are then read for them.
+        interval: iterations between two checks if there is no LoggerHook; the scalars are then read for the checks.
     """
 
-    priority = "LOW"  # after the logger has read the figures, before checkpoints are saved
+    priority = "LOW"  # after the logger has read the scalars, before checkpoints are saved
 
     def __init__(self, interval: int = 50) -> None:
         if interval < 1:
@@ -63,10 +63,10 @@ class NonFiniteHook(Hook):
         self._left_out = 0
 
     def before_train(self, runner: Run) -> None:
-        """Look at what comes from now on."""
+        """Start checking from the current iteration."""
         action = runner.options.env_cfg.nonfinite
         self._raises, self._skips = action == "raise", action == "skip"
-        # Lines are less than two intervals apart, also where epochs end in between.
+        # Log lines are less than two intervals apart, also where an epoch ends in between.
         lines = [2 * hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
         self._patience = max(lines, default=self.interval)
         self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
@@ -82,7 +82,7 @@ class NonFiniteHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Look, if the figures have been read."""
+        """Check the scalars if they have been read."""
         self._waited += 1
         if self._raises:
             self._batch = data_batch
@@ -93,15 +93,15 @@ class NonFiniteHook(Hook):
             self._look(runner, runner.iter + 1)
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Look, if the last lines of the epoch have waited until now."""
+        """Check the last lines of the epoch, which may have been pending until now."""
         self._look_behind(runner)
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Look, if the last lines before a validation have waited until now."""
+        """Check the last lines before a validation, which may have been pending until now."""
         self._look_behind(runner)
 
     def after_train(self, runner: Run) -> None:
-        """Look at the end, and say so if it is a bad one."""
+        """Check once more, and log an error if the last values or the weights are not finite."""
         if self._waited:
             runner.message_hub.fetch("train/", reduce=AVERAGED)
             self._look(runner, runner.iter)
@@ -113,11 +113,11 @@ class NonFiniteHook(Hook):
         self._batch = None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Let go of the batch."""
+        """Release the batch."""
         self._batch = None
 
     def _look_behind(self, runner: Run) -> None:
-        """Look between two iterations, if the figures have been read since the last look and there are any new."""
+        """Check between two iterations, if new scalars have been read since the last check."""
         if self._waited and runner.message_hub.readings != self._readings:
             self._look(runner, runner.iter)
         self._readings = runner.message_hub.readings
@@ -132,7 +132,7 @@ class NonFiniteHook(Hook):
         if look.is_bad:
             if self._raises or self._episode.goes_on():
                 self._report(runner, look, iteration)
-        elif left_out:  # no loss, and no norm was computed for the log
+        elif left_out:  # no loss is bad, and no gradient norm was computed for the log
             if self._episode.goes_on():
                 what = f"{left_out} of the last {look.iterations} updates had gradients that are not finite"
                 runner.logger.warning(f"Iteration {iteration}: {what}; {_LEFT_OUT}")
@@ -157,19 +157,19 @@ class NonFiniteHook(Hook):
 
 
 def _left_out(runner: Run) -> int:
-    """How many updates the guards have not let through."""
+    """Return the number of updates that the guards have skipped."""
     wrappers = runner.optim_wrapper.wrappers.values() if runner.optim_wrapper else ()
     return sum(wrapper.guard.left_out for wrapper in wrappers if wrapper.guard is not None)
 
 
 class _Episode:
-    """How often to say that it goes on: after 1, 10, 100, ... bad looks, until ten in a row were good."""
+    """Decides how often to report: at bad looks 1, 10, 100, ..., starting again after ten good ones in a row."""
 
     def __init__(self) -> None:
         self._bad, self._good, self._next, self._is_told = 0, 0, 1, False
 
     def goes_on(self) -> bool:
-        """Note a bad look; whether to say so."""
+        """Count a bad look; return True if it is to be reported."""
         self._bad, self._good = self._bad + 1, 0
         if self._bad < self._next:
             return False
@@ -177,7 +177,7 @@ class _Episode:
         return True
 
     def passes(self) -> bool:
-        """Note a good look; whether to say so."""
+        """Count a good look; return True if it is to be reported."""
         self._good += 1
         if self._good >= _QUIET_LOOKS:
             self._bad, self._next = 0, 1
@@ -186,9 +186,9 @@ class _Episode:
 
 
 def _in_words(findings: Sequence[Sequence[Finding]], ranks: Sequence[int], look: Look, iteration: int) -> Iterator[str]:
-    """What was first not finite, where; and how often it was."""
+    """Yield the first scalars that were not finite, with iteration and ranks, and how often this happened."""
     bad = {finding.iteration for found in findings for finding in found}
-    if not bad:  # the sum over the ranks is too large for its digits
+    if not bad:  # only the sum over the ranks overflowed
         yield f"Iteration {iteration}: the mean of the loss over the ranks is not finite"
         return
     first = min(bad)

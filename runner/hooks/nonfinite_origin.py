@@ -1,4 +1,4 @@
-"""Where NaN or infinity begins: the last batch is run again, with a look at what every module gives."""
+"""Find the first module whose output is not finite, by running the last batch again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def find_origin(runner: Run, batch: Any) -> str:
-    """Where it begins, as the end of a sentence, the same on every rank; all of them have to call it.
+    """Return the origin of NaN or infinity, as the end of a sentence; a collective, with the same result on every rank.
 
-    Random numbers are others than they were. The run cannot go on afterwards: gradients and statistics have changed.
+    Random numbers differ from the first run. Training cannot continue afterwards: gradients and statistics change.
 
     Args:
-        runner: whose model it is.
-        batch: the last one, or, with accumulation, the list of the last window's.
+        runner: the runner whose model is checked.
+        batch: the last batch; with gradient accumulation, the list of the last window's micro-batches.
     """
     window = batch if runner.accumulate > 1 else [batch]
     weights = nonfinite_weights(runner)
@@ -46,12 +46,12 @@ def find_origin(runner: Run, batch: Any) -> str:
 
 
 class _Run(NamedTuple):
-    """What was seen when a window was run again."""
+    """The modules and outputs seen when a window was run again."""
 
     called: list[str]
-    """The modules, as they ended."""
+    """The modules, in the order in which their forward ended."""
     bad: str | None
-    """The first of them whose output was not finite."""
+    """The first of them whose output is not finite."""
     error: str | None
 
 
@@ -62,9 +62,9 @@ def _run_again(runner: Run, window: list[Any]) -> _Run:
             for micro_batch in window:
                 before = len(seen)
                 runner.stepper.rehearse(micro_batch, _Idle(runner.optim_wrapper))
-                if not runner.stepper.counts(micro_batch):  # its mean over nothing is left out of the update
+                if not runner.stepper.counts(micro_batch):  # the update ignores it: a mean over no items
                     del seen[before:]
-        except Exception as reason:  # as a model that checks its input raises; part of what is said then
+        except Exception as reason:  # a model may check its input; the error becomes part of the message
             error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"
     bad = next((name for name, is_finite in seen if not bool(is_finite)), None)
     return _Run([name for name, _ in seen], bad, error)
@@ -72,7 +72,7 @@ def _run_again(runner: Run, window: list[Any]) -> _Run:
 
 @contextmanager
 def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, Tensor]]]:
-    """Whether the outputs of the modules within were finite, by their names, in the order in which they ended."""
+    """Record by name, in the order in which they end, whether the outputs of all modules are finite."""
     seen: list[tuple[str, Tensor]] = []
 
     def watch(name: str) -> Any:
@@ -85,7 +85,7 @@ def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, 
 
     handles = [part.register_forward_hook(watch(_title(name, part))) for name, part in module.named_modules()]
     try:
-        # Compiled code does not ask for hooks that came after it.
+        # Compiled code ignores hooks that are registered after compilation.
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             yield seen
     finally:
@@ -110,7 +110,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _first_with(weights: list[str], run: _Run, runner: Run) -> str | None:
-    """The first module in forward that has some of the ``weights`` of its own; None where averages alone are bad."""
+    """Return the first module in forward that directly owns some of the ``weights``; None if only averages do."""
     own = {
         _title(prefix, part): [name for name in weights if name.rpartition(".")[0] == prefix]
         for prefix, part in runner.strategy.module.named_modules()
@@ -124,7 +124,7 @@ def _first_with(weights: list[str], run: _Run, runner: Run) -> str | None:
 
 
 def _in_backward(runner: Run, window: list[Any]) -> str:
-    """The gradients that are not finite, when forward is."""
+    """Return the gradients that are not finite, when all outputs of forward are."""
     again = "weights are finite, and every output is when the batch is run again"
     if not runner.stepper.differentiate(window):
         return again
@@ -137,7 +137,7 @@ def _in_backward(runner: Run, window: list[Any]) -> str:
 
 
 class _Idle:
-    """An OptimWrapper, or several, for a model's own ``train_step``, that does everything but differentiate and update."""
+    """Wraps an OptimWrapper, or several, for a model's own ``train_step``; it neither differentiates nor updates."""
 
     def __init__(self, optim: Any) -> None:
         self._optim = optim
@@ -155,6 +155,6 @@ class _Idle:
         return len(self._optim)
 
     def update_params(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     backward = step = zero_grad = update_params

@@ -1,4 +1,4 @@
-"""ParamSchedulerHook: learning rates and momenta move."""
+"""ParamSchedulerHook: steps learning rate and momentum schedulers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ParamSchedulerHook(Hook):
     """Steps the parameter schedulers: by iteration, by epoch, or by the metrics of a validation.
 
-    A scheduler that counts iterations counts updates that were applied: one that loss scaling cancelled does not move it.
+    A scheduler that counts iterations counts applied updates: one that loss scaling skipped does not step it.
     """
 
     priority = "LOW"
@@ -26,7 +26,7 @@ class ParamSchedulerHook(Hook):
         self._by_epoch: list[Any] = []
 
     def before_train(self, runner: Run) -> None:
-        """Sort the schedulers by what they count."""
+        """Sort the schedulers into those by iteration and those by epoch."""
         given = runner.param_schedulers or []
         schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
         self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
@@ -39,26 +39,26 @@ class ParamSchedulerHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Step those that count iterations."""
+        """Step the schedulers that count iterations."""
         for scheduler in self._by_iter:
             if not scheduler.optimizer.last_step.skipped:
                 scheduler.step()
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Step those that count epochs."""
+        """Step the schedulers that count epochs."""
         for scheduler in self._by_epoch:
             scheduler.step()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Give the metrics to those that judge them; only in training."""
+        """Step the schedulers that depend on metrics, during training only."""
         for scheduler in self._by_epoch:
             if scheduler.need_val_args:
                 scheduler.step(metrics or {})
 
     def after_train(self, runner: Run) -> None:
-        """A validation that comes later is not part of training."""
+        """Leave training: a later validation must not step schedulers."""
         self._by_iter, self._by_epoch = [], []
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """A validation that comes later is not part of training."""
+        """Leave training: a later validation must not step schedulers."""
         self._by_iter, self._by_epoch = [], []

@@ -1,4 +1,4 @@
-"""The order of hooks at one point."""
+"""Priority: the order in which hooks run at one hook point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...core.errors import ConfigError, one_of, suggest
 
 
 class Priority(IntEnum):
-    """Named places in the order: a lower number runs earlier."""
+    """Named priorities: a hook with a lower number runs earlier."""
 
     HIGHEST = 0
     VERY_HIGH = 10
@@ -22,10 +22,10 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority, where: str = "priority") -> int:
-    """The number from 0 (first) to 100 (last) that ``priority`` stands for.
+    """Return the number from 0 (first) to 100 (last) for ``priority``.
 
     Raises:
-        ConfigError: an unknown name, or a number outside 0 to 100.
+        ConfigError: unknown name, or a number outside 0 to 100.
     """
     if isinstance(priority, str):
         names = Priority.__members__

@@ -1,4 +1,4 @@
-"""ProfilerHook: where the time of the first iterations goes."""
+"""ProfilerHook: profiles the first iterations with torch.profiler."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _WHERE = "ProfilerHook"
 
 @HOOKS.register_module()
 class ProfilerHook(Hook):
-    """Runs torch.profiler over the beginning of training.
+    """Runs torch.profiler at the beginning of training.
 
     Args:
         by_epoch: ``profile_times`` counts epochs rather than iterations.
-        profile_times: how many to profile; only 1 with by_epoch, because profiles of more are too large to use.
-        activity_with_cpu, activity_with_cuda, activity_with_xpu: what to record.
+        profile_times: epochs or iterations to profile; only 1 with by_epoch, because larger profiles are unusable.
+        activity_with_cpu, activity_with_cuda, activity_with_xpu: the activities to record.
         schedule: ``dict(wait=1, warmup=1, active=3, repeat=1)``, in iterations; default: record all.
         on_trace_ready: ``dict(type='log_trace', sort_by=..., row_limit=...)`` writes a table to the log,
             ``dict(type='tb_trace', dir_name=..., worker_name=...)`` a trace for TensorBoard; or a function of the profile.
         record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
-        json_trace_path: file for a Chrome trace; ranks other than 0, and cycles of a schedule after the first, add their
-            number to its name.
+        json_trace_path: file for a Chrome trace; ranks other than 0, and cycles of a schedule after the first, append
+            their number to its name.
     """
 
     priority = "VERY_LOW"
@@ -109,16 +109,16 @@ class ProfilerHook(Hook):
             self._stop()
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Stop after the first epoch."""
+        """Stop after the first epoch, if epochs are counted."""
         if self.by_epoch:
             self._stop()
 
     def after_train(self, runner: Run) -> None:
-        """Stop if training was shorter than was asked for."""
+        """Stop if training was shorter than expected."""
         self._stop()
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Stop; what was recorded until then is written."""
+        """Stop and write what was recorded so far."""
         self._stop()
 
     def _stop(self) -> None:

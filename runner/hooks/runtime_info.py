@@ -1,4 +1,4 @@
-"""RuntimeInfoHook: what the run is doing, in the message hub."""
+"""RuntimeInfoHook: writes learning rates, losses, metrics and the position in training to the message hub."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Puts learning rates, training outputs, metrics and the loop's position into the message hub.
+    """Writes learning rates, training outputs, metrics and the loop's position to the message hub.
 
-    Scalars are ``train/lr``, ``train/loss``, ``val/<metric>``; metrics that are no scalars become facts of that name.
+    Scalars are ``train/lr``, ``train/loss``, ``val/<metric>``; metrics that are not scalars become infos of that name.
     """
 
     priority = "VERY_HIGH"
 
     def __init__(self) -> None:
         self._rates: list[tuple[HistoryBuffer, Any]] = []
-        self._get_lr: Callable[[], Mapping[str, Any]] | None = None  # a wrapper's own
+        self._get_lr: Callable[[], Mapping[str, Any]] | None = None  # the method of a wrapper class that overrides it
         self._outputs: dict[str, HistoryBuffer] = {}
         self._stages: list[str] = []
 
     def before_run(self, runner: Run) -> None:
-        """Note the experiment's name."""
+        """Record the experiment's name."""
         runner.message_hub.update_info("experiment_name", runner.experiment_name, resumed=False)
 
     def before_train(self, runner: Run) -> None:
-        """Note where training begins and how long it will be."""
+        """Record the start and the length of training."""
         self._enter(runner, "train")
         hub, optim = runner.message_hub, runner.optim_wrapper
         wrappers = {} if optim is None else optim.wrappers
@@ -48,7 +48,7 @@ class RuntimeInfoHook(Hook):
         self._rates = [
             (hub.history(f"train/{name}.lr" if name else "train/lr"), _holder(wrapper))
             for name, wrapper in wrappers.items()
-            if wrapper.param_groups[0].get("lr") is not None  # Adafactor, for one, may find its own
+            if wrapper.param_groups[0].get("lr") is not None  # an optimizer such as Adafactor may compute its own
         ]
         self._outputs = {}
         for key in ("epoch", "iter"):
@@ -60,11 +60,11 @@ class RuntimeInfoHook(Hook):
             hub.update_info("dataset_meta", meta)
 
     def after_train(self, runner: Run) -> None:
-        """Note that training is over."""
+        """Record that training is over."""
         self._leave(runner)
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Note the learning rate of each optimizer's first group."""
+        """Record the learning rate of each optimizer's first parameter group."""
         for history, optimizer in self._rates:
             rate = optimizer.param_groups[0]["lr"]
             history.append(rate if type(rate) is float else _as_it_is(rate))
@@ -79,42 +79,42 @@ class RuntimeInfoHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep the outputs, on the device if they are there."""
+        """Record the outputs; tensors stay on their device."""
         if outputs:
             histories = self._outputs
             for key, value in outputs.items():
                 if key in histories:
                     histories[key].append(value)
-                else:  # once with all checks
+                else:  # the first time, with all checks
                     runner.message_hub.update_scalar(f"train/{key}", value)
                     histories[key] = runner.message_hub.history(f"train/{key}")
 
     def before_val(self, runner: Run) -> None:
-        """Note that validation runs."""
+        """Record that validation runs."""
         self._enter(runner, "val")
 
     def after_val(self, runner: Run) -> None:
-        """Note what runs again."""
+        """Record the stage that continues after validation."""
         self._leave(runner)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Keep the metrics."""
+        """Record the metrics."""
         _keep(runner, "val", metrics)
 
     def before_test(self, runner: Run) -> None:
-        """Note that testing runs."""
+        """Record that testing runs."""
         self._enter(runner, "test")
 
     def after_test(self, runner: Run) -> None:
-        """Note that testing is over."""
+        """Record that testing is over."""
         self._leave(runner)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Keep the metrics."""
+        """Record the metrics."""
         _keep(runner, "test", metrics)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Note that nothing runs any more."""
+        """Record that no stage is running."""
         self._stages = []
         runner.message_hub.pop_info("loop_stage")
 
@@ -131,12 +131,12 @@ class RuntimeInfoHook(Hook):
 
 
 def _holder(wrapper: Any) -> Any:
-    """Who holds the parameter groups that a wrapper speaks of; its optimizer, unless a user's class has others."""
+    """Return the object with the parameter groups: the optimizer, or the wrapper if its class overrides them."""
     return wrapper if overridden(wrapper, "param_groups", "optimizer") else wrapper.optimizer
 
 
 def _as_it_is(rate: Any) -> Any:
-    """The learning rate as it is now; a schedule changes a tensor in place, which nobody reads before the next log line."""
+    """Return the current learning rate; a tensor is copied, because schedulers change it in place."""
     return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 

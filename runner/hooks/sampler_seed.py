@@ -1,4 +1,4 @@
-"""DistSamplerSeedHook: a new order of the samples in every epoch."""
+"""DistSamplerSeedHook: gives the epoch to samplers, for a new order of samples in every epoch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """Tells the training sampler which epoch begins, so that all ranks shuffle alike and every epoch differently."""
+    """Calls ``set_epoch`` of the training sampler, so that every epoch has a new order, the same on all ranks."""
 
     priority = "NORMAL"
 
     def before_train_epoch(self, runner: Run) -> None:
-        """Call ``set_epoch`` wherever the training data have one.
+        """Call ``set_epoch`` of every part of the training data that has it.
 
-        They call it too, before they are read: this one is for loops of the user's own, which may read the loader.
+        The dataloaders call it too before they are read. Custom loops may read one directly, and need this call.
         """
         tell_loader_epoch(runner.train_dataloader, runner.epoch)

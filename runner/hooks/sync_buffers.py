@@ -1,4 +1,4 @@
-"""SyncBuffersHook: running statistics that are the same on all ranks."""
+"""SyncBuffersHook: averages buffers, such as running statistics, over the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Replaces floating-point buffers by their means over the ranks after every training epoch.
+    """Replaces floating-point buffers by their mean over the ranks after every training epoch.
 
-    Loops without epochs do it before every validation.
+    Loops without epochs do this before every validation.
     """
 
     priority = "NORMAL"
@@ -24,12 +24,12 @@ class SyncBuffersHook(Hook):
         self._is_fresh = False
 
     def after_train_epoch(self, runner: Run) -> None:
-        """Average, and spare the validation that follows."""
+        """Average the buffers; the validation that follows need not do it again."""
         runner.strategy.average_buffers()
         self._is_fresh = True
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Average, unless that was just done."""
+        """Average the buffers, unless this was done since the last validation."""
         if not self._is_fresh:
             runner.strategy.average_buffers()
         self._is_fresh = False

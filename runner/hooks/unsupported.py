@@ -1,4 +1,4 @@
-"""Arguments and methods of MMEngine's hooks that have no meaning here."""
+"""Arguments and methods of MMEngine's hooks that flextrain refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REASONS = {
 
 
 def refuse(where: str, **arguments: Any) -> None:
-    """Raise ConfigError, with the reason, if one of ``arguments`` is not None."""
+    """Raise ConfigError with the reason if one of ``arguments`` is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(f"{where}.{name}: has no meaning here, {_REASONS[name]}; leave it out")
@@ -39,6 +39,6 @@ _METHODS = {
 
 
 def refuse_methods(hook: object, where: str) -> None:
-    """Raise ConfigError if a subclass of one of the hooks defines a method that only MMEngine's hook calls."""
+    """Raise ConfigError if a subclass of a hook overrides a method that only MMEngine's hook calls."""
     for base in type(hook).__mro__:
         refuse_unused(hook, _METHODS.get(base.__name__, {}), where)
