@@ -1,4 +1,4 @@
-"""What a run tells its user: log lines, progress, and the back ends that keep scalars."""
+"""Output of a run: log lines, the progress bar, and reporters that store scalars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reporters of a run, from its configuration."""
+"""Build the reporters of a run from the argument ``visualizer``."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .reporter import Reporter
 
 
 class VisualizerConfig(Config):
-    """MMEngine's ``visualizer``, as far as it keeps scalars."""
+    """MMEngine's ``visualizer``; only its settings for scalars are used."""
 
     type: Any = "Visualizer"
     """"Visualizer"."""
     name: str | None = None
-    """Accepted and not needed: nothing looks a visualizer up by name."""
+    """Accepted for compatibility; has no effect."""
     vis_backends: list[Any] | None = None
-    """Configurations of reporters; an empty list: none."""
+    """Configurations of reporters; an empty list: no reporters."""
     json_lines: bool = True
-    """Write JSON lines too, where ``vis_backends`` has others only."""
+    """Write JSON lines too, if ``vis_backends`` has only other reporters."""
     save_dir: str | None = None
-    """Folder for what reporters write."""
+    """Folder that reporters write to."""
 
 
 def build_reporters(visualizer: Any = None, save_dir: str | Path = "vis_data") -> list[Reporter]:
-    """The reporters of a run; they open nothing before ``on_start``.
+    """Build the reporters of a run; they open nothing before ``on_start``.
 
     Args:
-        visualizer: ``dict(type='Visualizer', vis_backends=[...])`` as in MMEngine, a list of reporters or their
-            configurations. JSON lines are written beside them, unless the list is empty or ``json_lines=False``.
-        save_dir: folder for reporters that are not told another.
+        visualizer: ``dict(type='Visualizer', vis_backends=[...])`` as in MMEngine, or a list of reporters or their
+            configurations. JSON lines are written too, unless the list is empty or ``json_lines=False``.
+        save_dir: folder for reporters without a folder of their own.
 
     Raises:
-        ConfigError: a wrong configuration, or a package that is not installed.
+        ConfigError: an invalid configuration, or a package that is not installed.
     """
     where, json_lines = "visualizer", True
     if isinstance(visualizer, Mapping):

@@ -1,4 +1,4 @@
-"""The logger of a run: where its lines go and what they look like."""
+"""The logger of a run: its handlers and the format of its lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 IN_FILE = "traceback_in_file"
-"""An attribute of records whose traceback is for the file alone; there it is written by every rank."""
+"""Attribute of records whose traceback goes only to the log file; there every rank writes it."""
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -26,10 +26,10 @@ else:
 
 
 class LineFormatter(logging.Formatter):
-    """One line per record, worked out once for all handlers, and the time once per second.
+    """Formats one line per record; the text is made once for all handlers, and the time once per second.
 
     Args:
-        place: stands before the message.
+        place: text before the message.
     """
 
     def __init__(self, place: str = "") -> None:
@@ -40,7 +40,7 @@ class LineFormatter(logging.Formatter):
         self._text = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """``11/21 10:33:15 - flextrain - INFO - message``, and the traceback of an exception below it."""
+        """Return ``11/21 10:33:15 - flextrain - INFO - message``, with the traceback of an exception below it."""
         if record is not self._record:
             second = int(record.created)
             if second != self._second:
@@ -51,14 +51,14 @@ class LineFormatter(logging.Formatter):
 
 
 class ConsoleHandler(_StreamHandler):
-    """Writes to whatever ``sys.stdout`` is at the moment, and above a progress bar while there is one."""
+    """Writes to the current ``sys.stdout``, and above the progress bar while one is shown."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
         self.live: Console | None = None
 
     def format(self, record: logging.LogRecord) -> str:
-        """Without a traceback that is for the file."""
+        """Return the line without a traceback that belongs only in the file."""
         text = super().format(record)
         return text.partition("\n")[0] if getattr(record, IN_FILE, False) else text
 
@@ -69,17 +69,17 @@ class ConsoleHandler(_StreamHandler):
             super().emit(record)
             return
         try:
-            # The terminal breaks long lines itself; broken by rich they could not be copied as one.
+            # The terminal wraps long lines itself. If rich wrapped them, they could not be copied as one line.
             self.live.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
-        except Exception:  # logging's contract: a handler reports its own failure and never raises
+        except Exception:  # by logging's contract a handler reports its own failure and never raises
             self.handleError(record)
 
 
 class FailureFile(logging.FileHandler):
-    """Adds to the file of rank 0 what made this rank fail; on another machine, to one in the same place.
+    """Writes the failures of this rank to the log file of rank 0; on another machine, to the same path there.
 
     Args:
-        path: the file, which is not made before there is a failure.
+        path: the log file, which is created only at the first failure.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,11 +93,11 @@ class FailureFile(logging.FileHandler):
 
 
 def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = None, rank: int = 0) -> logging.Logger:
-    """The logger ``flextrain``, set up for this process.
+    """Configure and return the logger ``flextrain`` of this process.
 
-    Rank 0 writes lines from ``log_level`` on to the console and to ``log_file``; other ranks write errors to the console,
-    and to the file what ended them. Handlers of an earlier run in the same process are replaced, and lines do not go on to
-    the root logger.
+    Rank 0 writes lines of ``log_level`` and above to the console and to ``log_file``. Other ranks write errors to the
+    console, and the failure that ended them to the file. Handlers of an earlier run in the same process are replaced,
+    and lines are not passed on to the root logger.
     """
     level = check_log_level(log_level)
     logger = logging.getLogger(NAME)
@@ -120,7 +120,7 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
 
 
 def close_logger() -> None:
-    """Remove and close the handlers that ``setup_logger`` added; handlers of others stay."""
+    """Remove and close the handlers that ``setup_logger`` added; other handlers stay."""
     logger = logging.getLogger(NAME)
     for handler in [handler for handler in logger.handlers if handler.get_name() == NAME]:
         logger.removeHandler(handler)
@@ -128,15 +128,15 @@ def close_logger() -> None:
 
 
 def console_handler() -> ConsoleHandler | None:
-    """The handler that writes to the console, None before ``setup_logger``."""
+    """Return the handler that writes to the console; None before ``setup_logger``."""
     return next((h for h in logging.getLogger(NAME).handlers if isinstance(h, ConsoleHandler)), None)
 
 
 def check_log_level(level: int | str) -> int:
-    """The number of a level of logging.
+    """Return the number of a log level.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: the level does not exist.
     """
     if isinstance(level, str):
         if level.upper() not in _LEVELS:

@@ -1,4 +1,4 @@
-"""Witness: whether losses and gradient norms were finite since the last look, on which rank and in which iteration."""
+"""Witness: finds losses and gradient norms that were not finite, with their iteration and rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = "train/"
 
 
 class Finding(NamedTuple):
-    """A figure that is not finite."""
+    """A scalar that is not finite."""
 
     iteration: int
     name: str
@@ -24,18 +24,18 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """What the figures since the last look say."""
+    """The result of one look at the scalars that are new since the last look."""
 
     is_bad: bool
-    """Whether any is not finite; of any rank, where it is agreed on."""
+    """True if any scalar is not finite; on any rank, if ``is_agreed``."""
     is_agreed: bool
-    """Whether all ranks know the same; they do not where a model gives no loss to average."""
+    """True if all ranks know the same result; False if the model gives no loss to average."""
     own: tuple[Finding, ...]
-    """What is not finite of this rank's own, oldest first."""
+    """This rank's own scalars that are not finite, oldest first."""
     iterations: int
-    """How many there were."""
+    """Number of iterations since the last look."""
     forgotten: int
-    """How many of the first of them are not kept any more."""
+    """Number of the oldest of these iterations whose values are no longer kept."""
 
 
 @dataclass
@@ -43,23 +43,23 @@ class _Watched:
     key: str
     history: HistoryBuffer
     seen: int = 0
-    """Updates of it at the last look."""
+    """Number of updates at the last look."""
 
     def new(self) -> list[Any]:
-        """What came since, newest first."""
+        """Return the values since the last look, newest first."""
         return self.history.newest(self.history.updates - self.seen)
 
 
 class Witness:
-    """Looks at what the message hub has of losses and gradient norms, once that was read for a log line.
+    """Looks at losses and gradient norms in the message hub, after they were read for a log line.
 
-    Losses are averaged over the ranks for it, so that all see when one is not finite. What else is looked at, gradient
-    norms and parts of losses, goes along with them as a single number.
+    Losses are averaged over the ranks at that time, so every rank sees if one is not finite. The other scalars,
+    gradient norms and parts of losses, are reduced with them as a single number.
 
     Args:
-        hub: the run's.
-        iteration: updates done.
-        norms: look at gradient norms; under loss scaling they may be infinite, and the update is then left out.
+        hub: the message hub of the run.
+        iteration: number of updates done.
+        norms: also look at gradient norms; with loss scaling they may be infinite, and the update is then skipped.
     """
 
     def __init__(self, hub: MessageHub, iteration: int, norms: bool) -> None:
@@ -72,7 +72,7 @@ class Witness:
         hub.beside = self._others
 
     def look(self, iteration: int) -> Look:
-        """What came since the last look, of which the last belongs to update number ``iteration``."""
+        """Return what is new since the last look; the newest values belong to update number ``iteration``."""
         hub, several = self._hub, not self._hub.topology.is_alone
         own: list[Finding] = []
         is_agreed, is_bad, kept = not several, False, 0
@@ -91,7 +91,7 @@ class Witness:
         return Look(is_bad, is_agreed, tuple(sorted(own, key=_as_told)) if is_bad else (), count, count - kept)
 
     def _all(self) -> list[_Watched]:
-        """The histories to look at, sorted out anew when there are more."""
+        """Return the histories to look at; the list is extended when the hub has more scalars."""
         scalars = self._hub.log_scalars
         if len(scalars) != self._size:
             known = {watched.key for watched in self._watched}
@@ -113,5 +113,5 @@ class Witness:
 
 
 def _as_told(finding: Finding) -> tuple[int, bool, str]:
-    """The oldest first, and losses before gradient norms, which follow from them."""
+    """Return a sort key: oldest first, and losses before gradient norms, which follow from them."""
     return finding.iteration, "grad_norm" in finding.name, finding.name

@@ -1,4 +1,4 @@
-"""HistoryBuffer: the last values of one scalar, the newest of which may still be on a device."""
+"""HistoryBuffer: the last values of one scalar; the newest may still be tensors on a device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...core.errors import ConfigError, one_of, suggest
 
 
 class HistoryBuffer:
-    """The last ``maxlen`` values of one scalar (None: all), each with the number of items it sums up.
+    """The last ``maxlen`` values of one scalar (None: all), each with the number of items that it sums up.
 
-    ``append`` does next to nothing, because it runs in every iteration: what is new waits, unread. Every statistic first
-    reads what is new, which waits for the device.
+    ``append`` only stores the value, because it runs in every iteration. Every statistic first reads the new values,
+    which waits for the device.
 
     Args:
-        maxlen: values kept.
-        name: for messages.
+        maxlen: number of values kept.
+        name: the scalar's name, for messages.
     """
 
     __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "averaged", "name")
@@ -32,15 +32,15 @@ class HistoryBuffer:
         self.name = name
         self._new: deque[Any] = deque(maxlen=maxlen)  # numbers, tensors, and (number or tensor, count)
         self._values: deque[float] = deque(maxlen=maxlen)
-        self._counts: deque[int] | None = None  # of the values; None while all of them are 1
-        self._device = torch.device("cpu")  # of the last tensor
-        self._local = 0  # how many of the values at the end are this rank's own, no means over the ranks yet
-        self._read = 0  # how many were read in all
+        self._counts: deque[int] | None = None  # item counts of the values; None while all are 1
+        self._device = torch.device("cpu")  # device of the last tensor
+        self._local = 0  # number of newest values that are this rank's own, not yet means over the ranks
+        self._read = 0  # number of values read so far
         self.averaged: list[Any] = []
-        """This rank's own values, as they came, of which the last ``reduce`` has made means."""
+        """This rank's own values, in order, that the last ``reduce`` replaced by means."""
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
-        """Add one value; a tensor has one element, no graph behind it, and is not changed by anybody afterwards."""
+        """Add one value; a tensor must have one element and no autograd graph, and must not be changed later."""
         self._new.append(value if count == 1 else (value, count))
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class HistoryBuffer:
         return length if maxlen is None else min(length, maxlen)
 
     def grow(self, maxlen: int | None) -> None:
-        """Keep at least ``maxlen`` values from now on; None: all."""
+        """Keep at least ``maxlen`` values from now on; None: keep all."""
         now = self._values.maxlen
         if now is not None and (maxlen is None or maxlen > now):
             self._new, self._values = deque(self._new, maxlen), deque(self._values, maxlen)
@@ -57,18 +57,18 @@ class HistoryBuffer:
 
     @property
     def updates(self) -> int:
-        """A number that grows with whatever is appended, and not with what is loaded."""
+        """The number of values appended so far; loaded values do not count."""
         return self._read + len(self._new)
 
     def newest(self, count: int) -> list[Any]:
-        """The last ``count`` values, newest first, as far as they are kept; what nobody has read is still a tensor."""
+        """Return the last ``count`` values, newest first, as far as they are kept; unread values may be tensors."""
         return [entry[0] if type(entry) is tuple else entry for entry in self._tail(count)]
 
     def unread_mean(self, count: int) -> UnreadMean | None:
-        """The mean of the last ``count`` values, to be read later.
+        """Return the mean of the last ``count`` values, to be read later.
 
-        None where it should be read now: half as many values as are kept are unread, and some will be dropped before long;
-        or values are sums over several items.
+        None if it must be read now: because half of the buffer is unread, so values would soon be dropped; or because
+        values are sums over several items.
         """
         maxlen = self._new.maxlen
         if self._counts is not None or (maxlen is not None and 2 * len(self._new) >= maxlen):
@@ -86,18 +86,18 @@ class HistoryBuffer:
 
     @property
     def data(self) -> list[float]:
-        """The values that are kept, oldest first."""
+        """The kept values, oldest first."""
         fetch([self])
         return list(self._values)
 
     def current(self) -> float:
-        """The newest value."""
+        """Return the newest value."""
         if self._new:
             fetch([self])
         return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:
-        """The mean of the last ``window_size`` values, of all that are kept by default."""
+        """Return the mean of the last ``window_size`` values; default: of all kept values."""
         total = sum(self._last(window_size))
         if self._counts is not None:
             return total / sum(islice(reversed(self._counts), window_size))
@@ -105,15 +105,15 @@ class HistoryBuffer:
         return total / (length if window_size is None or window_size > length else window_size)
 
     def max(self, window_size: int | None = None) -> float:
-        """The largest of the last values."""
+        """Return the largest of the last values."""
         return max(self._last(window_size))
 
     def min(self, window_size: int | None = None) -> float:
-        """The smallest of the last values."""
+        """Return the smallest of the last values."""
         return min(self._last(window_size))
 
     def statistics(self, method_name: str, window_size: int | None = None) -> float:
-        """The statistic of this name: mean, min, max or current."""
+        """Return the statistic with this name: mean, min, max or current."""
         check_statistic(method_name, "log_processor.custom_cfg.method_name")
         if method_name == "current":
             return self.current()
@@ -127,11 +127,11 @@ class HistoryBuffer:
     # Between devices and ranks
 
     def reduce(self, topology: Topology, beside: Sequence[Any] = ()) -> Tensor | None:
-        """Replace the values since the last call by their means over the parts of the data, unread; all ranks must call it.
+        """Replace the values since the last call by their means over the data shards, unread; a collective.
 
         Returns:
-            A number that is finite if all numbers and tensors ``beside`` are, on all ranks, which may give different counts
-            of them; None where nothing was averaged.
+            A number that is finite if all of ``beside`` is finite on all ranks, which may pass different numbers of
+            values; None if nothing was averaged.
         """
         if topology.is_alone:
             return None
@@ -142,26 +142,26 @@ class HistoryBuffer:
             self._read -= 1
         own += [entry if type(entry) is tuple else (entry, 1) for entry in self._new]
         if self._values.maxlen is not None:
-            own = own[-self._values.maxlen :]  # whatever part of them this rank has read meanwhile, all send as many
+            own = own[-self._values.maxlen :]  # every rank sends the same number, read or not
         self.averaged, total = [value for value, _ in own], None
         if own:
-            # Where the tensors are, also on a rank that has read them: each kind of device has a back end of its own.
+            # The device of the tensors, also on a rank that has read them: each kind of device has its own back end.
             device = next((value.device for value, _ in own if isinstance(value, Tensor)), self._device)
             sent = [_as_float(value, device) for value, _ in own]
             sent.append(
                 torch.stack([_as_float(value, device) for value in beside]).sum() if beside else sent[0].new_zeros(())
             )
             *means, total = topology.data.mean(torch.stack(sent)).unbind()
-            if topology.shares_data:  # whoever acts on it has to know the same, also about what should be equal
+            if topology.shares_data:  # every replica of a shard must get the same verdict
                 total = all_reduce(torch.stack([*means, total]).sum())
             self._new.clear()
             for mean, (_, count) in zip(means, own, strict=True):
                 self.append(mean, count)
-        self._local = -len(self._new)  # they will be read, and then none is this rank's own
+        self._local = -len(self._new)  # when they are read, ``_local`` becomes 0
         return total
 
     def _take(self) -> list[Any]:
-        """What is new, to be read and given to ``_settle``; its counts are settled here."""
+        """Remove and return the new values, for the caller to read and pass to ``_settle``; keep their counts."""
         new = list(self._new)
         self._new.clear()
         if self._counts is not None or tuple in map(type, new):
@@ -180,12 +180,12 @@ class HistoryBuffer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that are kept, for JSON."""
+        """Return the kept values and their counts, for JSON."""
         values = self.data
         return {"values": values, "counts": [1] * len(values) if self._counts is None else list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave; other values are dropped."""
+        """Continue from the result of ``state_dict``; the current values are dropped."""
         self._new.clear()
         self._values.clear()
         self._values.extend(state["values"])
@@ -194,14 +194,14 @@ class HistoryBuffer:
         self._local = 0
 
     def own(self, topology: Topology) -> list[float]:
-        """The newest values, as many as are this rank's own and no means yet; none where there is nobody to average with."""
+        """Return the newest values that are this rank's own, not yet means; none if there is only one data shard."""
         values = self.data
         return values[len(values) - self._local :] if topology.data.count > 1 else []
 
     def load_own(self, by_shard: Sequence[Sequence[float]], topology: Topology) -> None:
-        """Put what ``own`` gave, by part of the data, in the place of as many of the newest values.
+        """Replace the newest values by the results of ``own``, one list per data shard.
 
-        Among another number of parts than those every one takes the means, whose mean over the parts is the same.
+        If the number of shards has changed, every shard takes the means, which keeps the mean over the shards.
         """
         self._local = len(by_shard[0])
         for _ in range(self._local):
@@ -212,10 +212,10 @@ class HistoryBuffer:
 
 
 class UnreadMean:
-    """The mean of values that are kept until somebody reads them, whatever becomes of the history that they are from.
+    """The mean of some values of a history, to be read later; it stays valid when the history changes.
 
     Args:
-        values: numbers and tensors with one element, newest first.
+        values: numbers and one-element tensors, newest first.
     """
 
     __slots__ = ("_values",)
@@ -225,15 +225,15 @@ class UnreadMean:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are still on a device."""
+        """The values that are still tensors on a device."""
         return [value for value in self._values if isinstance(value, Tensor)]
 
     def settle(self, number: Callable[[Any], float]) -> None:
-        """Take the ``number`` of every value in its place."""
+        """Replace every value by its ``number``."""
         self._values = list(map(number, self._values))
 
     def mean(self) -> float:
-        """The mean; what is unread is read."""
+        """Return the mean, after reading the values that are unread."""
         fetch([], [self])
         return cast(float, sum(self._values) / len(self._values))
 
@@ -242,15 +242,15 @@ STATISTICS = ("mean", "min", "max", "current")
 
 
 def check_statistic(name: str, where: str) -> None:
-    """Raise ConfigError unless ``name`` is a statistic."""
+    """Raise ConfigError unless ``name`` is a known statistic."""
     if name not in STATISTICS:
         raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(STATISTICS)}{suggest(name, STATISTICS)}')
 
 
 def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) -> None:
-    """Read what is new in all ``buffers``, and the ``means``: tensors come to the host in one copy per device and dtype."""
+    """Read the new values of ``buffers``, and the ``means``: one copy to the host per device and dtype."""
     waiting: list[tuple[HistoryBuffer, list[Any]]] = []
-    tensors: dict[int, Tensor] = {}  # by identity: a mean has tensors that the buffers have too
+    tensors: dict[int, Tensor] = {}  # by identity, because a mean shares tensors with the buffers
     for buffer in buffers:
         if buffer._new:
             new = buffer._take()
@@ -280,11 +280,11 @@ def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) ->
 
 
 def _numbers(tensors: list[Tensor]) -> list[float]:
-    """The values of one-element tensors; half-precision travels as float32, so that loss and gradient norm share a copy."""
+    """Return the values of one-element tensors; half-precision is copied as float32, to share a copy with the rest."""
     if not tensors:
         return []
     kinds = {(tensor.device, tensor.dtype, tensor.ndim) for tensor in tensors}
-    if len(kinds) == 1 and tensors[0].ndim == 0 and tensors[0].dtype.is_floating_point:  # almost always
+    if len(kinds) == 1 and tensors[0].ndim == 0 and tensors[0].dtype.is_floating_point:  # the usual case
         return cast("list[float]", torch.stack(tensors).tolist())
     numbers: list[float] = [0.0] * len(tensors)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Scalars as lines of JSON, next to the log."""
+"""JsonLinesReporter: writes scalars as lines of JSON, next to the log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JsonLinesReporter(Reporter):
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self._config_path.write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
         self.close()
-        # Line by line, so that a killed run leaves whole records.
+        # The file is line-buffered, so a killed run leaves only whole records.
         self._file = self._scalar_path.open("a", buffering=1, encoding="utf-8")
 
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:

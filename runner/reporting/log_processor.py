@@ -1,4 +1,4 @@
-"""LogProcessor: the figures of the message hub as one log line and one record."""
+"""LogProcessor: makes log lines and records from the scalars of the message hub."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class CustomLog(Config):
     """One entry of ``custom_cfg``."""
 
     data_src: str
-    """The scalar to read, ``loss``; ``train/loss`` for training only."""
+    """The scalar to read, such as ``loss``; ``train/loss`` reads it for training only."""
     method_name: Literal["mean", "min", "max", "current"] = "mean"
-    """The statistic."""
+    """The statistic to compute."""
     log_name: str | None = None
-    """The name in the log; default: that of the scalar, which it then replaces."""
+    """The name in the log; default: the scalar's name, whose usual entry it replaces."""
     window_size: int | Literal["epoch", "global"] | None = None
-    """Over how many iterations; None and "global": since the start."""
+    """Number of iterations; "epoch": those of the current epoch; None and "global": all since the start."""
 
     @property
     def name(self) -> str:
@@ -46,44 +46,44 @@ class CustomLog(Config):
 
     @property
     def mode(self) -> str:
-        """The mode that the entry is for; empty: all."""
+        """The mode that the entry is for; empty: all modes."""
         head, slash, _ = self.data_src.partition("/")
         return head if slash and head in ("train", "val", "test") else ""
 
 
 @dataclass
 class _Plan:
-    """The scalars of one mode, sorted out for a hub that holds ``size`` of them."""
+    """The scalars to show in one mode; valid while the hub holds ``size`` scalars."""
 
     hub: MessageHub
     size: int
     scalars: list[tuple[str, HistoryBuffer, bool]]
-    """Name, values, and whether a mean is shown."""
+    """Name, values, and True if a mean is shown."""
     place: int | None = None
-    """Of the newest line, the iteration."""
+    """The iteration of the newest line."""
     before: dict[str, int] = field(default_factory=dict)
-    """By name, how many updates there had been when the line before that one was made."""
+    """The number of updates of each scalar at the line before the newest."""
     seen: dict[str, int] = field(default_factory=dict)
-    """The same of the newest line."""
+    """The number of updates of each scalar at the newest line."""
 
     def updated(self, place: int) -> list[tuple[str, HistoryBuffer, bool]]:
-        """The scalars that belong on the line of ``place``: a resumed run may have others than that which it continues."""
-        if place != self.place:  # a line may be made twice, for two readers
+        """Return the scalars updated since the line before ``place``; after resuming, old scalars may no longer be."""
+        if place != self.place:  # a line may be made twice, for two callers
             self.place, self.before = place, self.seen
         self.seen = {name: buffer.updates for name, buffer, _ in self.scalars}
         return [scalar for scalar in self.scalars if self.seen[scalar[0]] != self.before.get(scalar[0], 0)]
 
 
 class LogProcessor:
-    """Makes log lines and the records that reporters get, of the scalars that were updated since the last line.
+    """Makes log lines, and records for reporters, from the scalars that were updated since the last line.
 
     Args:
-        window_size: iterations that a mean is taken over.
-        by_epoch: ``Epoch(train) [1][ 10/196]`` rather than ``Iter(train) [  10/1000]``.
-        custom_cfg: other statistics, ``[dict(data_src='loss', log_name='loss_epoch', window_size='epoch')]``.
-        num_digits: digits behind the point.
-        log_with_hierarchy: records hold ``train/loss`` rather than ``loss``.
-        mean_pattern: names that show a mean; others show their newest value.
+        window_size: number of iterations that a mean covers.
+        by_epoch: write ``Epoch(train) [1][ 10/196]`` rather than ``Iter(train) [  10/1000]``.
+        custom_cfg: more statistics, ``[dict(data_src='loss', log_name='loss_epoch', window_size='epoch')]``.
+        num_digits: digits after the decimal point.
+        log_with_hierarchy: name scalars ``train/loss`` in records, rather than ``loss``.
+        mean_pattern: regular expression; a scalar whose name it finds shows a mean, others their newest value.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LogProcessor:
         self._memory, self._memory_read = 0, -math.inf
 
     def prepare(self, runner: Run, mode: Mode) -> None:
-        """Have the message hub keep as much history as the statistics of ``mode`` need."""
+        """Make the message hub keep as many values as the statistics of ``mode`` need."""
         hub, length = runner.message_hub, self._length(runner, mode)
         hub.retain_all(self.window_size)
         if mode != "train":
@@ -130,16 +130,16 @@ class LogProcessor:
                 hub.retain(f"{mode}/{cfg.name}", size if isinstance(size, int) else None)
 
     def get_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
-        """The record and the line of an iteration; in training every rank must call it, at the same iterations.
+        """Return the record and the line of an iteration; in training a collective, which all ranks call alike.
 
-        The training loss is the mean over the ranks; everything else is this rank's.
+        The training loss is the mean over the ranks; all other scalars are this rank's own.
         """
         return self._take_figures(runner, batch_idx, mode)()
 
     def later_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> Callable[[], tuple[dict[str, Any], str]]:
-        """What is returned makes ``get_log_after_iter``'s record and line, of the figures as they are now.
+        """Return a function that makes the record and line of ``get_log_after_iter`` from the current scalars.
 
-        Those of training may stay on the device until then, to be read together with those of other lines.
+        Training scalars may stay on the device until it is called, to be read together with those of other lines.
         """
         if type(self).get_log_after_iter is not LogProcessor.get_log_after_iter:
             log = self.get_log_after_iter(runner, batch_idx, mode)
@@ -153,15 +153,15 @@ class LogProcessor:
         hub = runner.message_hub
         hub.fetch(f"{mode}/", reduce=AVERAGED if mode == "train" else None)
         plan = self._plan(hub, mode)
-        # A validation has a line of its own at the end.
+        # Validation has its own line at the end, so every scalar is shown here.
         scalars = plan.updated(runner.iter) if mode == "train" else plan.scalars
         tag = self._figures(hub, scalars, mode, batch_idx, self.window_size)
         return self._log_of(runner, batch_idx, mode, lambda: tag)
 
     def _unread(self, runner: Run) -> dict[str, UnreadMean] | None:
-        """By name what belongs on a line of training; None if it has to be read now."""
+        """Return the unread scalars of a training line by name; None if they must be read now."""
         hub = runner.message_hub
-        if self.custom or hub.reads_every_line or not hub.topology.is_alone:  # several processes read together
+        if self.custom or hub.reads_every_line or not hub.topology.is_alone:  # the loss is averaged when it is read
             return None
         scalars = self._plan(hub, "train").updated(runner.iter)
         means = {}
@@ -212,10 +212,10 @@ class LogProcessor:
     def get_log_after_epoch(
         self, runner: Run, batch_idx: int, mode: Mode, with_non_scalar: bool = False
     ) -> tuple[dict[str, Any], str]:
-        """The record and the line of a validation or test pass of ``batch_idx`` batches."""
+        """Return the record and the line of a validation or test pass of ``batch_idx`` batches."""
         hub = runner.message_hub
         hub.fetch(f"{mode}/")
-        # Metrics come once per pass: a mean of the last ten would be one over ten epochs.
+        # Metrics come once per pass: a mean over the last ten values would cover ten epochs.
         tag = self._figures(hub, self._plan(hub, mode).updated(runner.iter), mode, batch_idx - 1, window=1)
         custom = {cfg.log_name or cfg.name for cfg in self.custom}
         times: dict[str, float] = {name: tag.pop(name) for name in ("data_time", "time") if name in tag}
@@ -227,10 +227,10 @@ class LogProcessor:
         head = self._header(runner, mode, self._length(runner, mode), self._epoch(runner, mode))
         return record, f"{head}    {'  '.join(fields)}"
 
-    # The parts of a line
+    # Parts of a line
 
     def _peak_memory(self, runner: Run) -> int:
-        """In MiB, asked for once per second: it takes longer than the rest of a line."""
+        """Return the peak memory in MiB, queried once per second because that takes longer than the rest of a line."""
         now = time.monotonic()
         if now - self._memory_read > 1:
             self._memory, self._memory_read = int(memory_mb(runner.strategy.device)), now
@@ -246,7 +246,7 @@ class LogProcessor:
         return f"Epoch({mode}) [{epoch}]{place}"
 
     def _epoch(self, runner: Run, mode: Mode) -> int:
-        # Validation comes after its epoch was counted.
+        # Validation runs after its epoch was counted.
         return runner.epoch + 1 if mode == "train" else runner.epoch
 
     def _fields(self, values: Mapping[str, Any]) -> Iterator[str]:
@@ -259,7 +259,7 @@ class LogProcessor:
             return dict(tag)
         return {f"{mode}/{name}": value for name, value in tag.items()}
 
-    # The figures
+    # Scalars
 
     def _figures(
         self, hub: MessageHub, scalars: list[tuple[str, HistoryBuffer, bool]], mode: Mode, batch_idx: int, window: int
@@ -277,12 +277,12 @@ class LogProcessor:
         return tag
 
     def _plan(self, hub: MessageHub, mode: Mode) -> _Plan:
-        """Which scalars to show and how, worked out when one was added."""
+        """Return which scalars to show and how; computed again only when the hub has a new scalar."""
         plan, scalars = self._plans.get(mode), hub.log_scalars
         if plan is None or plan.hub is not hub or plan.size != len(scalars):
             own = [(key[len(mode) + 1 :], buffer) for key, buffer in scalars.items() if key.startswith(f"{mode}/")]
             shown = [(name, buffer, self.mean_pattern.search(name) is not None) for name, buffer in own if len(buffer)]
-            # One that was begun and has no value yet is looked for again.
+            # A scalar without a value yet must be looked up again at the next line.
             size = len(scalars) if len(shown) == len(own) else -1
             if plan is None or plan.hub is not hub:
                 plan = self._plans[mode] = _Plan(hub, size, shown)
@@ -296,14 +296,14 @@ class LogProcessor:
 
 
 def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
-    """The figures of a line; the first of several reads those of all."""
+    """Return the scalars of a line; the first pending line reads those of all."""
     if hub.waiting:
         hub.fetch("train/", reduce=AVERAGED)
     return {name: mean.mean() for name, mean in means.items()}
 
 
 def num_batches(runner: Run, mode: str) -> int:
-    """Batches of this process in a pass over the validation or test data."""
+    """Return the number of batches of this process in a pass over the validation or test data."""
     loop = runner.val_loop if mode == "val" else runner.test_loop
     assert loop is not None, "the pass is under way"
     return loop.num_batches
@@ -314,14 +314,14 @@ _NEVER_CALLED = dict.fromkeys(
     ("_collect_scalars", "_collect_non_scalars", "_get_max_memory", "_get_iter", "_get_epoch", "_parse_windows_size"),
     _LINES,
 )
-"""Methods of MMEngine's LogProcessor."""
+"""Methods of MMEngine's LogProcessor that are never called here."""
 
 
 def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
-    """The log processor that ``cfg`` describes; without ``by_epoch`` in it, lines follow the training loop.
+    """Build the log processor from ``cfg``; without ``by_epoch`` in it, lines count as the training loop does.
 
     Raises:
-        ConfigError: an unknown or wrong argument.
+        ConfigError: an unknown or invalid argument.
     """
     if isinstance(cfg, LogProcessor):
         refuse_unused(cfg, _NEVER_CALLED, "log_processor")
@@ -351,5 +351,5 @@ def _custom_log(cfg: Mapping[str, Any], i: int, by_epoch: bool) -> CustomLog:
 
 
 def _shown(value: Any) -> str:
-    # A table of numbers starts on a line of its own.
+    # A table of numbers starts on a new line.
     return f"\n{value}\n" if isinstance(value, (Tensor, np.ndarray)) else str(value)

@@ -1,4 +1,4 @@
-"""MessageHub: the figures of a run, kept where they arise until somebody reads them."""
+"""MessageHub: collects the scalars of a run, and copies them to the host only when they are read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...core.errors import ConfigError
 from .history import HistoryBuffer, UnreadMean, fetch
 
 AVERAGED = "train/loss"
-"""The scalar of which log lines show the mean over the ranks."""
+"""The scalar that log lines show as the mean over the ranks."""
 
 
 class MessageHub:
-    """Scalars with their recent history, and named facts; one hub per runner.
+    """Scalars with their recent history, and named infos; one hub per runner.
 
-    A scalar may be a tensor on any device. It stays there, unread, until ``fetch`` or one of the statistics of its
-    buffer is called; ``fetch`` brings everything that is pending to the host in one copy per device and dtype. A fact may
-    be a function that is asked whenever somebody reads it.
+    A scalar may be a tensor on any device. It stays there, unread, until ``fetch`` or a statistic of its buffer is
+    called. ``fetch`` copies everything pending to the host, in one copy per device and dtype. An info may be a function
+    that is called whenever the info is read.
 
     Args:
-        history: values kept per key unless ``retain`` asks for more.
-        topology: what this rank is to the others; default: every one trains on data of its own.
+        history: number of values kept per key, unless ``retain`` asks for more.
+        topology: this rank's place among the others; default: every rank trains on its own data.
     """
 
     def __init__(self, history: int = 100, topology: Topology | None = None) -> None:
@@ -36,38 +36,38 @@ class MessageHub:
         self._computed: dict[str, Callable[[], Any]] = {}
         self._not_resumed: set[str] = set()
         self.reads_every_line = False
-        """Whether somebody wants figures to be read as soon as a line is due, also where lines are written several at a time."""
+        """True if scalars must be read as soon as a line is due, even if lines are written several at a time."""
         self.waiting: list[UnreadMean] = []
-        """Figures of lines that are due, to be read along with the rest by the next ``fetch`` for a log line."""
+        """Unread means of lines that are due; the next ``fetch`` for a log line reads them too."""
         self.readings = 0
-        """How often the figures of training were read on all ranks together, for a log line."""
+        """How often the training scalars were read for a log line, on all ranks together."""
         self.beside: Callable[[], Sequence[Any]] | None = None
-        """Gives what is to be looked at together when losses are averaged; see ``Witness``."""
+        """Returns further values to check together with the averaged losses; see ``Witness``."""
         self.verdict = HistoryBuffer(1, "verdict")
-        """A number that is finite if everything was that ``beside`` gave, on all ranks."""
+        """A number that is finite if all values of ``beside`` were finite, on all ranks."""
 
     @property
     def log_scalars(self) -> Mapping[str, HistoryBuffer]:
-        """All scalars by key, in the order in which they first came."""
+        """All scalars by key, in the order of their first value."""
         return self._scalars
 
     @property
     def runtime_info(self) -> Mapping[str, Any]:
-        """All facts by key."""
+        """All infos by key."""
         return {**self._info, **{key: function() for key, function in self._computed.items()}}
 
     def update_scalar(self, key: str, value: float | Tensor, count: int = 1) -> None:
-        """Append one value.
+        """Append one value to a scalar.
 
         Args:
             key: by convention ``train/loss``, ``val/accuracy``.
-            value: a number, or a tensor with one element that nobody changes in place afterwards.
-            count: over how many items ``value`` is a sum; a mean divides by it.
+            value: a number, or a one-element tensor that must not be changed in place later.
+            count: number of items that ``value`` sums up; a mean divides by it.
         """
         self.history(key).append(value if type(value) is float else _checked(key, value), count)
 
     def update_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Append one value per key; a value may be ``dict(value=..., count=...)``."""
+        """Append one value to each of several scalars; a value may be ``dict(value=..., count=...)``."""
         for key, value in scalars.items():
             if isinstance(value, Mapping):
                 self.update_scalar(key, value["value"], value.get("count", 1))
@@ -75,50 +75,50 @@ class MessageHub:
                 self.update_scalar(key, value)
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set a fact; it goes into checkpoints if JSON can hold it and ``resumed`` is True."""
+        """Set an info; checkpoints contain it if JSON can represent it and ``resumed`` is True."""
         self._info[key] = value
         self._computed.pop(key, None)
         (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
 
     def compute_info(self, key: str, function: Callable[[], Any]) -> None:
-        """Have ``function`` called whenever the fact is read; it does not go into checkpoints."""
+        """Set an info that is computed by ``function`` whenever it is read; checkpoints do not contain it."""
         self._computed[key] = function
 
     def update_info_dict(self, info: Mapping[str, Any], resumed: bool = True) -> None:
-        """Set several facts."""
+        """Set several infos."""
         for key, value in info.items():
             self.update_info(key, value, resumed)
 
     def history(self, key: str) -> HistoryBuffer:
-        """The history of a scalar, begun if it never came; for those who append in every iteration."""
+        """Return the history of a scalar, new if the scalar has no value yet; for appending in every iteration."""
         buffer = self._scalars.get(key)
         return self._add(key) if buffer is None else buffer
 
     def get_scalar(self, key: str) -> HistoryBuffer:
-        """The history of a scalar.
+        """Return the history of a scalar.
 
         Raises:
-            KeyError: it never came.
+            KeyError: the scalar has no history yet.
         """
         if key not in self._scalars:
             raise KeyError(f"message hub: no scalar {key!r}, there are {sorted(self._scalars)}")
         return self._scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """A fact, ``default`` when it is not set."""
+        """Return an info, or ``default`` if it is not set."""
         function = self._computed.get(key)
         return self._info.get(key, default) if function is None else function()
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """A fact, which is forgotten."""
+        """Remove an info and return it, or ``default`` if it is not set."""
         function = self._computed.pop(key, None)
         value = self._info.pop(key, default)
         return value if function is None else function()
 
     def retain(self, key: str, history: int | None) -> None:
-        """Keep at least ``history`` values of ``key`` from now on; None: all.
+        """Keep at least ``history`` values of ``key`` from now on; None: keep all.
 
-        Device tensors among them are fetched at every log line, so what grows is a list of numbers.
+        Tensors are read at every log line, so only a list of numbers grows.
         """
         self._retained[key] = _larger(self._retained.get(key, 0), history)
         if key in self._scalars:
@@ -131,12 +131,12 @@ class MessageHub:
             buffer.grow(history)
 
     def fetch(self, prefix: str = "", reduce: str | None = None) -> None:
-        """Bring what is pending to the host, in one copy per device and dtype.
+        """Copy pending values to the host, in one copy per device and dtype.
 
         Args:
-            prefix: only keys that start with it.
-            reduce: a key whose new values become their means over the ranks; then every rank must call this, after the
-                same number of updates of that key.
+            prefix: read only keys that start with it.
+            reduce: a key whose new values are replaced by their means over the ranks; then this is a collective, and
+                every rank must have updated the key equally often.
         """
         waiting: list[UnreadMean] = []
         if reduce is not None:
@@ -149,7 +149,7 @@ class MessageHub:
         fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))], waiting)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scalars and facts as values that JSON can hold; other facts are left out."""
+        """Return the scalars, and those infos that JSON can represent."""
         self.fetch()
         return {
             "scalars": {key: buffer.state_dict() for key, buffer in self._scalars.items()},
@@ -157,14 +157,14 @@ class MessageHub:
         }
 
     def own_losses(self) -> list[float]:
-        """The losses since the last log line, no means yet; a part of the state that differs by part of the data."""
+        """Return this rank's losses since the last log line, not yet averaged; this state differs by data shard."""
         return self._scalars[AVERAGED].own(self.topology) if AVERAGED in self._scalars else []
 
     def load_state_dict(self, state: Mapping[str, Any], own_losses: Sequence[Sequence[float]] = ((),)) -> None:
-        """Continue from what ``state_dict`` gave, and ``own_losses`` for every part of the data."""
+        """Continue from the result of ``state_dict``, and from ``own_losses`` of every data shard."""
         for key, saved in state["scalars"].items():
             history = self.history(key)
-            history.grow(len(saved["values"]))  # nobody has said yet how much is needed
+            history.grow(len(saved["values"]))  # ``retain`` may not have been called yet
             history.load_state_dict(saved)
         if own_losses[0]:
             self._scalars[AVERAGED].load_own(own_losses, self.topology)

@@ -1,4 +1,4 @@
-"""Scalars in MLflow."""
+"""MlflowReporter: sends scalars to MLflow."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from ...core.registry import REPORTERS
 from .reporter import Reporter, import_extra, numbers
 
-# What MLflow's servers accept of one parameter's value.
+# The longest parameter value that MLflow's servers accept.
 _MAX_VALUE_LENGTH = 500
 
 
 @REPORTERS.register_module(["MlflowReporter", "MLflowReporter", "MLflowVisBackend"])
 class MlflowReporter(Reporter):
-    """Sends records to MLflow, and the run's small files when it ends.
+    """Sends records to MLflow, and the run's small files at its end.
 
     Args:
         save_dir: folder whose parent holds the files to send; without a ``tracking_uri`` here or in MLflow's own
-            settings, the record is kept in it too, as ``mlflow.db``.
-        exp_name: the experiment; default: MLflow's.
-        run_name: the run.
+            settings, records are stored in it too, as ``mlflow.db``.
+        exp_name: name of the experiment; default: MLflow's.
+        run_name: name of the run.
         tags: tags of the run.
         params: parameters of the run, in addition to the configuration.
-        tracking_uri: MLflow's store.
+        tracking_uri: address of MLflow's store.
         artifact_suffix: endings of the files to send.
         tracked_config_keys: top-level keys of the configuration to send; default: all.
 
@@ -56,7 +56,7 @@ class MlflowReporter(Reporter):
         self._is_open = False
 
     def on_start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or go on with it."""
+        """Start the run, or continue it."""
         self._choose_experiment()
         is_new = self._run_id is None
         run = self._mlflow.start_run(run_id=self._run_id, run_name=self._run_name)
@@ -77,7 +77,7 @@ class MlflowReporter(Reporter):
             mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
             name = self._exp_name or "flextrain"
             if mlflow.get_experiment_by_name(name) is None:
-                # Left to itself, MLflow puts files into the current directory.
+                # By default MLflow puts files into the current directory.
                 mlflow.create_experiment(name, artifact_location=(folder / "mlartifacts").as_uri())
             self._exp_name = name
         if self._exp_name is not None:

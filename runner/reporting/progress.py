@@ -1,4 +1,4 @@
-"""ProgressBar: where training stands, on an interactive terminal."""
+"""ProgressBar: the state of training, on an interactive terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_interactive(console: Console | None = None) -> bool:
-    """Whether standard output is a terminal on which a line can be redrawn."""
+    """True if standard output is a terminal on which a line can be redrawn."""
     console = console or Console(markup=False, emoji=False)
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
@@ -32,8 +32,7 @@ def is_interactive(console: Console | None = None) -> bool:
 class ProgressBar:
     """One line at the bottom of the terminal: epoch, iteration, loss, learning rate, samples per second, time left.
 
-    It is drawn by a thread of its own that reads the runner's counters, so an iteration pays nothing for it. Log lines
-    appear above it.
+    A separate thread draws it from the runner's counters, so it costs nothing per iteration. Log lines appear above it.
     """
 
     def __init__(self, runner: Run, console: Console | None = None) -> None:
@@ -57,18 +56,18 @@ class ProgressBar:
             handler.live = self._live.console
 
     def stop(self) -> None:
-        """Take the bar away; the terminal is as before."""
+        """Remove the bar and restore the terminal."""
         handler = console_handler()
         if handler is not None:
             handler.live = None
         self._live.stop()
 
     def update(self, tag: Mapping[str, Any]) -> None:
-        """Show the figures of the newest log line."""
+        """Show the scalars of the newest log line."""
         self._tag = tag
 
     def evaluate(self, mode: str, done: int, total: int) -> None:
-        """Show how far a pass over validation or test data is; with nothing left to do, training again."""
+        """Show the progress of validation or testing; after its last batch, that of training again."""
         self._evaluation = (mode, done, total) if done < total else None
 
     def _draw(self) -> Table:
@@ -112,7 +111,7 @@ class ProgressBar:
 
 @functools.cache
 def _protect_forks() -> None:
-    """Keep data-loading workers away from the bar: the lock on it may be held for ever by a thread they do not have."""
+    """Hide the bar from forked dataloader workers: a thread that they do not have might hold its lock for ever."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget_bar)
 
@@ -128,7 +127,7 @@ def _forget_bar() -> None:
 
 
 def _batch_size(runner: Run) -> int | None:
-    """Samples per iteration over all ranks; None when the loader does not say."""
+    """Return the samples per iteration over all ranks; None if the dataloader does not say."""
     size = batch_size(runner.train_dataloader)
     if size is None:
         return None

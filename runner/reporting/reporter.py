@@ -1,4 +1,4 @@
-"""Reporter: a place outside the process that keeps the scalars of a run."""
+"""Reporter: base class of back ends that store the scalars of a run outside the process."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ import torch
 
 from ...core.errors import ConfigError
 
-# A dataset may be given as a list, and has no place in a record.
+# A dataset may be given as a list, which is too long for a record.
 _LONGEST = 50
 
 
 class Reporter(ABC):
-    """Base of the back ends that keep scalars.
+    """Base class of the back ends that store scalars.
 
-    Every process builds its reporters, so that a wrong configuration is found everywhere; only rank 0 calls the methods.
-    A constructor therefore opens nothing. After ``close`` there may be another ``on_start``, which goes on with the same
-    record.
+    Every process builds its reporters, so that every process finds an invalid configuration; only rank 0 calls the
+    methods. So a constructor must open nothing. After ``close`` there may be another ``on_start``, which continues the
+    same record.
 
     Args:
-        save_dir: folder for what the back end writes; it may not exist yet.
+        save_dir: folder that the back end writes to; it may not exist yet.
     """
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         self.save_dir = Path(save_dir or "vis_data")
 
     def on_start(self, config: Mapping[str, Any]) -> None:  # noqa: B027 - optional
-        """Open the record; ``config`` says in plain values what the runner was built from."""
+        """Open the record; ``config`` holds the runner's arguments as plain values."""
 
     @abstractmethod
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
-        """Keep one record.
+        """Store one record.
 
         Args:
-            scalars: figures by name; numbers.
-            step: the iteration in training; else the epoch, or the iteration for loops without epochs.
+            scalars: numbers by name.
+            step: in training the iteration; otherwise the epoch, or the iteration for loops without epochs.
             mode: train or val.
         """
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Write what is pending and let go of files and connections."""
+        """Write pending data and close files and connections."""
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """An optional package.
+    """Import an optional package.
 
     Raises:
-        ConfigError: it is not installed; says what to type.
+        ConfigError: it is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -64,12 +64,12 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
 
 
 def numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that are numbers."""
+    """Return the entries that are numbers."""
     return {key: float(value) for key, value in scalars.items() if isinstance(value, (int, float))}
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: arrays as lists, what is unknown as text."""
+    """Return ``value`` as JSON can represent it: arrays as lists, unknown objects as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
 
 
 def describe(value: Any) -> Any:
-    """A configuration in plain values: objects are named by their class, long lists by their length."""
+    """Return a configuration as plain values: objects by their class name, long lists by their length."""
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -1,4 +1,4 @@
-"""Scalars in TensorBoard."""
+"""TensorboardReporter: writes scalars as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorboardReporter(Reporter):
         self._writer.add_text("config", "\n".join(lines))
 
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
-        """Write one point per figure."""
+        """Write one point per scalar."""
         if self._writer is not None:
             for name, value in numbers(scalars).items():
                 self._writer.add_scalar(name, value, step)

@@ -1,4 +1,4 @@
-"""Scalars in Weights & Biases."""
+"""WandbReporter: sends scalars to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .reporter import Reporter, import_extra, numbers
 class WandbReporter(Reporter):
     """Sends records to Weights & Biases.
 
-    Records carry no step of W&B's own, because those of validation count epochs and W&B drops steps that go back; plot
-    over ``iter`` or ``epoch``.
+    Records are sent without W&B's ``step``, because validation counts epochs and W&B drops records whose step
+    decreases. Plot over ``iter`` or ``epoch``.
 
     Args:
         save_dir: folder for W&B's local files.
         init_kwargs: arguments of ``wandb.init``, such as ``dict(project=..., mode="offline")``.
         define_metric_cfg: ``dict(accuracy="max")``, or a list of arguments of ``wandb.define_metric``.
         commit: argument of ``wandb.log``.
-        log_code_name: upload the source in the working directory under this name.
+        log_code_name: name under which the source in the working directory is uploaded.
 
     Raises:
         ConfigError: the package wandb is not installed.
@@ -47,7 +47,7 @@ class WandbReporter(Reporter):
         self._run: Any = None
 
     def on_start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or go on with it."""
+        """Start the run, or continue it."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(**{"dir": str(self.save_dir), "config": dict(config), **self._init_kwargs})
         self._init_kwargs.update(id=self._run.id, resume="allow")
