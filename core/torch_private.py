@@ -69,6 +69,11 @@ LOADING_METHODS = ("_load_from_state_dict", "load_state_dict")
 """Methods of a module that load a state dict; the first is documented for overriding. 2.6, 2.15."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module or a part of it, in place or not. 2.6, 2.15."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer in the way of ``Module.to``, so that FSDP sees the new memory. 2.6, 2.15."""
     module._apply(function)  # type: ignore[no-untyped-call]

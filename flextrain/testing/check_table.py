@@ -54,8 +54,8 @@ class Kit:
             yield session
 
     def reference(self, optim: OptimWrapper) -> AbstractContextManager[Session]:
-        """A single device with rank 0's initial weights; do not use it inside ``session``."""
-        return single_device(optim)
+        """A single device of the strategy's kind with rank 0's initial weights; do not use it inside ``session``."""
+        return single_device(optim, device=self.strategy().config.device)
 
     def all_gather(self, value: T) -> list[T]:
         """The value of every process; use it only inside ``session``."""

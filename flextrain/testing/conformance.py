@@ -38,7 +38,7 @@ def check_strategy(
 ) -> ConformanceReport:
     """Train small models under a strategy, without the runner, and compare with a single device on the whole batch.
 
-    Processes on this machine with gloo, no accelerator. In a script, call it under ``if __name__ == "__main__":``.
+    Processes on this machine with gloo, no accelerator unless those of ``workers`` see some. In a script, call it under ``if __name__ == "__main__":``.
 
     Args:
         strategy: a registered name, ``dict(type=...)``, a class, or a function without arguments that makes one; importable

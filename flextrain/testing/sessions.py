@@ -88,11 +88,18 @@ def started(
 
 @contextlib.contextmanager
 def single_device(
-    optim: OptimWrapper, model_class: type[SmallModel] = ConformanceNet, seed: int = SEED
+    optim: OptimWrapper,
+    model_class: type[SmallModel] = ConformanceNet,
+    seed: int = SEED,
+    device: str | None = "cpu",
 ) -> Iterator[Session]:
-    """The reference: one process with the whole batch and rank 0's seed. Each process can run its own."""
+    """The reference: one process with the whole batch and rank 0's seed. Each process can run its own.
+
+    Args:
+        device: the kind of device, as strategies take it; None: an accelerator, if the process sees one.
+    """
     with alone():
-        strategy = make_strategy({"type": REFERENCE, "device": "cpu"})
+        strategy = make_strategy({"type": REFERENCE, "device": device})
         torch.manual_seed(seed)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None

@@ -15,6 +15,7 @@ from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
 from ...core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
+from ...core.torch_private import is_compiled, tree_map_only
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
@@ -73,7 +74,7 @@ class Stepper:
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
-        self._reuses_outputs = bool(strategy.config.compile)
+        self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         if optim is not None:
             self._prepare_updates(optim)
@@ -276,6 +277,10 @@ class Stepper:
 
     def predict(self, batch: Any, mode: str) -> Any:
         """What the model predicts for one batch; ``mode`` is "val" or "test"."""
+        outputs = self._predict(batch, mode)
+        return tree_map_only(Tensor, torch.clone, outputs) if self._reuses_outputs else outputs  # metrics may keep them
+
+    def _predict(self, batch: Any, mode: str) -> Any:
         if overrides(self.module, f"{mode}_step"):
             with self.strategy.autocast():
                 return getattr(self.module, f"{mode}_step")(

@@ -1,0 +1,87 @@
+"""A compiled model may write every call's outputs to the same memory, as CUDA graphs do; what is kept of them stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import BaseMetric, Hook
+
+from .training import Net, make_runner, validation
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+class InPlace(torch.autograd.Function):
+    """A value moved to a given place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, place: Tensor) -> Tensor:
+        return place.copy_(value).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def same_places(module: Any, inputs: Any) -> Any:
+    """A back end for ``torch.compile`` whose results lie where those of the call before lay."""
+    places: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        found = module.forward(*arguments)
+        return tuple(
+            InPlace.apply(value, places.setdefault((i, value.shape), torch.empty_like(value)))  # type: ignore[no-untyped-call]
+            for i, value in enumerate(found)
+        )
+
+    return run
+
+
+class Keeps(Hook):
+    """The losses as they came, read when training is over."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.losses.append(outputs["loss"])
+
+
+class KeepsLogits(BaseMetric):
+    """The predictions as they came."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(data_samples["logits"])
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"mean": float(torch.cat(results).square().sum())}
+
+
+def trained(folder: Path, how: str) -> tuple[list[float], float]:
+    model: nn.Module = Net(dropout=0.0)
+    changes: dict[str, Any] = {**validation(), "val_evaluator": dict(type=KeepsLogits)}
+    if how == "in place":
+        model.compile(backend=same_places)
+    elif how == "a part":
+        model.net = torch.compile(model.net, backend=same_places)  # type: ignore[assignment]
+    elif how == "by the runner":
+        changes["compile"] = dict(backend=same_places)
+    keeps = Keeps()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    runner = make_runner(folder, model=model, train_cfg=dict(max_epochs=1), custom_hooks=[keeps], **changes)
+    runner.train()
+    return [float(loss) for loss in keeps.losses], float(runner.message_hub.get_scalar("val/mean").current())
+
+
+@pytest.mark.parametrize("how", ["in place", "a part", "by the runner"])
+def test_kept_outputs(tmp_path: Path, how: str) -> None:
+    plain = trained(tmp_path / "plain", "")
+    assert len(set(plain[0])) == len(plain[0])
+    assert trained(tmp_path / "compiled", how) == plain
