@@ -10,13 +10,15 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full lint types unit bench format clean distclean
+.PHONY: help demo test test-fast test-full test-oldest test-gpu lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
 	@echo "make test    lint, type check and the whole test suite"
 	@echo "make test-fast  the tests that start no process, in a minute: for while you write"
 	@echo "make test-full  the same with every combination of strategies and processes"
+	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
+	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
@@ -52,6 +54,25 @@ unit: $(VENV)/.installed-dev
 	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
 	$(PYTEST)
 
+# In a virtual environment of its own, which takes 6 GB.
+OLDEST_PYTHON ?= python3.10
+OLDEST := .venv-oldest
+test-oldest: PY = $(OLDEST)/bin/python
+test-oldest: $(OLDEST)/.installed
+	$(PYTEST)
+
+$(OLDEST)/.installed: pyproject.toml tests/oldest.txt
+	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null || { \
+		echo "make test-oldest needs Python 3.10, and $(OLDEST_PYTHON) is none: make test-oldest OLDEST_PYTHON=/path/to/python3.10" >&2; exit 1; }
+	@test -e $(OLDEST)/pyvenv.cfg || $(OLDEST_PYTHON) -m venv $(OLDEST)
+	@echo "Installing the oldest versions into $(OLDEST); the first time this downloads torch, which takes a while"
+	@PYTHONWARNINGS=ignore $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint tests/oldest.txt --editable '.[dev]'
+	@touch $@
+
+# Installs nothing: the package is found by its path. FLEXTRAIN_TEST_DEVICE=cpu tries the tests themselves.
+test-gpu:
+	$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
+
 # Measures on the machine at hand, and puts the result into benchmarks/results/ and the README.
 bench: $(VENV)/.installed-bench
 	$(PY) benchmarks/loop_overhead.py --readme
@@ -72,7 +93,7 @@ $(VENV)/pyvenv.cfg:
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) work_dirs
+	rm -rf $(VENV) $(OLDEST) work_dirs

@@ -105,7 +105,8 @@ def _keys_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
 
 
 def _nested_model(annotation: Any) -> type[BaseModel] | None:
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+    # Python 3.10 takes list[int] for a class.
+    if not typing.get_args(annotation) and inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for arg in typing.get_args(annotation) if (found := _nested_model(arg))), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,21 @@ def test_type_checkers_see_the_same_names() -> None:
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     assert seen == flextrain._HOME_OF
+
+
+def test_the_oldest_versions_are_those_that_are_tested() -> None:
+    """Every floor in pyproject.toml, but those of tools for developers, stands in tests/oldest.txt."""
+    text = (ROOT / "pyproject.toml").read_text()
+    users = (
+        text[text.index("dependencies = [") : text.index("\nnpu = ")]
+        + text[text.index("\nexamples = ") : text.index("\nbench = ")]
+    )
+    floors = dict(re.findall(r'"([a-z0-9-]+)(?:\[[^]]*\])?>=([0-9.]+)"', users))
+    lines = [line for line in (ROOT / "tests" / "oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    tested = dict(line.split("==") for line in lines)
+    assert {"torch", "deepspeed", "numpy"} <= floors.keys() & tested.keys()
+    not_installed = {"mlflow-skinny"}  # not among what developers have
+    assert floors.keys() - tested.keys() == not_installed
+    for name, floor in floors.items():
+        parts = floor.split(".")
+        assert name in not_installed or tested[name].split(".")[: len(parts)] == parts, f"{name}: {tested[name]}"

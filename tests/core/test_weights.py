@@ -130,7 +130,10 @@ def broken(path: Path, kind: str) -> Path:
         path.write_bytes(b"garbage")
     elif kind == "complex.safetensors":
         path = path.with_suffix(".safetensors")
-        save_file({"a": torch.ones(1, dtype=torch.complex64)}, path)
+        try:
+            save_file({"a": torch.ones(1, dtype=torch.complex64)}, path)
+        except KeyError:
+            pytest.skip("this version of safetensors writes no such file")
     return path
 
 
