@@ -35,6 +35,7 @@ def test_what_is_missing_is_said_in_one_line(
     assert "lacks no_such_one, nor_this;" in line
 
 
+@pytest.mark.processes
 def test_the_package_is_found_by_its_path(run: ModuleType, tmp_path: Path) -> None:
     run.link_package()
     code = "import flextrain.core.errors, flextrain.strategies, flextrain.runner, flextrain.optim, flextrain.testing; print(flextrain.core.errors.__file__)"
@@ -43,6 +44,7 @@ def test_the_package_is_found_by_its_path(run: ModuleType, tmp_path: Path) -> No
     assert found.stdout.strip() == str(tmp_path / "flextrain" / "core" / "errors.py"), found.stderr
 
 
+@pytest.mark.processes
 def test_a_step_that_does_not_end_is_ended(run: ModuleType, tmp_path: Path) -> None:
     assert run.run([sys.executable, "-c", "print('x'); import time; time.sleep(60)"], tmp_path / "log", 1.0) is None
     assert run.run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", 20.0) == 3

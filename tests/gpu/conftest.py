@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE not in item.path.parents:
             continue
         item.add_marker("gpu")
+        item.add_marker("processes")  # compilers, DataLoaders, groups
         if kind is None:
             item.add_marker(pytest.mark.skip(reason="no accelerator here (FLEXTRAIN_TEST_DEVICE=cpu takes the CPU)"))
         elif item.get_closest_marker("accelerator") and kind == "cpu":
