@@ -1,1 +1,1 @@
-"""Dataloaders that are split over processes and continue from any position."""
+"""Dataloaders that are split over processes and resume from any position."""

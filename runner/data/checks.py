@@ -1,4 +1,4 @@
-"""What can be said about a dataloader's configuration before anything is built."""
+"""Checks of a dataloader's configuration before anything is built."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from .samplers import InfiniteSampler
 from .user_loaders import gives_batches
 
-# What a configuration may describe as dict(type=...), which torch's DataLoader does not know.
+# Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
 _BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn")
 
 
 def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
-    """Raise ConfigError for what can be wrong in a dataloader or its configuration; nothing is built.
+    """Raise ConfigError if a dataloader or its configuration is invalid; nothing is built.
 
     Args:
         cfg: see ``build_dataloader``.
         where: the configuration key, for messages.
-        training: whether it is the training data, which may have no end and no length.
+        training: True for the training data, which may be endless or have no length.
     """
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
@@ -64,7 +64,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
 
 
 def _check_elsewhere(source: Any, where: str, training: bool) -> None:
-    """What gives batches and is no DataLoader: one pass of it has to be followed by another."""
+    """Check an object that gives batches but is not a DataLoader: it must allow more than one pass."""
     name = type(source).__name__
     if inspect.isgenerator(source):
         raise ConfigError(
@@ -111,7 +111,7 @@ def _check_workers(cfg: Mapping[str, Any], where: str) -> None:
 
 
 def is_config(value: Any) -> bool:
-    """Whether a part is described, to be built, rather than given."""
+    """True if a part is described by a configuration, False if it is built already."""
     return isinstance(value, (Mapping, str, type))
 
 
@@ -120,7 +120,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bool) -> None:
-    """What an existing dataset, and other keys beside it, can have wrong."""
+    """Raise ConfigError if a built dataset, or another key beside it, is invalid."""
     if not _is_dataset(dataset):
         raise ConfigError(f"{where}.dataset: {type(dataset).__name__} is no dataset, it has no __getitem__")
     if isinstance(dataset, IterableDataset):
@@ -140,7 +140,7 @@ def _check_sampler(sampler: Any, where: str, provided: tuple[str, ...]) -> None:
 
 
 def _check_has_end(sampler: Any, where: str) -> None:
-    """Evaluation goes through the data once."""
+    """Raise ConfigError if a sampler is endless or repeats samples, because evaluation reads the data once."""
     if is_infinite(sampler):
         raise ConfigError(f"{where}: an InfiniteSampler has no end, evaluation needs one")
     repeats = sampler.get("round_up") if isinstance(sampler, Mapping) else getattr(sampler, "round_up", False)
@@ -149,7 +149,7 @@ def _check_has_end(sampler: Any, where: str) -> None:
 
 
 def is_infinite(sampler: Any) -> bool:
-    """Whether a sampler, or what its configuration describes, is an InfiniteSampler."""
+    """True if a sampler, or the one that a configuration describes, is an InfiniteSampler."""
     if is_config(sampler):
         kind = sampler["type"] if isinstance(sampler, Mapping) else sampler
         sampler_class = DATA_SAMPLERS.get(kind)
@@ -170,7 +170,7 @@ def _check_collate(collate: Any, where: str) -> None:
 
 
 def collate_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[str, Any]]:
-    """The function that a configuration names, and its arguments beside the batch."""
+    """Return the function that a configuration names, and its arguments except the batch."""
     kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
     arguments = {key: value for key, value in cfg.items() if key != "type"} if isinstance(cfg, Mapping) else {}
     return FUNCTIONS.get(kind, f"{where}.type"), arguments

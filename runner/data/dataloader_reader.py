@@ -1,4 +1,4 @@
-"""Reading a DataLoader from any place of an epoch, with random numbers that follow from the place of what is read."""
+"""Feed: reads a DataLoader from any place of an epoch, with random numbers that depend only on that place."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _END = object()
 
 
 class Feed:
-    """The batches of a DataLoader from any place of an epoch on.
+    """The batches of a DataLoader, from any place of an epoch on.
 
-    What reading draws moves none of the process's generators, and does not depend on them.
+    Reading neither changes nor uses the RNG state of the process.
 
     Args:
-        loader: the user's, or what a configuration describes.
-        shard: (index, count) of the part of the data that this process reads.
+        loader: a DataLoader from the user, or built from a configuration.
+        shard: (index, count) of the data shard that this process reads.
     """
 
     def __init__(self, loader: DataLoader[Any], shard: tuple[int, int] = (0, 1)) -> None:
         self.loader, self.shard = loader, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.repeatable: Repeatable | None = None
-        """The order, where it is not flextrain's; it is repeated from the beginning of the epoch."""
+        """The order of a sampler that is not flextrain's; it is repeated from the beginning of the epoch."""
         batches = loader.batch_sampler
-        # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+        # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
         self._sampler: Any = getattr(batches, "sampler", loader.sampler)
         self._batch_size = getattr(batches, "batch_size", None) or 1
         if self.is_stream:
@@ -56,30 +56,30 @@ class Feed:
 
     @property
     def by_position(self) -> bool:
-        """Whether places are numbers of samples over all processes; else they are numbers of this process's batches."""
+        """True if places count samples over all processes, False if they count this process's batches."""
         return not self.is_stream and self.repeatable is None
 
     def batches(
         self, seed: int, epoch: int, start: int = 0, stop: int | None = None, diff_shard_seed: bool = False
     ) -> Iterator[Any]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
-            seed: of what is drawn.
-            epoch: its number; another one means other draws.
-            start: where to begin: a number of samples over all processes with flextrain's samplers, else of batches.
-            stop: where to end, counted alike; None goes on to the end.
-            diff_shard_seed: orders that are not flextrain's are drawn from other numbers in every part of the data.
+            seed: seed of everything that is drawn.
+            epoch: number of the epoch; another number gives other random numbers.
+            start: first place to read: samples over all processes with flextrain's samplers, otherwise batches.
+            stop: place to end before, in the same unit; None: the end of the epoch.
+            diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
         order = order_seed(seed, epoch)
         own_seed = order + self.shard[0]
         if diff_shard_seed:
             order = own_seed
-        generator: Any = self._read.generator  # of the workers' seeds
+        generator: Any = self._read.generator  # draws the workers' seeds
         generator.manual_seed(own_seed)
         if self.is_stream:
             return self._part_of_stream(order, own_seed, epoch, start, stop)
-        # Generators that datasets keep for themselves begin with the workers' seeds: not with the same when an epoch goes on.
+        # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
         generator.manual_seed(nth_seed(own_seed, start) >> 1)
         self._dataset.epoch = epoch
         if self.repeatable is not None:
@@ -88,12 +88,12 @@ class Feed:
             self._sampler.set_span(start, stop)
         turns = self._turns_from(epoch_seed(seed, epoch), epoch, start)
         if not self._read.num_workers and not self._read.pin_memory:
-            return map(self._dataset.__getitem__, turns)  # all that the DataLoader would do, in some microseconds more
+            return map(self._dataset.__getitem__, turns)  # does the same as the DataLoader, some microseconds faster
         self._turns.turns = turns
         return self._from_workers() if self._read.num_workers else iter(self._read)
 
     def close(self) -> None:
-        """End workers that would stay for the next epoch."""
+        """End workers that would be kept for the next epoch."""
         setattr(self._read, KEPT_ITERATOR, None)
 
     def _turns_from(self, seed: int, epoch: int, start: int) -> Iterator[Turn]:
@@ -107,7 +107,7 @@ class Feed:
 
     def _from_workers(self) -> Iterator[Any]:
         for batch in self._read:
-            forget_spare_normal()  # as when the batch is read in this process
+            forget_spare_normal()  # like a batch that is read in this process
             yield batch
 
     # Streams
@@ -122,9 +122,9 @@ class Feed:
         )
 
     def _part_of_stream(self, seed: int, own_seed: int, epoch: int, start: int, stop: int | None) -> Iterator[Any]:
-        """The batches from number ``start`` up to ``stop``; a stream cannot be entered in the middle, so it is read.
+        """Yield the batches from number ``start`` to ``stop``; a stream has to be read from its beginning.
 
-        What it draws comes from random numbers that begin with it, in this process or in each worker.
+        Its random numbers start at the beginning of the stream, in this process or in each worker.
         """
         if isinstance(self._read.dataset, SeededStream):
             self._read.dataset.begin(own_seed, epoch)
@@ -156,9 +156,9 @@ class Feed:
 
 
 class _Turns(Sampler[Turn]):
-    """A sampler of what it is given before it is asked.
+    """A sampler that yields the turns it was given last.
 
-    It knows no Feed: workers whose loader is part of a cycle are waited for, five seconds each, when that is collected.
+    It has no reference to Feed: workers of a loader in a reference cycle end only after a wait of five seconds each.
     """
 
     def __init__(self) -> None:

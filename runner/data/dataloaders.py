@@ -1,4 +1,4 @@
-"""Dataloaders that are split over processes and continue from any position."""
+"""Build dataloaders that are split over processes, and read them in windows from any position."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, na
 _UNKNOWN = object()
 
 Splittable = DefaultSampler | InfiniteSampler
-"""Samplers whose epoch can be dealt out anew from any position."""
+"""Samplers that can split the rest of an epoch anew, from any position."""
 
 
 @FUNCTIONS.register_module()
 def pseudo_collate(samples: Sequence[Any]) -> Any:
-    """The samples of a batch with their fields gathered into lists, nothing stacked; MMEngine's default."""
+    """Gather the fields of the samples into lists, without stacking; MMEngine's default."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: pseudo_collate([sample[key] for sample in samples]) for key in first}
@@ -51,17 +51,17 @@ def build_dataloader(
     where: str,
     logger: logging.Logger,
 ) -> Any:
-    """The DataLoader that a configuration describes, split over processes, or what gives batches in its place.
+    """Build the DataLoader that a configuration describes, split over processes, or return another source of batches.
 
     Args:
-        cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or anything
-            else that gives batches. Of a DataLoader, torch's own sequential or random sampler is replaced by a
-            DefaultSampler; any other is kept. A list of batches is dealt out by a DefaultSampler too.
-        training: shuffle by default, and give every process as many samples; otherwise no sample is repeated.
-        seed: of the order and of the workers.
-        shard: (index, count) of this process's part of the data.
+        cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or
+            another object that gives batches. In a DataLoader, torch's own sequential or random sampler is replaced by
+            a DefaultSampler; any other is kept. A list of batches is split by a DefaultSampler too.
+        training: shuffle by default, and give every process equally many samples; otherwise no sample is repeated.
+        seed: seed of the order and of the workers.
+        shard: (index, count) of this process's data shard.
         where: the configuration key, for messages.
-        logger: is told what was replaced.
+        logger: logs which samplers were replaced.
     """
     check_dataloader(cfg, where, training)
     if not isinstance(cfg, Mapping):
@@ -85,7 +85,7 @@ def build_dataloader(
     collate = kwargs.pop("collate_fn", "pseudo_collate")
     if isinstance(collate, (Mapping, str)):
         function, arguments = collate_function(collate, f"{where}.collate_fn")
-        # No lambda: worker processes that are not forked have to unpickle it.
+        # A lambda could not be pickled for worker processes that are not forked.
         collate = functools.partial(function, **arguments) if arguments else function
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
@@ -121,24 +121,24 @@ def build_dataloader(
 
 
 class TrainData:
-    """The batches of the training set in windows of several, from any position of any epoch.
+    """The batches of the training set in accumulation windows, from any position of any epoch.
 
-    No sample is read that does not come before ``stop``, and none that lies before ``start``; only a stream
-    (IterableDataset) has to be read from its beginning.
+    No sample at or after ``stop`` is read, and none before ``start``. Only a stream (IterableDataset) has to be read
+    from its beginning.
 
-    With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can go on
-    from there in windows of another size (``resume_at``). The order of other samplers, of batch samplers of the user's
-    own and of streams belongs to their batches and cannot be dealt out anew, and so do the batches of loaders that go
-    their own way, which are read by a Reader.
+    With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can
+    continue there with windows of another size (``resume_at``). With other samplers, custom batch samplers and streams
+    the place is a number of batches, whose order cannot be split anew. The same holds for custom loaders, which a
+    Reader reads.
 
-    Processes whose data may differ in length end their epochs together, once they have met (``meet``).
+    Processes whose data may differ in length end their epochs together, after ``meet`` was called.
 
     Args:
-        loader: from ``build_dataloader``.
-        accumulate: micro-batches per window.
-        seed: of what is drawn for samples, and of samplers that are not ours.
-        diff_rank_seed: such samplers draw other numbers on every process.
-        shard: (index, count) of the part of the data that this process reads.
+        loader: result of ``build_dataloader``.
+        accumulate: number of micro-batches per window.
+        seed: seed of random numbers in samples, and of samplers that are not flextrain's.
+        diff_rank_seed: such samplers draw different numbers in every process.
+        shard: (index, count) of the data shard that this process reads.
     """
 
     def __init__(
@@ -146,30 +146,30 @@ class TrainData:
     ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
         self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-        # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+        # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
         self._sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
         self.infinite = isinstance(self._sampler, InfiniteSampler)
         self._batch_size = getattr(batches, "batch_size", 1)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._reader = Reader(loader) if goes_its_own_way(loader) else None
         self._in_step: InStep | None = None
-        self._least: int | None = None  # batches of an epoch on the process that has least
+        self._least: int | None = None  # batches of an epoch on the process with the fewest
         self._first_samples: Any = _UNKNOWN
         self._has_met = self._said_length = False
-        # An epoch that was resumed with other windows: its number, one of its windows, and the position of that one.
+        # An epoch resumed with another window size: its number, one of its windows, and the position of that window.
         self._origin = (-1, 0, 0)
         self._shard = shard
         self._feed = None if self._reader is not None else Feed(loader, shard)
 
     def use_seed(self, seed: int) -> None:
-        """Take another seed, also for a sampler that was not given one of its own."""
+        """Set another seed, also in a sampler without a seed of its own."""
         if isinstance(self._sampler, ShardedSampler) and self._sampler.seed == self.seed:
             self._sampler.seed = seed
         self.seed = seed
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of one epoch on this process; None when there is no end, or none that is known."""
+        """Batches of one epoch on this process; None if there is no end, or if it is unknown."""
         return self._own_length if self._least is None else self._least
 
     @property
@@ -178,11 +178,11 @@ class TrainData:
 
     @property
     def epoch_length(self) -> int | None:
-        """Windows of one epoch."""
+        """Windows of one epoch; None if there is no end, or if it is unknown."""
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
 
     def no_batch(self) -> ConfigError:
-        """What to raise when an epoch has no batch."""
+        """Return the error to raise when an epoch has no batch."""
         if self._reader is None:
             advice = "its dataset is empty or smaller than a dropped last batch"
         elif is_alone():
@@ -194,15 +194,15 @@ class TrainData:
     # Several processes
 
     def meet(self, timeout_s: float | None = None) -> None:
-        """Compare the lengths of all processes' data, and have their epochs end together where those may differ.
+        """Compare the lengths of all processes' data, and let their epochs end together if they may differ.
 
-        Every process must call it, before it trains; nothing happens the second time.
+        A collective, to be called before training; a second call does nothing.
 
         Args:
-            timeout_s: how long a process may take for its next window.
+            timeout_s: longest time in seconds that a process may take for its next window.
 
         Raises:
-            ConfigError: the processes have datasets of different lengths, and each takes its part of it.
+            ConfigError: a sampler splits the dataset, and its length differs between processes.
         """
         if is_alone() or self._has_met:
             return
@@ -229,13 +229,13 @@ class TrainData:
 
     @property
     def _deals(self) -> bool:
-        """Whether a sampler deals out the dataset, so that it has to be one and the same on all processes."""
+        """True if a sampler splits the dataset over processes, which therefore must all have the same one."""
         is_stream = isinstance(self._dataset, IterableDataset)
         return not is_stream and isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
 
     @property
     def _is_even(self) -> bool:
-        """Whether every process has as many batches for certain."""
+        """True if every process is certain to have equally many batches."""
         if self._reader is not None or isinstance(self._dataset, IterableDataset):
             return False
         if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
@@ -248,13 +248,13 @@ class TrainData:
 
     @property
     def splittable(self) -> Splittable | None:
-        """The sampler, if what is left of its epoch can be dealt out anew."""
+        """The sampler, if it can split the rest of its epoch anew; otherwise None."""
         fed = self._feed is not None and self._feed.by_position
         return self._sampler if fed and isinstance(self._sampler, Splittable) else None
 
     @property
     def sampler_name(self) -> str:
-        """The class, or the function, that says which batch comes when."""
+        """The name of the class or function that determines the order of the batches."""
         if self._reader is not None:
             return name_of(self.loader)
         if isinstance(self._dataset, IterableDataset):
@@ -264,17 +264,17 @@ class TrainData:
 
     @property
     def num_samples(self) -> int | None:
-        """Of the dataset, where it differs that of rank 0; None for a stream that does not know."""
+        """Samples of the dataset, on rank 0 if processes differ; None for a stream of unknown length."""
         return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
 
     @property
     def stream_workers(self) -> int | None:
-        """Workers that read a stream, which may have another order with others; None for other data."""
+        """Number of workers that read a stream, whose order depends on it; None for other data."""
         is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_place
         return getattr(self.loader, "num_workers", None) if is_stream else None
 
     def position(self, epoch: int, window: int) -> int | None:
-        """Samples of the epoch that come before a window, over all processes; None where that does not say where it is."""
+        """Return the samples of the epoch before a window, over all processes; None if places count batches."""
         sampler = self.splittable
         if sampler is None:
             return None
@@ -282,19 +282,19 @@ class TrainData:
         return place if self.infinite else min(place, sampler.num_samples)
 
     def resume_at(self, epoch: int, position: int) -> int:
-        """Let an epoch go on at a position, in windows of this size; returns the number of the window that begins there.
+        """Continue an epoch at a position, in windows of the current size, and return the window that begins there.
 
-        Windows are numbered as if all of the epoch had been in these, so that the one that begins is rounded down.
+        Windows are numbered as if the whole epoch had the current window size, rounded down.
         """
         window = position // self._stride
         self._origin = (epoch, window, position)
         if not self.infinite and self.length(epoch) == window and self.epoch_length:
-            self._origin = (-1, 0, 0)  # what is left is less than a batch, and dropped: the epoch is at its end
+            self._origin = (-1, 0, 0)  # less than a batch is left, which is dropped: the epoch is over
             return self.epoch_length
         return window
 
     def length(self, epoch: int) -> int | None:
-        """Windows of an epoch, up to the number of the last; of a resumed one not always ``epoch_length``."""
+        """Return the number after an epoch's last window; it may differ from ``epoch_length`` in a resumed epoch."""
         if self.splittable is None or self.infinite or epoch != self._origin[0]:
             return self.epoch_length
         _, window, position = self._origin
@@ -314,34 +314,34 @@ class TrainData:
     # The loader's own state
 
     def loader_state(self) -> Any:
-        """The state of a loader that has one, as JSON can hold it, behind the update that was done last.
+        """Return the state of a loader that has one, after the last finished update, as JSON can represent it.
 
         Raises:
-            CheckpointError: it holds something else than plain values and tensors.
+            CheckpointError: the state holds something other than plain values and tensors.
         """
         return None if self._reader is None else self._reader.state()
 
     def load_loader_state(self, state: Any, begins: bool) -> None:
-        """Let the loader go on where its state says; ``begins``: an epoch begins there."""
+        """Restore the loader's own state; ``begins``: an epoch begins there."""
         assert self._reader is not None
         self._reader.load_state(state, begins)
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the loader's own state says which batch comes next."""
+        """True if the loader's own state determines the next batch."""
         return self._reader is not None and self._reader.keeps_place
 
     # Reading
 
     def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
-        """The windows of an epoch from number ``start`` up to ``stop``; the last of the epoch may be shorter."""
+        """Yield the windows of an epoch from number ``start`` to ``stop``; the epoch's last window may be shorter."""
         own = self._own_windows(epoch, start, stop)
         if self._in_step is None:
             return own
         return self._in_step.windows(own, start)
 
     def close(self) -> None:
-        """End worker processes that would stay for the next epoch."""
+        """End worker processes that would be kept for the next epoch."""
         if self._feed is not None:
             self._feed.close()
 
@@ -360,7 +360,7 @@ class TrainData:
             self._compare_length(number * size + len(window))
 
     def _compare_length(self, found: int) -> None:
-        """Say once that an epoch did not have as many batches as the data said."""
+        """Warn once if an epoch did not have as many batches as ``len`` of the data."""
         said = self._own_length
         if self.splittable is None and said is not None and said != found and not self._said_length:
             self._said_length = True
@@ -370,7 +370,7 @@ class TrainData:
             )
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
-        """The batches of an epoch from window ``first`` up to window ``end``."""
+        """Yield the batches of an epoch from window ``first`` to window ``end``."""
         tell_loader_epoch(self.loader, epoch)
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if self._feed is None:

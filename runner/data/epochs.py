@@ -1,4 +1,4 @@
-"""Telling data which epoch begins: whatever has a ``set_epoch`` is called with its number."""
+"""Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tell_epoch(part: Any, epoch: int) -> None:
 def tell_loader_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader, its dataset and its samplers, where they have one."""
     batches = getattr(loader, "batch_sampler", None)
-    # A batch sampler that is not torch's own holds the sampler, and the loader a stand-in.
+    # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     for part in (loader, getattr(loader, "dataset", None), sampler, batches):
         tell_epoch(part, epoch)

@@ -1,4 +1,4 @@
-"""Reading loaders that go their own way: from the beginning of an epoch, or from where their own state says."""
+"""Reader: reads custom loaders from the beginning of an epoch, or from their own saved state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _END = object()
 
 
 class Reader:
-    """The batches of a loader whose order is its own, from any number on.
+    """The batches of a loader with an order of its own, from any number on.
 
-    What is drawn in this process while a batch is read comes from the seed and the batch's number, so that reading again
-    gives the same batch, and neither the model's random numbers nor those of other batches matter.
+    Random numbers drawn in this process for a batch depend only on the seed and the batch's number. So reading again
+    gives the same batch, whatever the model or other batches have drawn.
 
     Args:
-        loader: anything with ``__iter__``. One with ``state_dict`` and ``load_state_dict`` goes on where its state says; any
-            other is read from the beginning of the epoch up to the batch that is wanted.
+        loader: an object with ``__iter__``. If it has ``state_dict`` and ``load_state_dict``, reading continues from
+            its state; any other loader is read from the beginning of the epoch up to the wanted batch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -34,7 +34,7 @@ class Reader:
         self._has_begun, self._has_ended = False, True
 
     def batches(self, seed: int, start: int, stop: int | None) -> Iterator[Any]:
-        """The batches of an epoch, or of what is left of it, from number ``start`` up to ``stop``."""
+        """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
         first = start if self._is_placed else 0
         self._is_placed = self._has_ended = False
@@ -43,7 +43,7 @@ class Reader:
         with stream:
             own = begun_anew(self.loader) if again else iter(self.loader)
         for number in count(first) if stop is None else range(first, stop):
-            if number:  # the first goes on where the beginning left off: a sampler may draw the order in either
+            if number:  # number 0 continues the stream of iter(): a sampler may draw its order in either
                 stream.begin(_mixed(seed, number))
             with stream:
                 batch = next(own, _END)
@@ -54,7 +54,7 @@ class Reader:
                 yield batch
 
     def _seed_generators(self, seed: int) -> None:
-        """Have orders drawn from generators of their own begin with the seed, as those that flextrain makes do."""
+        """Seed the generators inside the loader and its samplers, like those of flextrain's own loaders."""
         batches, sampler = getattr(self.loader, "batch_sampler", None), getattr(self.loader, "sampler", None)
         for part in (self.loader, sampler, batches, getattr(batches, "sampler", None)):
             generator = getattr(part, "generator", None)
@@ -66,10 +66,10 @@ class Reader:
     # The loader's own state
 
     def state(self) -> dict[str, Any] | None:
-        """The loader's state as JSON can hold it, behind the batch that was given last; None for one that has none.
+        """Return the loader's state after the last batch, as JSON can represent it; None if the loader has no state.
 
         Raises:
-            CheckpointError: it holds something else than plain values and tensors.
+            CheckpointError: the state holds something other than plain values and tensors.
         """
         if not self.keeps_place:
             return None
@@ -77,16 +77,16 @@ class Reader:
         return {"state": pack(self.loader.state_dict(), where), "ended": self._has_ended}
 
     def load_state(self, saved: Mapping[str, Any], begins: bool) -> None:
-        """Go on there, with what is read next; ``begins``: that is a whole epoch."""
+        """Restore the loader's state for the next read; ``begins``: a whole epoch is read next."""
         self.loader.load_state_dict(unpack(saved["state"]))
         self._is_placed = self._has_begun = True
         if begins and not saved["ended"]:
-            # The pass that was left then, because another process had no more, is left again.
+            # The saved epoch ended early because another process had no more batches; end it early again.
             next(iter(self.loader), None)
 
 
 def begun_anew(loader: Any) -> Iterator[Any]:
-    """A further pass; an iterator that the one before has left at its end is told to begin anew."""
+    """Yield the batches of a further pass; an iterator that is at its end is reset first."""
     is_empty = True
     for batch in loader:
         is_empty = False
@@ -99,5 +99,5 @@ def begun_anew(loader: Any) -> Iterator[Any]:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """One number of two, so that epochs and batches have unrelated streams."""
+    """Return one seed from two numbers, so that epochs and batches have independent streams."""
     return (seed * 6364136223846793005 + number * 1442695040888963407) % 2**63

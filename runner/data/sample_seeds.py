@@ -1,7 +1,7 @@
-"""Random numbers of data: what is drawn for a sample follows from the run's seed, the epoch and the sample's place in it.
+"""Seeds of samples: random numbers for a sample depend on the run's seed, the epoch and the sample's place in it.
 
-Whichever process or worker reads a sample, in a batch of whatever size, before or after a run was resumed: its augmentation is
-the same. A dataset that never draws is only watched, which costs a few microseconds per batch.
+So a sample's augmentation does not depend on the process or worker that reads it, on the batch size or on resuming. A
+dataset that never draws random numbers is only watched, which costs a few microseconds per batch.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from .epochs import tell_epoch
 
 
 class Turn(NamedTuple):
-    """What is read next, and its place."""
+    """The indices of the batch to read next, with its place in the epoch."""
 
     seed: int
-    """Of the epoch."""
+    """Seed of the epoch."""
     epoch: int
     position: int
-    """Of the first sample in the epoch, over all processes."""
+    """Place of the first sample in the epoch, over all processes."""
     stride: int
-    """From one sample to the next."""
+    """Distance between the places of two samples."""
     indices: Any
-    """The batch's; a single one where there are no batches."""
+    """Indices of the batch; a single index if there is no batch."""
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset of batches: ``dataset[turn]`` is read and collated, with the generators seeded for every sample of its own.
+    """A dataset of batches: ``dataset[turn]`` reads and collates one, with the generators seeded for every sample.
 
-    Python's, NumPy's and torch's generator on the CPU are seeded; they are left as they were found. A dataset with
-    ``__getitems__`` is seeded once for a batch, as the collating function is.
+    The generators of Python, NumPy and torch on the CPU are seeded; their former state is restored afterwards. A
+    dataset with ``__getitems__`` is seeded once per batch, as the collate function is.
 
     Args:
-        dataset: the user's.
-        collate: makes a batch of a list of samples.
-        in_batches: whether a turn has a list of indices; otherwise it has one, and ``collate`` gets its sample.
+        dataset: the user's dataset.
+        collate: function that makes a batch from a list of samples.
+        in_batches: True if a turn has a list of indices; otherwise it has one index, and ``collate`` gets its sample.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], in_batches: bool) -> None:
@@ -52,12 +52,12 @@ class SeededDataset(Dataset[Any]):
         self.epoch: int | None = None
         self._at_once = in_batches and _reads_at_once(dataset)
         self._watch: Watch | None = None
-        # Whether reading draws random numbers; None until a batch has been read.
+        # True if reading draws random numbers; None until a batch has been read.
         self._draws: bool | None = None
 
     def __getitem__(self, turn: Turn) -> Any:
         if turn.epoch != self.epoch:
-            tell_epoch(self.dataset, turn.epoch)  # to the copy of a worker that was there in the last epoch
+            tell_epoch(self.dataset, turn.epoch)  # for the copy in a worker that is kept over epochs
             self.epoch = turn.epoch
         self._watch = self._watch or Watch()
         with self._watch:
@@ -65,7 +65,7 @@ class SeededDataset(Dataset[Any]):
                 batch = self._read(turn.indices)
                 if not self._watch.moved():
                     return batch
-                self._draws = True  # from here on; of this batch nothing is kept
+                self._draws = True  # from now on; this batch is read again with seeds
             return self._draw(turn, self._watch)
 
     def _read(self, indices: Any) -> Any:
@@ -75,7 +75,7 @@ class SeededDataset(Dataset[Any]):
         return self.collate(list(map(getitem, repeat(dataset), indices)) if self.in_batches else dataset[indices])
 
     def _draw(self, turn: Turn, watch: Watch) -> Any:
-        """Read with seeds; of the first batch that is read, find out whether they were needed."""
+        """Read a batch with seeds; for the first one, find out whether the seeds were needed."""
         if self._at_once:
             samples = self._seeded(turn, 2 * turn.position, watch, self.dataset.__getitems__, turn.indices)
         elif self.in_batches:
@@ -102,19 +102,19 @@ class SeededDataset(Dataset[Any]):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None}  # of this process
+        return {**self.__dict__, "_watch": None}  # belongs to this process
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream as worker processes read it: what they draw begins anew with the epoch, also in workers that stay."""
+    """A stream for worker processes: its random numbers start anew in every epoch, also in persistent workers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # Shared with the workers.
+        # This tensor is shared with the workers.
         self._begins: Tensor = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, seed: int, epoch: int) -> None:
-        """Choose the epoch that comes next, and the seed that workers draw their own from."""
+        """Set the next epoch, and the seed from which workers derive their own."""
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(seed))
         self._begins[0], self._begins[1] = drawn, epoch
         self.epoch = epoch
@@ -126,7 +126,7 @@ class SeededStream(IterableDataset[Any]):
             self.epoch = epoch
         info = get_worker_info()
         worker = info.id if info else 0
-        # The seeds that torch gives to new workers.
+        # torch gives the same seeds to new workers.
         random.seed(base + worker)
         np.random.seed(np.random.SeedSequence([worker, base % 2**32, base >> 32, 0]).generate_state(4))
         torch.manual_seed(base + worker)
@@ -134,30 +134,30 @@ class SeededStream(IterableDataset[Any]):
 
 
 class WorkerInit:
-    """What a worker process begins with: the user's dataset where users look for it, then their own function."""
+    """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch lets nobody assign to it
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids a normal assignment
         if self.function is not None:
             self.function(worker)
 
 
 def order_seed(seed: int, epoch: int) -> int:
-    """The seed of an epoch's order where that is not flextrain's; the same in all versions, whose checkpoints go on with it."""
+    """Return the seed of an epoch's order for other samplers; never change it, because old checkpoints rely on it."""
     return seed + 1_000_003 * (epoch + 1)
 
 
 def as_read(batch: Any) -> Any:
-    """The batch, which SeededDataset has collated."""
+    """Return the batch unchanged, because SeededDataset has collated it."""
     return batch
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Whether a dataset reads several samples by a function of its own; torch's wrappers do if what they wrap does."""
+    """True if a dataset reads several samples with its own method; torch's wrappers do if their dataset does."""
     own = getattr(type(dataset), "__getitems__", None)
     if own is Subset.__getitems__:
         return _reads_at_once(dataset.dataset)

@@ -1,4 +1,4 @@
-"""Samplers that are split over processes and continue from any position."""
+"""Samplers that are split over processes and resume from any position."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ...core.permutation import Shuffled, Straight
 from ...core.registry import DATA_SAMPLERS
 
 LARGE = 2**20
-"""Samples of a dataset above which a random order is computed by index: a whole one would be in every process's memory."""
+"""Datasets with more samples compute a random order by index: a whole one would fill every process's memory."""
 BLOCK = 4096
-"""Indices that are computed at once."""
+"""Number of indices computed at once."""
 
 
 class ShardedSampler(Sampler[int]):
-    """Base of samplers whose position is a number of samples over all processes together.
+    """Base class of samplers whose position is a number of samples over all processes together.
 
     A run that stops after ``n`` samples continues at position ``n`` on any number of processes.
 
     Args:
         dataset: anything with a length.
-        shuffle: a new random order every epoch; False keeps the dataset's.
-        seed: of the order; the same on all processes.
-        shard: (index, count) of this process's part; default: what the strategy says once a runner has the sampler, and before
-            that rank and world size.
+        shuffle: draw a new random order every epoch; False keeps the dataset's order.
+        seed: seed of the order; the same on all processes.
+        shard: (index, count) of this process's data shard; default: the strategy's, once a runner uses the sampler, and
+            before that rank and world size.
     """
 
     def __init__(
@@ -48,27 +48,27 @@ class ShardedSampler(Sampler[int]):
         self.epoch = 0
         self.start, self.stop = 0, None
         self.by_index = shuffle and self.num_samples > LARGE
-        """Whether a random order is computed by index, and not drawn as a whole."""
+        """True if a random order is computed by index, not drawn as a whole."""
 
     stop: int | None
 
     def use_shard(self, shard: tuple[int, int]) -> None:
-        """Deal out this part, unless the constructor was told one."""
+        """Use this data shard, unless the constructor was given one."""
         if not self._was_told:
             self.index, self.count = shard
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch whose order comes next."""
         self.epoch = epoch
 
     def set_span(self, start: int, stop: int | None = None) -> None:
-        """Yield only the samples at global positions ``start`` up to ``stop`` of the epoch from now on."""
+        """Yield only the samples at global positions from ``start`` to ``stop`` of the epoch from now on."""
         self.start, self.stop = start, stop
 
     def order(self, epoch: int) -> Any:
-        """The indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
+        """Return the indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
 
-        A subclass may give any sequence or array of indices.
+        A subclass may return any sequence or array of indices.
         """
         if not self.shuffle:
             return Straight()
@@ -83,12 +83,11 @@ class DefaultSampler(ShardedSampler):
     """Every sample once per epoch, dealt to the processes in turn.
 
     Args:
-        round_up: repeat samples from the beginning of the order until every process has as many; with False processes
-            may have one less, which evaluation can do with and training cannot.
+        round_up: repeat samples from the beginning of the order until every process has equally many. With False some
+            processes may have one less, which evaluation allows and training does not.
 
-    In an epoch that goes on in its middle with another number of processes it is what was left that is dealt out, and what
-    fills it up comes at its end: no sample is lost, and fewer are repeated, of the first of the order, than there are
-    processes.
+    An epoch that continues with another number of processes splits the remaining samples, and repeats samples at its
+    end. No sample is lost, and fewer are repeated than there are processes.
     """
 
     def __init__(
@@ -112,18 +111,18 @@ class DefaultSampler(ShardedSampler):
         return self.length_from(0)
 
     def length_from(self, start: int) -> int:
-        """Samples that this process gets of an epoch that continues at the global position ``start``."""
+        """Return the number of samples for this process in an epoch that continues at the global position ``start``."""
         return max(0, math.ceil((self._end(start) - start - self.index) / self.count))
 
     def _end(self, start: int) -> int:
-        """The global position after the last sample, repeated ones included."""
+        """Return the global position after the last sample, repeated samples included."""
         left = max(0, self.num_samples - start)
         return start + (math.ceil(left / self.count) * self.count if self.round_up else left)
 
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(ShardedSampler):
-    """An endless stream of epochs, dealt to the processes in turn; for iteration-based training."""
+    """An endless sequence of epochs, dealt to the processes in turn; for training by iterations."""
 
     def __iter__(self) -> Iterator[int]:
         position, size = self.start + self.index, self.num_samples
@@ -139,7 +138,7 @@ class InfiniteSampler(ShardedSampler):
 
 
 def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
-    """The indices at these positions of an order that begins again after ``size``; computed block by block."""
+    """Yield the indices at these positions of an order that repeats after ``size``; computed block by block."""
     return chain.from_iterable(_blocks(np.asarray(order) if isinstance(order, Sequence) else order, size, positions))
 
 
@@ -150,10 +149,10 @@ def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
 
 
 def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
-    """Have a sampler of flextrain's deal out this part of the data, and see that torch's does.
+    """Give a sampler of flextrain its data shard, and check that one of torch has the right shard.
 
     Raises:
-        ConfigError: torch's deals by rank, where processes share a part of the data.
+        ConfigError: torch's sampler splits by rank, but several processes share a data shard.
     """
     if isinstance(sampler, ShardedSampler):
         sampler.use_shard(shard)
@@ -167,19 +166,19 @@ def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
 
 
 def follows_span(sampler: object) -> bool:
-    """Whether a sampler begins where ``set_span`` says, so that its place in an epoch is a number of samples.
+    """True if a sampler begins where ``set_span`` says, so that its place in an epoch is a number of samples.
 
-    A subclass that says itself what it yields, or how much, does as it likes: it is asked for the first part again.
+    A subclass that overrides ``__iter__`` or ``__len__`` may ignore the span, so its order is repeated from the start.
     """
     return isinstance(sampler, ShardedSampler) and not overridden(sampler, "__iter__", "__len__")
 
 
 class Repeatable(Sampler[Any]):
-    """What another sampler yields from number ``start`` up to ``stop`` of an epoch, the same whenever it is asked.
+    """The items of another sampler from number ``start`` to ``stop`` of an epoch, the same at every call.
 
-    What the other one draws, from the process's generators or from a torch.Generator of its own, comes from a stream
-    that starts anew in every epoch: its order does not depend on what the model has drawn, and going on in the middle is
-    asking for the first part again. One with another kind of random state has to take it from ``set_epoch``.
+    The other sampler draws from a stream that starts anew in every epoch, whether it uses the process's generators or a
+    torch.Generator of its own. So its order does not depend on what the model draws, and to resume is to repeat the
+    first part. A sampler with another kind of RNG state must derive it from ``set_epoch``.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -189,14 +188,14 @@ class Repeatable(Sampler[Any]):
     _stop: int | None
 
     def position(self, seed: int, start: int, stop: int | None) -> None:
-        """Choose what comes next; ``seed`` is that of the epoch."""
+        """Set the next span of items; ``seed`` is that of the epoch."""
         self._seed, self._start, self._stop = seed, start, stop
 
     def __iter__(self) -> Iterator[Any]:
         return (item for _, item in self.places())
 
     def places(self) -> Iterator[tuple[int, Any]]:
-        """What comes next, each with the number of samples that come before it."""
+        """Yield the items of the span, each with the number of samples before it."""
         stream, place = RandomStream(self._seed), 0
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             generator = getattr(sampler, "generator", None)

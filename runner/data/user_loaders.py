@@ -1,4 +1,4 @@
-"""DataLoaders that the user built: split over processes, with the class and the methods that they have."""
+"""DataLoaders and other sources of batches from the user: split over processes, with their class and methods kept."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...core.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, ShardedSampler
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
-"""What gives batches: a DataLoader or another iterable, or a function that gives one."""
+"""A source of batches: a DataLoader or another iterable, or a function that returns one."""
 
 
 def adopt(
     loader: DataLoader[Any], training: bool, seed: int, shard: tuple[int, int], where: str, logger: logging.Logger
 ) -> DataLoader[Any]:
-    """A DataLoader that the user built, split over processes where torch's own sampler shows that nobody has done so."""
+    """Return the user's DataLoader, split over processes if torch's sampler shows that the user has not done so."""
     if isinstance(loader.dataset, IterableDataset):
         if shard[1] > 1:
             logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
@@ -49,12 +49,12 @@ def adopt(
     return resampled(loader, sampler=sampler, batch_sampler=batches)
 
 
-# torchdata has a RandomSampler and a BatchSampler of its own, which keep a state.
+# torchdata has its own RandomSampler and BatchSampler, which keep a state.
 _PLAIN_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the samplers are what ``shuffle`` and ``batch_size`` make: every sample of the dataset once, in turn."""
+    """True if the samplers are those of ``shuffle`` and ``batch_size``: every sample of the dataset once, in turn."""
     sampler: Any = loader.sampler
     kind, batches = (
         type(part).__name__ if type(part).__module__ in _PLAIN_SAMPLERS else None
@@ -67,7 +67,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:
-    """Whether an attribute reads this very loader, so that a copy of it would not be read."""
+    """True if an attribute refers to this loader object, so that a copy would not be the one that is read."""
     return any(
         isinstance(part, LOADER_ITERATOR)
         or getattr(part, "__self__", None) is loader
@@ -78,20 +78,20 @@ def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:
 
 
 def resampled(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
-    """A copy of ``loader``, with its class and methods, and a generator of its own for the workers' seeds.
+    """Return a copy of ``loader``, with its class and methods, and its own generator for the workers' seeds.
 
     Args:
-        loader: stays as it is.
-        sampling: ``sampler`` and ``batch_sampler``, where they are others.
+        loader: the original, which is not changed.
+        sampling: attributes to replace, such as ``sampler`` and ``batch_sampler``.
     """
     copied = copy.copy(loader)
-    # torch refuses to set the samplers of a loader that is built.
+    # torch does not allow the samplers of a built loader to be set.
     vars(copied).update(sampling, generator=torch.Generator(), **{KEPT_ITERATOR: None})
     return copied
 
 
 def goes_its_own_way(loader: Any) -> bool:
-    """Whether batches need not be those of the sampler, one after the other, because the class has its own methods."""
+    """True if the batches may differ from those of the sampler, because the class overrides the methods of reading."""
     if not isinstance(loader, DataLoader):
         return True
     own = (getattr(type(loader), name) is not getattr(DataLoader, name) for name in _READING)
@@ -102,7 +102,7 @@ _READING = ("__iter__", "__len__", MAKE_ITERATOR)
 
 
 def _only_counts(loader: DataLoader[Any]) -> bool:
-    """Whether it is torchdata's, over a dataset and a sampler without a state: it saves a number of batches, no more."""
+    """True if torchdata's loader has a dataset and a sampler without state: its state is only a number of batches."""
     return (
         type(loader).__module__ == "torchdata.stateful_dataloader.stateful_dataloader"
         and not isinstance(loader.dataset, IterableDataset)
@@ -113,7 +113,7 @@ def _only_counts(loader: DataLoader[Any]) -> bool:
 
 
 def batch_size(dataloader: Any) -> int | None:
-    """Samples per batch of a built dataloader, or of what gives batches in its place; None when nobody knows."""
+    """Return the samples per batch of a dataloader, or of another source of batches; None if unknown."""
     for part in (dataloader, getattr(dataloader, "batch_sampler", None)):
         size = getattr(part, "batch_size", None)
         if isinstance(size, int):
@@ -122,7 +122,7 @@ def batch_size(dataloader: Any) -> int | None:
 
 
 def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
-    """Log what resuming in the middle of an epoch does with a loader that goes its own way."""
+    """Log how a custom loader resumes in the middle of an epoch."""
     if not goes_its_own_way(loader):
         return
     if keeps_place(loader):
@@ -132,23 +132,23 @@ def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
     logger.info(f"{where}: resuming in the middle of an epoch of {name_of(loader)} {how}")
 
 
-# Batches that no DataLoader makes
+# Sources of batches that are not a DataLoader
 
 
 def is_batch_list(loader: Any) -> bool:
-    """Whether it is a sequence of batches, which can be dealt out."""
+    """True for a sequence of batches, which can be split over processes."""
     return isinstance(loader, Sequence) and not isinstance(loader, (str, bytes))
 
 
 def gives_batches(loader: Any) -> bool:
-    """Whether it can be iterated over, or is a function that gives something that can."""
+    """True for an iterable, and for a function, which may return one."""
     return not inspect.isclass(loader) and (hasattr(loader, "__iter__") or callable(loader))
 
 
 def from_elsewhere(
     source: Any, training: bool, shard: tuple[int, int], where: str, logger: logging.Logger
 ) -> Iterable[Any]:
-    """What gives batches: a list is dealt out over processes; anything else is taken as it is, and the log says what of."""
+    """Return a source of batches: a list is split over processes; anything else is used as it is, which is logged."""
     if is_batch_list(source):
         sampler = DefaultSampler(source, shuffle=False, round_up=training, shard=shard)
         return DataLoader(source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=torch.Generator())
@@ -162,12 +162,12 @@ def from_elsewhere(
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether its own state says which batch comes next."""
+    """True if the object's own state determines its next batch."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def length_of(data: Any) -> int | None:
-    """Its ``len``; None for what has none, or does not know."""
+    """Return ``len(data)``; None if it has none, or does not know it."""
     try:
         return len(data)
     except TypeError:
@@ -175,16 +175,16 @@ def length_of(data: Any) -> int | None:
 
 
 def name_of(loader: Any) -> str:
-    """Its class, or the name of the function."""
+    """Return the name of its class, or of the function."""
     function = getattr(loader, "function", loader) if isinstance(loader, FromFunction) else loader
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 class FromFunction:
-    """What a function gives, called anew for every pass; ``len`` is unknown.
+    """The batches that a function returns, called anew for every pass; it has no ``len``.
 
     Args:
-        function: of no arguments; a generator function, or one that returns something to iterate over.
+        function: takes no argument; a generator function, or one that returns an iterable.
         where: the configuration key, for messages.
     """
 
