@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of safetensors files and JSON that any strategy writes and any other reads."""
+"""Checkpoints: a directory of safetensors files and JSON that every strategy can write and read."""
 
 from __future__ import annotations
 

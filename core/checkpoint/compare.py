@@ -1,4 +1,4 @@
-"""How two checkpoints differ: keys, shapes, dtypes, the values of tensors, and plain values."""
+"""Compare two checkpoints: keys, shapes, dtypes, the values of tensors, and plain values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .load.checkpoint import Checkpoint
 from .load.whole_tensors import TensorReader, reading
 from .manifest import DTYPES
 
-# Differences are taken of so many elements at a time, in float64.
+# Number of elements that are compared at a time, in float64.
 _BLOCK = 2**20
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor differs.
+    """The differences between two tensors of one key.
 
     Attributes:
-        key: of both.
-        shapes: of a and b.
-        dtypes: of a and b, as ``float32``.
-        absolute: the largest difference; infinite where only one is a number; None where the shapes differ.
-        relative: the largest difference, divided by the larger of the two magnitudes there; None where the shapes differ.
-        count: elements that differ; None where the shapes differ.
-        numel: elements; of a.
+        key: key of both tensors.
+        shapes: shapes of a and b.
+        dtypes: names of the dtypes of a and b, such as ``float32``.
+        absolute: the largest difference; infinite if one of the two values is NaN; None if the shapes differ.
+        relative: the largest difference divided by the larger of the two magnitudes; None if the shapes differ.
+        count: number of elements that differ; None if the shapes differ.
+        numel: number of elements of a.
     """
 
     key: str
@@ -44,14 +44,14 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        only_a: keys of tensors and paths of plain values that only the first has.
-        only_b: keys of tensors and paths of plain values that only the second has.
-        tensors: those that differ.
-        values: path of a plain value to what it is in the first and in the second.
-        equal: number of tensors and plain values that are the same.
+        only_a: keys of tensors and paths of plain values that only the first one has.
+        only_b: keys of tensors and paths of plain values that only the second one has.
+        tensors: the tensors that differ.
+        values: path of a plain value that differs, to its values in the first and the second one.
+        equal: number of equal tensors and plain values.
     """
 
     only_a: tuple[str, ...]
@@ -69,8 +69,8 @@ def compare(a: Checkpoint, b: Checkpoint, counts: Callable[[str], bool] = lambda
     """Compare two checkpoints in one process, with one tensor of each in memory at a time.
 
     Args:
-        a, b: open ones.
-        counts: whether a key of a tensor or a path of a plain value is looked at; default: all are.
+        a, b: open checkpoints.
+        counts: whether to compare the tensor of a key, or the plain value of a path; default: compare all.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -113,16 +113,16 @@ def _compare_tensor(key: str, a: TensorReader, b: TensorReader) -> TensorDiffere
 
 
 def difference_of(a: Tensor, b: Tensor) -> tuple[float, float, int]:
-    """(largest absolute difference, largest relative one, number of elements that differ) of tensors of one shape.
+    """(largest absolute difference, largest relative one, number of different elements) of tensors of equal shape.
 
-    Two NaN are the same; a NaN and a number are infinitely far from each other.
+    Two NaN are equal; the difference of NaN and a number is infinite.
     """
     absolute = relative = 0.0
     count = 0
     for begin in range(0, a.numel(), _BLOCK):
         one, other = (tensor.reshape(-1)[begin : begin + _BLOCK] for tensor in (a, b))
         x, y = one.double(), other.double()
-        # Integers beyond 2^53 are not all in float64; bits say whether they are the same.
+        # float64 cannot represent every integer beyond 2^53, so integers are compared exactly.
         is_exact = one.dtype == other.dtype and not one.is_floating_point()
         same = (one == other) if is_exact else (x == y) | (x.isnan() & y.isnan())
         if bool(same.all()):
@@ -136,7 +136,7 @@ def difference_of(a: Tensor, b: Tensor) -> tuple[float, float, int]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values by their path; lists of plain values stay whole."""
+    """Yield (path, plain value); a list of plain values is one value."""
     items: Iterator[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping) and (value or not path):
         items = iter(value.items())
@@ -146,12 +146,12 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in items:
-        # The schedulers of the only optimizer are under a name without letters.
+        # The key of the schedulers of a single optimizer is the empty string.
         yield from _leaves(item, f"{path}.{key}" if path and key != "" else path or str(key))
 
 
 def _same(a: Any, b: Any) -> bool:
-    # NaN is a value here, and 1, 1.0 and True are three.
+    # Two NaN are equal here, and 1, 1.0 and True are three different values.
     return a is b or repr(a) == repr(b)
 
 

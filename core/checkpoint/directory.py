@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint, and how a directory becomes one: all at once, or not at all.
+"""Layout of a checkpoint directory, and how it is written, replaced and removed atomically.
 
 ::
 
@@ -9,8 +9,8 @@
             values.json             everything that is not a tensor
             rank-00000.safetensors  what rank 0 wrote, and so on; read by any safetensors reader
 
-A save goes to ``.epoch_3.tmp`` and is renamed when every byte is on disk. A directory without its manifest is not a
-checkpoint: never loaded, never counted, never in the way.
+A save writes to ``.epoch_3.tmp``, which is renamed when every byte is on disk. A directory without a manifest is not a
+checkpoint: it is never loaded or counted, and never prevents a save.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def temporary(path: Path) -> Path:
-    """Where a save of ``path`` is put together; in other storage only if ``path`` is a checkpoint already."""
+    """The folder in which ``path`` is assembled; for a URL only if ``path`` is a checkpoint already."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def replaced(path: Path) -> Path:
-    """Where the previous checkpoint of the same name waits while its successor takes the name."""
+    """The temporary name of the previous checkpoint ``path`` while a new one replaces it."""
     return path.with_name(f".{path.name}.old")
 
 
 def begin(path: Path) -> Path:
-    """An empty directory to put the checkpoint ``path`` together in; leftovers of a killed save are removed.
+    """Make the empty directory in which the checkpoint ``path`` is assembled; remove leftovers of a killed save.
 
     Raises:
-        CheckpointError: ``path`` is something else than a checkpoint, which a new one would wipe out.
+        CheckpointError: ``path`` exists and is not a checkpoint, so that saving would delete other files.
     """
     recover(path)
     if foreign := _foreign(path):
         raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
-    # A folder in other storage cannot be renamed; what makes it a checkpoint is the manifest, written last.
+    # A remote folder cannot be renamed; it becomes a checkpoint by its manifest, which is written last.
     folder = temporary(path) if is_local(path) or is_checkpoint(path) else path
     remove_tree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,13 +67,13 @@ def begin(path: Path) -> Path:
 
 
 def abandon(folder: Path) -> None:
-    """Remove what a failed save had put together; unless it is whole, and what it was to replace is gone already."""
+    """Remove the files of a failed save; a complete remote one is kept, because its predecessor may be gone."""
     if is_local(folder) or not is_checkpoint(folder):
         remove_tree(folder)
 
 
 def commit(path: Path, folder: Path) -> None:
-    """Give the finished save in ``folder`` its name; the checkpoint that had the name before goes only after that."""
+    """Rename the finished save in ``folder`` to ``path``; a previous checkpoint there is deleted only after that."""
     if not is_local(path):
         if folder != path:
             _move_into(folder, path)
@@ -89,7 +89,7 @@ def commit(path: Path, folder: Path) -> None:
 
 
 def _foreign(path: Path) -> Path | None:
-    """What stands at ``path`` and no save has put there."""
+    """The first file at ``path`` that no save has written; None if there is none."""
     if is_checkpoint(path) or not path.exists():
         return None
     if not path.is_dir():
@@ -99,7 +99,7 @@ def _foreign(path: Path) -> Path | None:
 
 
 def recover(path: Path) -> None:
-    """Undo a replacement that was killed between its two renames; or, in other storage, carry it on."""
+    """Undo a replacement that was killed between its two renames; in remote storage, complete it."""
     if not is_local(path):
         if not is_checkpoint(path) and is_checkpoint(temporary(path)):
             _move_into(temporary(path), path)
@@ -110,7 +110,7 @@ def recover(path: Path) -> None:
 
 
 def _move_into(folder: Path, path: Path) -> None:
-    """Replace a checkpoint by a complete one, file by file; until the last has moved, ``folder`` is the checkpoint."""
+    """Replace a checkpoint by a complete one, file by file; ``folder`` stays complete until the last is copied."""
     remove_checkpoint(path)
     path.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST)
@@ -125,8 +125,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def mark_latest(path: Path) -> None:
-    """Make ``path`` the checkpoint that resuming starts from."""
-    if not is_local(path):  # where a file is there as a whole or not at all
+    """Make ``path`` the checkpoint from which training resumes."""
+    if not is_local(path):  # remote files are written atomically
         write_file(path.parent / LATEST, path.name.encode())
         return
     write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
@@ -135,14 +135,14 @@ def mark_latest(path: Path) -> None:
 
 
 def find_latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint with finite weights in a work directory; None when there is none.
+    """The newest complete checkpoint with finite weights in a work directory; None if there is none.
 
     Raises:
-        CheckpointError: ``latest`` names something that is no longer there.
+        CheckpointError: ``latest`` names a checkpoint that does not exist any more.
     """
     pointer = place(folder) / LATEST
     with reaching(pointer):
-        # Of other storage that cannot be reached, is_file says that there is none.
+        # is_file returns False for storage that cannot be reached; exists raises.
         if not pointer.exists() or not pointer.is_file():
             return None
     name = read_name(pointer)
@@ -156,14 +156,14 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint; it stops being one before its first file goes."""
+    """Delete a checkpoint, its manifest first, so that no damaged one remains if this is interrupted."""
     path = place(path)
     (path / MANIFEST).unlink(missing_ok=True)
     remove_tree(path)
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a file, given whole or in parts, down to the disk."""
+    """Write a file from bytes or parts of them, and sync it to disk; return its size and checksum."""
     size, checksum = 0, xxhash.xxh3_64()
     with path.open("wb") as file:
         for part in (content,) if isinstance(content, bytes) else content:
@@ -177,7 +177,7 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Fil
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Size and checksum of a file, which is read through."""
+    """Size and checksum of a file; reads the whole file."""
     size, checksum, block = 0, xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) if is_local(path) else path.open("rb") as file:
         while count := file.readinto(block):
@@ -187,10 +187,10 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
-    """Read a file through, and compare it with what was written.
+    """Read a whole file, and compare its size and checksum with the entry.
 
     Raises:
-        CheckpointError: it cannot be read, has another size, or its checksum differs.
+        CheckpointError: the file cannot be read, or its size or checksum differs.
     """
     try:
         _check_size(path, entry)
@@ -210,10 +210,10 @@ _BLOCK = 2**20
 
 
 def seal(folder: Path, manifest: bytes) -> None:
-    """Write the index, a JSON object, with a checksum of itself as its first entry.
+    """Write the manifest, a JSON object, with its checksum as the first entry.
 
     Raises:
-        CheckpointError: it is longer than what is read.
+        CheckpointError: the manifest is too long to be read.
     """
     check_length(folder / MANIFEST, manifest)
     write_file(folder / MANIFEST, (b'{"xxh3":"%s",' % _digest(manifest[1:]), manifest[1:]))
@@ -223,12 +223,12 @@ def _digest(content: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(content).encode()
 
 
-# The checksum, and all that follows it.
+# The checksum, and the text after it.
 _MANIFEST_TEXT = re.compile(rb'\{"xxh3":"([0-9a-f]{16})",(.*)', re.DOTALL)
 
 
 def _manifest_text(path: Path) -> bytes:
-    """The JSON of an index without its checksum, which it agrees with."""
+    """Read the JSON of a manifest, check it against its checksum, and return it without the checksum."""
     found = _MANIFEST_TEXT.fullmatch(path.read_bytes())
     if found is None or _digest(found[2]) != found[1]:
         raise CheckpointError(f"{path}: is damaged, its checksum is not that of its content")
@@ -236,7 +236,7 @@ def _manifest_text(path: Path) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Write a directory's entries down to the disk."""
+    """Sync a directory's entries to disk."""
     if not is_local(path):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -250,7 +250,7 @@ def to_json(value: Any, where: str) -> bytes:
     """``value`` as JSON.
 
     Raises:
-        CheckpointError: naming the first key whose value JSON cannot hold, or that is not text itself.
+        CheckpointError: JSON cannot hold a value, or a key is not a string; the message names the first such key.
     """
     _check_keys(value, where)
     try:
@@ -260,7 +260,7 @@ def to_json(value: Any, where: str) -> bytes:
 
 
 def _check_keys(value: Any, where: str) -> None:
-    """JSON makes text of numbers that are keys, so that they would not be found again."""
+    """Raise CheckpointError if a key is not a string: JSON would convert a number to text, and loading not find it."""
     for key, item in _items(value):
         if isinstance(value, Mapping) and not isinstance(key, str):
             raise CheckpointError(f"{where}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
@@ -282,17 +282,17 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def check_length(path: Path, text: bytes) -> None:
-    """Nothing is written that would be too long to read.
+    """Check that a file is not too long to be read again.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it is too long.
     """
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: would have {len(text)} bytes, more than {MAX_JSON_BYTES} are not read")
 
 
 def _meant(path: Path) -> str:
-    """The tail of an error: what whoever gave this path may have meant."""
+    """The end of an error message: a hint what the user may have meant by this path."""
     if path.is_file():
         return "; weights in a file are for load_from"
     latest = read_name(path / LATEST) if (path / LATEST).is_file() else None
@@ -300,7 +300,7 @@ def _meant(path: Path) -> str:
 
 
 def check_present(path: Path) -> None:
-    """See that there is a checkpoint at ``path``, whole or damaged.
+    """Check that there is a checkpoint at ``path``; its files may be damaged.
 
     Raises:
         CheckpointError: there is none, or its storage cannot be reached.
@@ -314,10 +314,10 @@ def check_present(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The index of the checkpoint at ``path``, after sizes were compared with the files.
+    """Read the manifest of the checkpoint at ``path``, and compare the sizes of all files with it.
 
     Raises:
-        CheckpointError: no checkpoint, another version, or a file that is missing or not as long as it was.
+        CheckpointError: there is no checkpoint, it has a newer version, or a file is missing or has another size.
     """
     check_present(path)
     file = sibling(path / MANIFEST, MANIFEST)

@@ -1,4 +1,4 @@
-"""FlatShard: a slice of a flattened tensor, which checkpoints save and load like any other part of it."""
+"""FlatShard: a shard that is a range of a flattened tensor; checkpoints save and load it like other shards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The flat range [start, end) of a row-major tensor as rectangles, in memory order: at most 2n - 1 in n dimensions.
+    """Yield the flat range [start, end) of a row-major tensor as rectangles, in memory order.
 
-    Every rectangle is contiguous in memory. An empty range has none.
+    There are at most 2n - 1 in n dimensions, each contiguous in memory. An empty range has none.
     """
     if start >= end:
         return
@@ -45,16 +45,16 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[Bo
 
 
 class FlatShard(Tensor):
-    """This process's flat range [start, start + n) of a logical tensor; what the other processes hold is elsewhere.
+    """This process's flat range [start, start + n) of a logical tensor; other processes hold the other ranges.
 
-    It has the logical tensor's shape and shares the memory of ``local``, so that what is loaded into it is where it belongs.
-    It can be copied, cast, cloned and interpolated, each process on its own range; anything else needs ``to_local`` or
-    ``full_tensor``.
+    It has the logical tensor's shape and shares the memory of ``local``, so that loading into it fills ``local``. It
+    can be copied, cast, cloned and interpolated, each process on its own range; for other operations use ``to_local``
+    or ``full_tensor``.
 
     Args:
-        local: the range's values, one-dimensional and contiguous; may be empty.
-        shape: of the logical tensor.
-        start: where the range begins in the flattened logical tensor.
+        local: the values of the range, one-dimensional and contiguous; may be empty.
+        shape: shape of the logical tensor.
+        start: begin of the range in the flattened logical tensor.
     """
 
     _local: Tensor
@@ -62,7 +62,7 @@ class FlatShard(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
-        """See the class."""
+        """See the class for the arguments."""
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(f"local: must be one-dimensional and contiguous, has shape {tuple(local.shape)}")
         if start < 0 or start + local.numel() > math.prod(shape):
@@ -72,11 +72,11 @@ class FlatShard(Tensor):
         return shard
 
     def to_local(self) -> Tensor:
-        """The values of this process, one-dimensional, sharing memory."""
+        """The values of this process, one-dimensional; they share memory."""
         return self._local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, put together from the disjoint ranges of all processes; collective."""
+        """The whole tensor, from the disjoint ranges of all processes; a collective."""
         whole = self._local.new_zeros(math.prod(self.shape))
         whole[self.start : self.start + self._local.numel()] = self._local
         if dist.is_available() and dist.is_initialized():
@@ -84,8 +84,8 @@ class FlatShard(Tensor):
         return whole.view(self.shape)
 
     def parts(self) -> dict[tuple[int, ...], Tensor]:
-        """Offsets to rectangle, as views: together they are this process's range."""
-        if self.numel() == 0:  # even a tensor without elements has to be known by its shape
+        """This process's range as rectangles: offsets to a view."""
+        if self.numel() == 0:  # a checkpoint needs the shape of a tensor without elements too
             return {(0,) * self.dim(): self._local.view(self.shape)}
         found: dict[tuple[int, ...], Tensor] = {}
         position = 0
@@ -99,7 +99,7 @@ class FlatShard(Tensor):
         return FlatShard(local, self.shape, self.start)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
-        """The range and the shape; values are not shown."""
+        """The range, shape, dtype and device, without values."""
         end = self.start + self._local.numel()
         return f"FlatShard([{self.start}:{end}] of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -107,7 +107,7 @@ class FlatShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override,unused-ignore]
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out the few operations that work element by element on the local values."""
+        """Run the few element-wise operations on the local values."""
         if func not in _ELEMENTWISE:
             raise NotImplementedError(f"{func}: not for a slice of a tensor, use to_local() or full_tensor()")
         shards = [arg for arg in args if isinstance(arg, FlatShard)]
@@ -117,7 +117,7 @@ class FlatShard(Tensor):
         ):
             raise ValueError(f"{func}: both must be the same slice of tensors of one shape")
         result = func(*(arg._local if isinstance(arg, FlatShard) else arg for arg in args), **(kwargs or {}))
-        # What works in place gives back what it was called on.
+        # An in-place operation must return the object on which it was called.
         return shard if result is shard._local else shard._like(result)
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what its index says."""
+"""Verify a checkpoint: compare all files with its index and checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .safetensors_file import SafetensorsFile
 
 
 def damages(path: Path) -> Iterator[str]:
-    """What is wrong with the checkpoint at ``path``, a sentence each, naming the file; every byte is read."""
+    """Yield one sentence for each damage of the checkpoint at ``path``, with the file's name; every byte is read."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -48,5 +48,5 @@ def _file_damages(path: Path, pieces: list[tuple[str, TensorEntry, Chunk]]) -> I
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files of a checkpoint directory."""
+    """Size of all files of a checkpoint directory, in bytes."""
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its files, and for each tensor dtype, shape and the rectangles that it is stored in."""
+"""Manifest, the index of a checkpoint: its files, and for each tensor dtype, shape and the stored rectangles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT, VERSION = "flextrain-checkpoint", 1
 MANIFEST, VALUES = "manifest.json", "values.json"
 SHARD = re.compile(r"rank-\d{5}\.safetensors")
 
-# As safetensors calls them.
+# The names of safetensors.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,13 +37,13 @@ class _Strict(pydantic.BaseModel):
 
 
 class Chunk(_Strict):
-    """A rectangle of a tensor, and where its bytes are."""
+    """A rectangle of a tensor, with its file and its name there."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
     name: str
-    """The rectangle's name within the file."""
+    """Name of the rectangle in the file."""
 
     @pydantic.field_validator("file")
     @classmethod
@@ -54,7 +54,7 @@ class Chunk(_Strict):
 
 
 class TensorEntry(_Strict):
-    """A tensor of the checkpoint."""
+    """Dtype, shape and pieces of a tensor of the checkpoint."""
 
     dtype: str
     """A name in DTYPES."""
@@ -71,7 +71,7 @@ class TensorEntry(_Strict):
     @pydantic.model_validator(mode="after")
     def _whole(self) -> TensorEntry:
         check_shape(self.shape)
-        # What no piece covers would stay as the memory was before.
+        # Elements that no piece covers would stay uninitialised.
         if sum(math.prod(chunk.shape) for chunk in self.chunks) != math.prod(self.shape):
             raise ValueError("its pieces are not all there")
         for chunk in self.chunks:
@@ -83,29 +83,29 @@ class TensorEntry(_Strict):
 
 
 class FileEntry(_Strict):
-    """A file of the checkpoint, as it was written."""
+    """Size and checksum of a file of the checkpoint."""
 
     size: int
     """In bytes."""
     xxh3: str
-    """Checksum of all of it: XXH3 with 64 bits, sixteen hexadecimal digits."""
+    """Checksum of the whole file: XXH3 with 64 bits, sixteen hexadecimal digits."""
 
 
 class Manifest(_Strict):
-    """The index of a checkpoint; its presence is what makes a directory one."""
+    """The index of a checkpoint; a directory with it is a complete checkpoint."""
 
     format: str = FORMAT
     version: int = VERSION
     written_by: dict[str, str | int]
-    """Versions, strategy and world size, for people; nothing is decided by it."""
+    """Versions, strategy and world size, for information only."""
     files: dict[str, FileEntry]
     nonfinite: tuple[str, ...] = ()
-    """Keys of tensors that training should have kept finite and that hold NaN or infinity; written if there are any."""
+    """Keys of tensors that training should keep finite and that have NaN or infinity; written only if there are any."""
     tensors: dict[str, TensorEntry]
 
     @pydantic.model_validator(mode="after")
     def _held(self) -> Manifest:
-        # Memory is taken for what is declared here before any of it is read.
+        # Loading allocates memory for the declared tensors before it reads, so they must be inside their files.
         declared = dict.fromkeys(self.files, 0)
         for key, entry in self.tensors.items():
             for chunk in entry.chunks:

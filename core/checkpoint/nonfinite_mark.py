@@ -1,4 +1,4 @@
-"""Checkpoints that are marked, because what training should have kept finite holds NaN or infinity in them."""
+"""Find checkpoints that are marked, because tensors that training should keep finite have NaN or infinity."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NAMED = 3
 
 
 def what_is_not_finite(keys: Sequence[str], noun: str = "tensor") -> str:
-    """``keys`` as words: the first few of them, and how many there are."""
+    """Text for a list of keys: how many there are, and the first few of them."""
     names = ", ".join(keys[:_NAMED])
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return f"{counted(len(keys), noun)} ({names}{more})"
 
 
 def is_marked(path: str | os.PathLike[str]) -> bool:
-    """Whether a complete checkpoint at ``path`` is marked; False also where there is none."""
+    """Whether the checkpoint at ``path`` is marked; False if there is no complete one."""
     try:
         return bool(read_manifest(place(path)).nonfinite)
     except CheckpointError:
@@ -30,7 +30,7 @@ def is_marked(path: str | os.PathLike[str]) -> bool:
 
 
 def passed_over(folder: str | os.PathLike[str], latest: Path | None) -> list[str]:
-    """The names of marked checkpoints in ``folder`` that are newer than ``latest``, oldest first; None: all of them."""
+    """Names of the marked checkpoints in ``folder`` that are newer than ``latest`` (None: of all), oldest first."""
     found = place(folder)
     with reaching(found):
         if not found.is_dir():

@@ -1,7 +1,7 @@
-"""Where checkpoints are: a folder of this machine, or of any storage that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
+"""Paths of checkpoints: local folders, and URLs of any storage that fsspec knows (``s3://``, ``gs://``, ``memory://``).
 
-universal_pathlib's paths do what those of pathlib do, so that most of the code need not know. What differs is here: other
-storage has no flush to the disk and no renaming of folders, and its files cannot be mapped into memory.
+universal_pathlib's paths have the interface of pathlib's, so that most code works with both. The differences are
+handled here: remote storage cannot sync to disk or rename folders, and its files cannot be mapped into memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ REMOTE = "://"
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """``path`` as an absolute Path, or as what behaves like one for a URL.
+    """``path`` as an absolute Path; a URL as universal_pathlib's UPath, which has the same interface.
 
     Raises:
-        CheckpointError: a URL, and universal_pathlib or what it needs for this kind of storage is not installed.
+        CheckpointError: universal_pathlib, or fsspec's package for this kind of URL, is not installed.
     """
     if not isinstance(path, Path) and REMOTE in str(path):
         url = str(path)
@@ -35,7 +35,7 @@ def place(path: str | os.PathLike[str]) -> Path:
             from upath import UPath
 
             found = UPath(path)
-            assert found.fs is not None  # made when it is first asked for
+            assert found.fs is not None  # the first access makes it, and may raise
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{url}: cannot be reached, {one_line(error)}; pip install flextrain[remote], and fsspec's package for "
@@ -46,16 +46,16 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def is_local(path: Path) -> bool:
-    """Whether ``path`` is in a file system of this machine."""
+    """Whether ``path`` is in a local or mounted file system."""
     return isinstance(path, Path)
 
 
 @contextmanager
 def reaching(path: Path) -> Iterator[None]:
-    """Around the first use of a URL: each kind of storage has errors of its own, and no common class of them.
+    """Context for the first access to a URL: every kind of storage has its own exceptions, without a common base.
 
     Raises:
-        CheckpointError: in place of them, on one line that names the URL and their kind; a local path's are left as they are.
+        CheckpointError: instead of them, one line with the URL and their class; those of a local path do not change.
     """
     try:
         yield
@@ -68,14 +68,14 @@ def reaching(path: Path) -> Iterator[None]:
 
 
 def make_writable(folder: Path, key: str) -> None:
-    """Make a folder and write a file to it, which is removed again, on rank 0; every process must call it.
+    """Make a folder on rank 0, and check that a file can be written to it; every process must call it.
 
     Args:
         folder: a path or URL.
-        key: the configuration's, for the message.
+        key: the configuration key, for the message.
 
     Raises:
-        ConfigError: on every process; it cannot be written to.
+        ConfigError: on every process, if the folder cannot be written to.
     """
     reason = None
     if get_rank() == 0:
@@ -94,7 +94,7 @@ def make_writable(folder: Path, key: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with all that is in it, as far as it is there."""
+    """Delete a folder and its content; nothing happens if it does not exist."""
     if is_local(path):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():

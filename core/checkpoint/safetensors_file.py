@@ -1,7 +1,7 @@
-"""Safetensors files: written tensor by tensor, and read in parts straight to where they belong.
+"""Write safetensors files tensor by tensor, and read parts of them directly into tensors.
 
-The safetensors package wants all tensors of a file in memory at once to write it. It maps what it reads: that takes memory
-twice, and other storage than a local disk cannot be mapped at all.
+The safetensors package needs all tensors of a file in memory to write it. It maps files to read them, which takes the
+memory twice, and remote files cannot be mapped.
 
 Source of the file format: https://huggingface.co/docs/safetensors
 """
@@ -25,7 +25,7 @@ from .load.partial_read import Fetch, Part
 from .manifest import DTYPE_NAMES, DTYPES, FileEntry
 from .untrusted import MAX_JSON_BYTES, one_line
 
-# Of a tensor that has to be converted or moved to a device, so much is in memory beside it.
+# Size of the buffer for a tensor that has to be converted or moved to a device.
 _BLOCK_BYTES = 2**24
 
 
@@ -35,7 +35,7 @@ class _Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """In the file."""
+    """Offset in the file, in bytes."""
 
 
 def write_safetensors(
@@ -44,13 +44,13 @@ def write_safetensors(
     values: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write a file down to the disk, holding one tensor at a time in memory; returns its size and checksum.
+    """Write a file and sync it to disk, with one tensor in memory at a time; return its size and checksum.
 
     Args:
-        path: of the file; one that is there is overwritten.
-        tensors: dtype and shape of each, by name.
+        path: path of the file; an existing file is overwritten.
+        tensors: name to dtype and shape.
         values: the tensors in the same order.
-        metadata: what the file says of itself.
+        metadata: the file's metadata.
 
     Raises:
         CheckpointError: the header would be too long to read.
@@ -67,7 +67,7 @@ def write_safetensors(
 
 
 def bytes_of(tensor: Tensor) -> memoryview | bytes:
-    """The values of a tensor as they stand in a file; contiguous ones on the CPU share their memory."""
+    """The bytes of a tensor as the file has them; a contiguous tensor on the CPU shares its memory."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
@@ -76,7 +76,7 @@ class SafetensorsFile(Fetch):
     """An open safetensors file.
 
     Raises:
-        CheckpointError: its header is not one.
+        CheckpointError: the header is damaged.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -108,7 +108,7 @@ class SafetensorsFile(Fetch):
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names of all tensors, to dtype and shape."""
+        """Name to dtype and shape, for all tensors."""
         return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
 
     def _part(self, name: str, part: Part) -> Tensor:
@@ -119,7 +119,7 @@ class SafetensorsFile(Fetch):
         return found
 
     def fill(self, name: str, part: Part, target: Tensor) -> None:
-        """See Fetch; without memory for the part beside ``target`` where they are alike."""
+        """See Fetch. Takes no memory besides ``target`` if rows, dtype and device are those of the file."""
         self._fill(self._find(name), part, target)
 
     def _find(self, name: str) -> _Entry:
@@ -154,7 +154,7 @@ class SafetensorsFile(Fetch):
             target[first : first + count].copy_(block[inner])
 
     def _read_bytes(self, begin: int, target: Tensor) -> None:
-        """Fill contiguous memory of the CPU with the bytes from ``begin`` on."""
+        """Fill a contiguous tensor on the CPU with the bytes that begin at offset ``begin``."""
         room = target.reshape(-1).view(torch.uint8).numpy().data
         self._file.seek(begin)
         done = 0

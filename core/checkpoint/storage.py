@@ -1,6 +1,6 @@
-"""Storage for torch.distributed.checkpoint that holds no pickle: one safetensors file per rank, JSON beside them.
+"""Storage for torch.distributed.checkpoint (DCP) without pickles: one safetensors file per rank, and JSON.
 
-DCP plans who writes and reads which rectangle of which tensor; these classes only move bytes.
+DCP plans which rank reads and writes which rectangle of a tensor; the code here only moves bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .safetensors_file import SafetensorsFile, write_safetensors
 
 
 def name_in_file(item: WriteItem) -> str:
-    """What a rectangle is called in its file: the tensor's key, with the rectangle's offsets if it is not all of it."""
+    """Name of a rectangle in its file: the tensor's key, with the offsets if it is not the whole tensor."""
     data = item.tensor_data
     assert data is not None
     whole = data.chunk.sizes == data.size
@@ -45,7 +45,7 @@ def name_in_file(item: WriteItem) -> str:
 
 
 def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor]) -> FileEntry:
-    """Write rectangles of tensors to one safetensors file, holding one at a time in memory."""
+    """Write rectangles of tensors to one safetensors file, with one of them in memory at a time."""
     pieces = {}
     for item in items:
         data = item.tensor_data
@@ -55,15 +55,15 @@ def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor
 
 
 Source = Callable[[str], AbstractContextManager[Fetch]]
-"""Opens one file by its name."""
+"""Context that opens a file by its name."""
 
 
 class ChunkReader(StorageReader):
-    """Reads rectangles of tensors from wherever their pieces are.
+    """DCP reader for rectangles of tensors that are stored in pieces.
 
     Args:
         entries: the tensors and their pieces.
-        source: opens the files that hold the pieces.
+        source: opens the files with the pieces.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], source: Source) -> None:
@@ -85,10 +85,10 @@ class ChunkReader(StorageReader):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Part of DCP's interface; the source was given before."""
+        """Part of DCP's interface; nothing to do, because the constructor gets the source."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The entries in DCP's words."""
+        """The entries as DCP's Metadata."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class ChunkReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank needs into its tensors, file by file."""
+        """Fill this rank's tensors, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self.places[item.storage_index].file, []).append(item)
@@ -125,7 +125,7 @@ class ChunkReader(StorageReader):
 
 
 def checkpoint_source(folder: Path) -> Source:
-    """Reads parts of the files of the checkpoint in ``folder``, wherever that is, straight into tensors."""
+    """A source of the checkpoint files in ``folder`` (local or remote) that reads directly into tensors."""
 
     @contextmanager
     def source(file: str) -> Iterator[Fetch]:
@@ -137,13 +137,13 @@ def checkpoint_source(folder: Path) -> Source:
 
 
 def mapped_source(folder: Path) -> Source:
-    """Reads parts of the safetensors files in ``folder``, which anybody may have written, through the safetensors package."""
+    """A source of safetensors files of any origin in ``folder``, mapped by the safetensors package."""
 
     @contextmanager
     def source(file: str) -> Iterator[Fetch]:
         try:
             with safe_open(folder / file, framework="pt") as opened:
-                # A 0-dim tensor has no slice.
+                # get_slice does not work for a 0-dim tensor.
                 yield Fetch(
                     folder / file,
                     lambda name, part: opened.get_slice(name)[part] if part else opened.get_tensor(name),

@@ -1,4 +1,4 @@
-"""Guards for what others may have written: names of files, and JSON."""
+"""Checks of untrusted input: names of files, shapes of tensors, and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-# Plain values and lists of names and shapes; what is larger belongs into tensors.
+# Enough for plain values and for names and shapes; larger data should be tensors.
 MAX_JSON_BYTES = 256 * 2**20
 
 
@@ -20,23 +20,23 @@ _MAX_NUMEL = 2**62
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of something directly in a directory."""
+    """Whether ``name`` is a valid name of an entry directly in a directory."""
     is_special = name in ("", ".", "..") or len(name) > _MAX_NAME or bool(set(name) & {"\0", "\\", "\n"})
     return not is_special and name == Path(name).name
 
 
 def sibling(path: Path, name: str) -> Path:
-    """The file called ``name`` that lies beside ``path``, which names it.
+    """The file ``name`` in the folder of ``path``, an index that names it.
 
     Raises:
-        CheckpointError: the name leads elsewhere, itself or through a link, or there is no such file.
+        CheckpointError: the name or a link leads out of the folder, or the file does not exist.
     """
     if not is_plain_name(name):
         raise CheckpointError(f"{path}: names {name[:200]!r}, which is no file beside it")
     file = path.with_name(name)
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing, {path.name} names it")
-    # Other storage than this machine's (no Path, though it behaves as one) has no links.
+    # Remote storage (a UPath, which has an attribute fs) has no links.
     if getattr(file, "fs", None) is None and not any(
         file.resolve().is_relative_to(folder) for folder in _homes(path.parent)
     ):
@@ -45,7 +45,7 @@ def sibling(path: Path, name: str) -> Path:
 
 
 def _homes(folder: Path) -> list[Path]:
-    """Where the files of a folder may be: in it, and where the cache of Hugging Face's hub links to.
+    """The folders that may have the files of ``folder``: itself, and where links in Hugging Face's cache lead.
 
     The cache has ``models--x/snapshots/<revision>/`` with links to ``models--x/blobs/``.
     """
@@ -55,14 +55,14 @@ def _homes(folder: Path) -> list[Path]:
 
 
 def read_name(path: Path) -> str | None:
-    """The name that a small text file holds; None if it is no name of something directly in a directory."""
+    """The name in a small text file; None if it is not a valid name of an entry directly in a directory."""
     with path.open("rb") as file:
         name = file.read(4096).decode(errors="replace").strip()
     return name if is_plain_name(name) else None
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Raise ValueError for a shape that no tensor has."""
+    """Raise ValueError for an impossible shape."""
     if len(shape) > _MAX_DIMENSIONS or any(size < 0 for size in shape):
         raise ValueError("it has a shape that no tensor has")
     if math.prod(size for size in shape if size) > _MAX_NUMEL:
@@ -72,7 +72,7 @@ def check_shape(shape: Sequence[int]) -> None:
 def check_disjoint(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
     """Raise ValueError if two of the rectangles, given as (offsets, sizes), share an element.
 
-    Their sizes add up to the tensor's, so that what one covers twice would leave a hole with whatever was in memory.
+    Their sizes add up to that of the tensor, so an overlap would leave other elements uninitialised.
     """
     filled = [piece for piece in pieces if 0 not in piece[1]]
     if len(filled) < 2:
@@ -80,7 +80,7 @@ def check_disjoint(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Non
     dimensions = range(len(filled[0][0]))
     if not dimensions:
         raise ValueError("two of its pieces overlap")
-    # Along the dimension that it is cut most, few pieces meet.
+    # Sorted along the dimension with the most cuts, few pieces have to be compared.
     along = max(dimensions, key=lambda d: len({offsets[d] for offsets, _ in filled}))
     open_pieces: list[tuple[Sequence[int], Sequence[int]]] = []
     for piece in sorted(filled, key=lambda piece: piece[0][along]):
@@ -95,7 +95,7 @@ def _overlap(a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Seq
 
 
 def one_line(text: object) -> str:
-    """What others wrote, fit for a message."""
+    """Untrusted text on one line of at most 300 characters, for a message."""
     return " ".join(str(text).split())[:300]
 
 
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        CheckpointError: it is not there, no JSON, nested too deeply, or larger than 256 MiB.
+        CheckpointError: the file is missing, not JSON, nested too deeply, or larger than 256 MiB.
     """
     try:
         size = path.stat().st_size

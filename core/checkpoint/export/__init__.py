@@ -1,1 +1,1 @@
-"""Weights for other programs."""
+"""Export weights for other programs."""

@@ -1,4 +1,4 @@
-"""The extra state of modules in a checkpoint, as an export writes it."""
+"""Find the extra state of modules in a checkpoint for an export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..load.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint that is to be exported: ``key`` is its name there, ``name`` that in the export."""
+    """A tensor to export: its ``key`` in the checkpoint, its ``name`` in the exported file."""
 
     name: str
     key: str
@@ -32,12 +32,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What one module keeps.
+    """The extra state of one module.
 
     Attributes:
-        name: torch's name for it, ``layer._extra_state``.
-        value: as the checkpoint has it, see ``core.module_state``.
-        tensors: those that stand in the value by their number.
+        name: torch's key for it, ``layer._extra_state``.
+        value: the encoded value of the checkpoint, see ``core.module_state``.
+        tensors: the tensors that the value refers to by index.
     """
 
     name: str
@@ -46,10 +46,10 @@ class ExtraState:
 
 
 def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
-    """The extra state of all modules; ``tied``: of one with several names under each of them.
+    """The extra state of all modules; ``tied``: that of a module with several names under each name.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the extra state is damaged.
     """
     aliases = source.values.get("aliases", {})
     found = []

@@ -1,4 +1,4 @@
-"""Writing files of weights tensor by tensor."""
+"""Write ``torch.save`` files tensor by tensor, and replace files atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WRITE_BYTES = 16 * 2**20
 
 
 class Weight(Protocol):
-    """What has to be known of a tensor before it is read."""
+    """Name, shape and dtype of a tensor, known before it is read."""
 
     @property
     def name(self) -> str: ...
@@ -42,10 +42,10 @@ class Weight(Protocol):
 
 
 class Pending:
-    """A file that gets its name when it is complete and on the disk; after an error nothing is left of it.
+    """Context with a temporary file that is renamed when it is complete and synced to disk; an error removes it.
 
     Args:
-        path: its name then; a file that has the name before is replaced.
+        path: the final name; an existing file of this name is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ def write_torch(
     fetch: Callable[[Any], Tensor],
     extra: Sequence[ExtraState] = (),
 ) -> None:
-    """Write what ``torch.save`` would write of a state dict; aliases share the memory of the tensor that they name.
+    """Write a state dict in the format of ``torch.save``; an alias shares the memory of its tensor.
 
     Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
@@ -109,11 +109,11 @@ def _write(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def _record(file: IO[bytes], archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """A record of a zip file whose content begins at an aligned place."""
+    """Open a record of a zip file whose content begins at an aligned offset."""
     info = zipfile.ZipInfo(name)
     info.file_size = size
     is_large = size * 1.05 > zipfile.ZIP64_LIMIT
-    # A local header has 30 bytes and the name; a large record's sizes and each field's head follow.
+    # A local header has 30 bytes and the name, 20 bytes of sizes for a large record, and 4 bytes before the padding.
     begin = file.tell() + 30 + len(name) + (20 if is_large else 0) + 4
     padding = -begin % _ALIGNMENT
     info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
@@ -121,14 +121,14 @@ def _record(file: IO[bytes], archive: zipfile.ZipFile, name: str, size: int) -> 
 
 
 class _Storage:
-    """Stands for the memory of a tensor, which is written elsewhere."""
+    """Placeholder for the memory of a tensor, which is written as a record of its own."""
 
     def __init__(self, key: str, weight: Weight) -> None:
         self.key, self.weight = key, weight
 
 
 class _Described:
-    """Is pickled as a tensor is, without being one."""
+    """Placeholder that is pickled like a tensor."""
 
     def __init__(self, storage: _Storage, weight: Weight) -> None:
         self.storage, self.weight = storage, weight
@@ -152,7 +152,7 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, obj.key, "cpu", count
 
 
-# Newer dtypes have no storage type; torch pickles their memory as bytes.
+# Newer dtypes have no storage class; torch pickles their memory as bytes.
 _STORAGES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,

@@ -1,6 +1,6 @@
-"""Weights for other programs: ``.safetensors``, several of them with Hugging Face's index, or ``.pth``.
+"""Export weights to ``.safetensors``, to several of them with Hugging Face's index, or to ``.pth``.
 
-Whatever is written has another name until it is complete, and holds one tensor at a time in memory.
+A file has a temporary name until it is complete, and one tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -46,27 +46,26 @@ def export_weights(
     tied: bool = True,
     replace: bool = False,
 ) -> list[Path]:
-    """Write a model's weights to files that other programs read; for one process.
+    """Write a model's weights to files for other programs; call it in one process.
 
     Args:
-        checkpoint: a checkpoint directory, whatever wrote it, or anything else that ``open_weights`` takes.
-        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; a name without an
-            extension, one that ends in a slash or an existing folder for ``model.safetensors`` in it, in several files with
-            Hugging Face's index where ``max_shard_size`` asks for it. Extensions count in any case of letters.
-        averaged: the averages that EMAHook keeps in place of the weights that they are of; the hook's name where several
-            keep some.
-        dtype: of the floating-point tensors; default: as they are, float32 wherever the training had masters.
-        max_shard_size: bytes, or a number with KB, MB, GB, KiB, MiB or GiB, that no file exceeds unless one tensor does;
-            default: no limit.
-        tied: write tied tensors under all of their names; False: under the first of them, as Hugging Face does. In a ``.pth``
-            they share their memory, in ``.safetensors`` they take it twice.
-        replace: take the place of a file that is there; a folder that holds weights is never written to.
+        checkpoint: a checkpoint directory of any strategy, or anything else that ``open_weights`` takes.
+        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; or a folder
+            (a name without extension, with a slash at its end, or of an existing folder) for ``model.safetensors``, or
+            for several files with Hugging Face's index if ``max_shard_size`` requires it. Case is ignored in extensions.
+        averaged: write EMAHook's averages instead of the weights; the hook's name if several hooks have averages.
+        dtype: dtype of the floating-point tensors; default: unchanged, float32 where training had master weights.
+        max_shard_size: largest size of a file, in bytes or as a number with KB, MB, GB, KiB, MiB or GiB; a larger
+            tensor has a file of its own. Default: no limit.
+        tied: write tied tensors under all of their names; False: under the first one, as Hugging Face does. In a
+            ``.pth`` they share memory, in ``.safetensors`` each name has a copy.
+        replace: replace an existing file; a folder with weights in it is never written to.
 
     Returns:
         The files that were written, the index last.
 
     Raises:
-        CheckpointError: there are no such weights, the extension is another one, or what would be written is there already.
+        CheckpointError: there are no such weights, the extension is unknown, or the file exists already.
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
     suffix = _suffix(path)
@@ -95,7 +94,7 @@ def export_weights(
 
 
 def _bare(source: Checkpoint, path: Path, tied: bool) -> list[StoredTensor]:
-    """Extra state that is a tensor and no more, which is all of it that safetensors can hold; the log names the rest."""
+    """Extra state that is a single tensor, because safetensors can hold no other; a warning names the rest."""
     found, left_out = [], []
     for state in extra_states(source, tied):
         if state.value == {"tensor": 0}:
@@ -109,10 +108,10 @@ def _bare(source: Checkpoint, path: Path, tied: bool) -> list[StoredTensor]:
 
 
 def _suffix(path: str | os.PathLike[str]) -> str:
-    """The extension that says what file is written, in small letters; "" for a folder.
+    """The extension of the file to write, in lower case; "" for a folder.
 
     Raises:
-        CheckpointError: it is none of those that are known.
+        CheckpointError: the extension is unknown.
     """
     known = (_SUFFIX, *TORCH_SUFFIXES)
     suffix = "" if os.fspath(path).endswith("/") else Path(path).suffix.lower()
@@ -140,7 +139,7 @@ def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None
 
 
 def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) -> dict[str, str]:
-    """Name to the key of its average."""
+    """Name of each weight to the key of its average."""
     found: dict[str, dict[str, str]] = {}
     for key in source.entries:
         if match := _AVERAGED.fullmatch(key):
@@ -159,7 +158,7 @@ def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) ->
 
 
 def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
-    """Further names of tied tensors, to the name that they are stored under."""
+    """Further names of tied tensors, to the name under which they are stored."""
     aliases = source.values.get("aliases", {})
     if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for pair in aliases.items() for name in pair):
         raise CheckpointError(f"{source.path}: aliases is damaged, it is no mapping of names")
@@ -177,7 +176,7 @@ def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[StoredTensor
 
 
 def _write(path: Path, weights: Sequence[StoredTensor], fetch: Callable[[StoredTensor], Tensor]) -> None:
-    # Transformers reads no file that does not say for whom it is.
+    # Transformers reads only files whose metadata has a format.
     write_safetensors(path, {w.name: (w.dtype, w.shape) for w in weights}, map(fetch, weights), {"format": "pt"})
 
 
@@ -205,7 +204,7 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTens
 
 
 def _shards(weights: Sequence[StoredTensor], limit: int | None) -> list[list[StoredTensor]]:
-    """In their order, as many in each as fit."""
+    """Divide the weights into shards of at most ``limit`` bytes, in their order."""
     shards: list[list[StoredTensor]] = [[]]
     filled = 0
     for weight in weights:
@@ -222,10 +221,10 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _parse_size(given: int | str | None) -> int | None:
-    """Bytes.
+    """Parse a size; return bytes.
 
     Raises:
-        CheckpointError: it is no size.
+        CheckpointError: it is not a size.
     """
     if given is None:
         return None

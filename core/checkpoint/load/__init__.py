@@ -1,1 +1,1 @@
-"""Reading checkpoints, and weights from other files."""
+"""Read checkpoints, and weights from other files."""

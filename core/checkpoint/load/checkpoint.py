@@ -1,4 +1,4 @@
-"""Opening checkpoints and reading them, on all processes together."""
+"""Open a checkpoint and load its tensors on all processes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A source of tensors by key, and plain values; reading it executes nothing that was stored.
+    """An open checkpoint: tensors by key, and plain values. Reading it executes no stored code.
 
     Args:
-        path: where it comes from, for messages.
+        path: its origin, for messages.
         entries: the tensors and their pieces.
         values: everything that is not a tensor.
-        source: opens the files that hold the pieces.
-        files: files beside ``path``'s index whose checksums are compared before anything is read from them.
-        nonfinite: keys of tensors with NaN or infinity, by which the checkpoint was marked when it was saved.
+        source: opens the files with the pieces.
+        files: files whose checksums are compared before anything is read from them.
+        nonfinite: keys of tensors with NaN or infinity, for which the checkpoint was marked when it was saved.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint in a directory that ``save_checkpoint`` wrote; tensors are not read yet.
+        """Open a directory that ``save_checkpoint`` has written; no tensor is read yet.
 
         Raises:
-            CheckpointError: it is missing, incomplete or damaged.
+            CheckpointError: the checkpoint is missing, incomplete or damaged.
         """
         path = place(path)
         manifest = directory.read_manifest(path)
@@ -82,17 +82,17 @@ class Checkpoint:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What ``Strategy.load_template`` takes: shape and dtype of the tensors, and the values."""
+        """The argument of ``Strategy.load_template``: plain values, and shape and dtype of the tensors."""
         return {**self.values, **self.tensors}
 
     def load(self, template: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of a template in place, each process its own part; collective, also for one that needs nothing.
+        """Fill the tensors of a template in place, each process its shard. A collective, also with an empty template.
 
-        All files are compared with their checksums before the first of them is read; the processes divide that work.
+        All files are compared with their checksums before the first one is loaded; the processes divide that work.
 
         Raises:
-            CheckpointError: on every process, if on any a key is not in the checkpoint, a shape differs, or a file is damaged
-                or cannot be read.
+            CheckpointError: on every process, if on any of them a key is not in the checkpoint, a shape differs, or a
+                file is damaged or cannot be read.
         """
         with raising_together():
             self._check_fit(template)
@@ -113,27 +113,27 @@ class Checkpoint:
                 )
 
     def renamed(self, entries: Mapping[str, TensorEntry], values: Mapping[str, Any] | None = None) -> Checkpoint:
-        """The same source with its tensors under other keys; values too, where they are given."""
+        """The same checkpoint with other keys of tensors, and other ``values`` if they are given."""
         kept = self.values if values is None else values
         other = Checkpoint(self.path, entries, kept, self.source, nonfinite=self.nonfinite)
         other._unchecked = self._unchecked
         return other
 
     def check_file(self, name: str) -> None:
-        """Compare one file with its checksum, once; on this process alone.
+        """Compare one file with its checksum, unless it was compared before; on this process only.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the file is damaged.
         """
         if (entry := self._unchecked.get(name)) is not None:
             directory.check_file(self.path / name, entry)
             del self._unchecked[name]
 
     def check_files(self) -> None:
-        """Compare every file with its checksum, once; collective, each process reads some of them.
+        """Compare every file with its checksum, unless it was compared before; a collective that divides the files.
 
         Raises:
-            CheckpointError: on every process, naming the first file that is damaged.
+            CheckpointError: on every process, if a file is damaged; it names the first one.
         """
         names = sorted(self._unchecked)
         if not names:
@@ -152,13 +152,13 @@ class Checkpoint:
 
 @contextmanager
 def _own_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn what DCP raises into CheckpointError, with the ranks that failed."""
+    """Context that raises CheckpointError, with the ranks that failed, instead of DCP's exceptions."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP's word for one process
-            warnings.filterwarnings("ignore", "Detected mismatched keys")  # processes may hold different ones
+            warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP warns so for one process
+            warnings.filterwarnings("ignore", "Detected mismatched keys")  # processes may have different keys
             yield
-    except CheckpointException as error:  # derives from BaseException, which `except Exception` does not see
+    except CheckpointException as error:  # a BaseException: `except Exception` does not catch it
         # DCP gives (exception, stack summary) by rank.
         reasons = {rank: failure[0] for rank, failure in error.failures.items()}
         first = min(reasons)

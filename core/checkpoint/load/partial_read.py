@@ -1,4 +1,4 @@
-"""Parts of tensors out of one open file."""
+"""Read parts of tensors from an open file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Part = tuple[slice, ...]
 
 
 class Fetch:
-    """``fetch(name, part)`` is that part of the tensor of this name within a file.
+    """Reads parts of tensors from one file: ``fetch(name, part)``.
 
     Args:
         path: the file, for messages.
-        read: does it.
+        read: function that reads a part of a tensor.
     """
 
     def __init__(self, path: Path, read: Callable[[str, Part], Tensor]) -> None:
         self.path, self._read = path, read
 
     def __call__(self, name: str, part: Part) -> Tensor:
-        """That part of a tensor."""
+        """Read a part of the tensor ``name``."""
         return self._read(name, part)
 
     def fill(self, name: str, part: Part, target: Tensor) -> None:
-        """Copy a part of a tensor into ``target``, which has as many elements and any shape, dtype and device.
+        """Copy a part of a tensor into ``target``, which may have any shape of as many elements, any dtype and device.
 
         Raises:
-            CheckpointError: the part has another number of elements.
+            CheckpointError: the number of elements differs.
         """
         found = self(name, part)
         if found.numel() != target.numel():

@@ -1,4 +1,4 @@
-"""Weights from checkpoints and from other programs' files, and names that do not quite agree."""
+"""Open weights of checkpoints and of other programs' files, and match their names with those of a model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from .checkpoint import Checkpoint
 
 
 def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
-    """A source of a model's weights under ``model.<name>``; nothing stored in it is executed.
+    """Open a source of a model's weights, under the keys ``model.<name>``; no stored code is executed.
 
-    Every process that loads from it reads the parts that it needs, from files that are mapped and not copied.
+    Every process that loads from it reads only the parts that it needs, from mapped files.
 
     Args:
-        path: a checkpoint directory; a ``.safetensors`` file; a file written by ``torch.save`` that holds a state dict,
-            itself or under "state_dict", "model" or "module"; an index of Hugging Face (``model.safetensors.index.json``) or the
-            folder that it is in; or a checkpoint directory of DeepSpeed, with or without its tag. A URL is that of a
-            checkpoint directory.
+        path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at the
+            top or under "state_dict", "model" or "module"; an index of Hugging Face (``model.safetensors.index.json``)
+            or its folder; a checkpoint directory of DeepSpeed, with or without its tag. Only the first may be a URL.
 
     Raises:
-        CheckpointError: no such file, or no weights in it that can be read safely.
+        CheckpointError: the file does not exist, or has no weights that can be read safely.
     """
     return _with_extra_state(_open(place(path)))
 
@@ -45,13 +44,13 @@ def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
     if not path.is_file():
-        # A checkpoint that is being replaced has no name for a moment, and its own way to get it back.
+        # A checkpoint that is being replaced is missing for a moment; Checkpoint.open recovers it.
         return Checkpoint.open(path)
     return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)
 
 
 def _with_extra_state(source: Checkpoint) -> Checkpoint:
-    """Tensors that are the extra state of a module, which others keep among the weights, where a checkpoint has them."""
+    """Move tensors that are extra state of a module from the weights to the keys that a checkpoint has for them."""
     modules = {key: module_of(key.removeprefix(MODEL)) for key in source.entries if key.startswith(MODEL)}
     found = {key: EXTRA + module for key, module in modules.items() if module is not None}
     if not found:
@@ -72,17 +71,17 @@ def _open_directory(path: Path) -> Checkpoint:
             f"{path}: was written by torch.distributed.checkpoint, whose index is a pickle and could execute code; "
             "save the state dict with torch.save"
         )
-    return Checkpoint.open(path)  # which says what is missing
+    return Checkpoint.open(path)  # its error says what is missing
 
 
 @dataclass(frozen=True)
 class MatchReport:
-    """How the weights of a file fit a model.
+    """Names and shapes in which the weights of a file do not match a model.
 
     Attributes:
-        missing: names of the model that the file lacks.
-        unexpected: names of the file that the model lacks.
-        misshaped: names of both whose shapes differ, with (file's, model's) shape.
+        missing: names that only the model has.
+        unexpected: names that only the file has.
+        misshaped: names whose shapes differ, to (shape in the file, shape in the model).
     """
 
     missing: tuple[str, ...]
@@ -90,11 +89,11 @@ class MatchReport:
     misshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def __bool__(self) -> bool:
-        """Whether anything does not fit."""
+        """Whether there is any mismatch."""
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def of_all(self) -> MatchReport:
-        """The same for the names of all processes: what any misses, and what no process has; collective."""
+        """Combine the reports of all processes: names missing on any, unexpected on all; a collective."""
         own = (self.missing, self.unexpected, dict(self.misshaped))
         missing, unexpected, misshaped = zip(*gather_differing(own), strict=True)
         lacking_everywhere = set.intersection(*map(set, unexpected))
@@ -122,16 +121,16 @@ def match_weights(
     aliases: Mapping[str, str],
     revise_keys: Sequence[tuple[str, str]] = (),
 ) -> tuple[Checkpoint, dict[str, Tensor], MatchReport]:
-    """Bring the names of a source to those of a model.
+    """Rename the tensors of a source to the names of a model.
 
     Args:
         source: from ``open_weights``.
-        template: ``model.<name>`` to the tensors to fill.
+        template: ``model.<name>`` to the tensor to fill.
         aliases: further names of tied parameters, to the name in use.
         revise_keys: (pattern, replacement) pairs of ``re.sub`` for the source's names, in this order.
 
     Returns:
-        The source under the model's names, the part of the template that it can fill, and what does not fit.
+        The source under the model's names, the part of the template that it can fill, and the mismatches.
     """
     entries: dict[str, TensorEntry] = {}
     for key, entry in source.entries.items():
@@ -166,5 +165,5 @@ def _listed(names: Sequence[str], others: Iterable[str], limit: int = 10) -> str
 
 
 def _with_other_prefix(name: str, others: Iterable[str]) -> str | None:
-    """The same name below another module, which is farther from it in letters than its neighbours are."""
+    """The same name in another module; ``nearest`` may prefer an unrelated name with more common letters."""
     return next((other for other in others if other.endswith(f".{name}") or name.endswith(f".{other}")), None)

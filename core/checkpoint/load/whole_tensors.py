@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors whole, one after the other, in one process."""
+"""Read whole tensors of a checkpoint, one after the other, in one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..manifest import DTYPES, Chunk
 from .checkpoint import Checkpoint
 from .partial_read import Fetch
 
-# Files are mapped into memory as they are read; what was read goes when they are closed.
+# Mapped files stay in memory as far as they were read, until they are closed.
 _CLOSE_AFTER_BYTES = 8 * 2**20
 
 
 class TensorReader:
-    """Whole tensors of a checkpoint by key, for one process; no other takes part.
+    """Reads whole tensors of a checkpoint by key, in one process; not a collective.
 
-    Holds none of them, and no more than about 8 MiB of mapped files beside the last piece.
+    It keeps no tensor, and at most about 8 MiB of mapped files besides the last piece.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -30,10 +30,10 @@ class TensorReader:
         self._bytes = 0
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of this key, contiguous, on the CPU, in ``dtype`` or its own.
+        """Read the tensor ``key``: contiguous, on the CPU, in ``dtype`` (None: its own).
 
         Raises:
-            CheckpointError: it is not there, cannot be read, or a file that it is in does not have its checksum.
+            CheckpointError: the tensor is missing or cannot be read, or a file's checksum is wrong.
         """
         path, entry = self.checkpoint.path, self.checkpoint.entries.get(key)
         if entry is None:
@@ -65,7 +65,7 @@ class TensorReader:
         return self._files[name]
 
     def close(self) -> None:
-        """Close the files; they are opened again when they are needed."""
+        """Close all files; ``read`` opens them again."""
         self._files.clear()
         self._stack.close()
         self._bytes = 0
@@ -73,7 +73,7 @@ class TensorReader:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[TensorReader]:
-    """A ``TensorReader`` that closes its files in the end."""
+    """Context with a ``TensorReader``, whose files are closed at its end."""
     reader = TensorReader(checkpoint)
     try:
         yield reader
