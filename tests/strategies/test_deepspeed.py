@@ -903,3 +903,22 @@ def test_a_loss_scale_goes_on_between_torch_and_deepspeed(updates: int) -> None:
         alone.step(optimizer)
         alone.update()
         assert engine.cur_scale == back.cur_scale == alone.get_scale()
+
+
+class SharedData(DeepSpeedStrategy):
+    def _arrange(self) -> Topology:
+        return Topology(data=DataShard(0, 1), reports=self.rank == 0)
+
+
+def refusal_of_shared_data() -> None:
+    strategy = SharedData()
+    try:
+        with pytest.raises(StrategyError, match="SharedData: DeepSpeed averages over all processes"):
+            strategy.setup_environment()
+    finally:
+        strategy.teardown()
+
+
+@pytest.mark.distributed
+def test_processes_that_share_data_are_refused(workers2: WorkerGroup) -> None:
+    workers2.run(refusal_of_shared_data)
