@@ -1,4 +1,4 @@
-"""When things happen: the runner, its loops, hooks and reports."""
+"""The runner, with its loops, data, hooks, metrics and reporting."""
 
 from __future__ import annotations
 

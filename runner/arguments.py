@@ -1,4 +1,4 @@
-"""The arguments of a runner, all checked, with the parts that can be built before anything is started."""
+"""Check all arguments of a runner, and build the parts that need no process group and no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .options import FixedOptions, check_options
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a run before a process group or a model exists."""
+    """The checked arguments, and the parts built from them."""
 
     options: FixedOptions
     strategy: Strategy
@@ -34,7 +34,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
     """Check the arguments of a runner.
 
     Raises:
-        ConfigError: naming the first that is wrong.
+        ConfigError: for the first invalid argument, which the message names.
     """
     options = check_options({key: given[key] for key in FixedOptions.model_fields})
     configuration.check_cfg(options.cfg)

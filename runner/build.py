@@ -1,4 +1,4 @@
-"""The parts of a run that are built from its configuration once the processes have met."""
+"""Build parts of a run that need its process group: environment, model, schedulers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("flextrain")
 
 
 def apply_environment(env: Environment) -> None:
-    """Settings of this process that no part of the run owns."""
+    """Apply the process-wide settings of ``env_cfg``."""
     if env.mp_cfg.mp_start_method is not None:
         multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
     if env.mp_cfg.opencv_num_threads is not None:
@@ -38,13 +38,13 @@ def apply_environment(env: Environment) -> None:
 def _limit_opencv(threads: int) -> None:
     try:
         import cv2
-    except ModuleNotFoundError:  # nothing to limit; every MMEngine configuration has this line
+    except ModuleNotFoundError:  # OpenCV is optional, but every MMEngine configuration has this key
         return
     cv2.setNumThreads(threads)
 
 
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
-    """The user's module, from itself, a configuration or a function, where the strategy wants it to be built."""
+    """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
     if isinstance(given, nn.Module):
         model: Any = given
     else:
@@ -59,7 +59,7 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
             raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
         is_built = isinstance(preprocessor, nn.Module)
         model.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
-    # MMEngine's contract, and so of its kind of model alone: others that have a method of this name call it themselves.
+    # MMEngine calls init_weights, so only its kind of model expects that. Other models call such a method themselves.
     if for_training and isinstance(model, BaseModel):
         parts = [name for name, _ in parts_to_initialise(model)]
         if overrides(model, "init_weights"):
@@ -71,7 +71,7 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
 
 
 def scale_lr(optim: OptimWrapper | OptimWrapperDict, batch_size: int | None, shards: int, base: int) -> str:
-    """Scale learning rates linearly with the samples per update; says what was done.
+    """Scale learning rates linearly with the samples per update, and return a description for the log.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017.
     """
@@ -84,7 +84,7 @@ def scale_lr(optim: OptimWrapper | OptimWrapperDict, batch_size: int | None, sha
 
 
 def build_schedulers(given: Any, optim: OptimWrapper | OptimWrapperDict, loop: TrainLoop) -> dict[str, list[Any]]:
-    """The parameter schedulers of each optimizer, by its name; ``given`` is for all of them, or a dict by name."""
+    """Build the parameter schedulers of each optimizer, by its name; ``given`` is for all, or a dict by name."""
     by_name = isinstance(given, Mapping) and "type" not in given
     return {
         name: build_param_schedulers(

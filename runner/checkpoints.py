@@ -1,4 +1,4 @@
-"""Checkpoints: how a run saves, loads and resumes."""
+"""Checkpoints: the runner's methods that save, load and resume."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .resume.source import find_source
 
 
 class Checkpoints(Parts):
-    """The methods of FlexibleRunner that write checkpoints and read them.
+    """The methods of FlexibleRunner that save and load checkpoints.
 
     Args:
         given: the runner's arguments.
-        checked: what was made of them.
+        checked: the checked arguments, and the parts built from them.
     """
 
     def __init__(self, given: Mapping[str, Any], checked: Checked) -> None:
         super().__init__(given, checked)
         self._saver = Saver()
-        self._has_begun = False  # whether hooks were told
-        self._has_weights = False  # whether the model has those that evaluation begins with
-        self._started = False  # whether training has what it begins with
+        self._has_begun = False  # True after before_run
+        self._has_weights = False  # True once load_checkpoint has run
+        self._started = False  # True once training has loaded its start or resumed
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Run every hook at the point ``fn_name``."""
+        """Call every hook at the hook point ``fn_name``."""
         self.hook_calls.call(fn_name, self, **kwargs)
 
     def save_checkpoint(
@@ -46,18 +46,18 @@ class Checkpoints(Parts):
         async_save: bool = False,
         verify: bool = False,
     ) -> str:
-        """Write the checkpoint directory ``out_dir/filename``; every process must call it.
+        """Write the checkpoint directory ``out_dir/filename``; a collective.
 
-        One that can be resumed, with the optimizer, becomes what ``latest`` names.
+        If it has the optimizer state, and so can be resumed, ``latest`` names it from then on.
 
         Args:
-            meta: plain values to put beside the state.
-            async_save: return as soon as the state is copied to the CPU, and write it in the background; see
-                ``finish_saving``. The copy takes as much memory as this process writes, which is kept for the next one.
-            verify: read what was written, before it counts as complete.
+            meta: plain values to save beside the state.
+            async_save: return after the state is copied to the CPU, and write it in the background; see
+                ``finish_saving``. The copy takes as much memory as this process writes, and is kept for the next save.
+            verify: read back what was written before the checkpoint counts as complete.
 
         Raises:
-            CheckpointError: it could not be saved, or the one before could not, in the background.
+            CheckpointError: this save failed, or the previous one failed in the background.
         """
         path = place(out_dir) / filename
         self._saver.save(
@@ -72,20 +72,20 @@ class Checkpoints(Parts):
         return str(path)
 
     def finish_saving(self, wait: bool = True) -> bool:
-        """Wait for the checkpoint that is being written in the background; ``wait=False`` only looks whether it is done.
+        """Wait for the save in progress in the background; with ``wait=False`` only ask whether it is complete.
 
-        With ``wait=False`` one process may find it done an iteration before another does.
+        With ``wait=False`` one process may get True an iteration before another does.
 
         Returns:
-            Whether nothing is being written any more.
+            True if no save is in progress.
 
         Raises:
-            CheckpointError: it could not be saved; every process has logged the reason when it happened.
+            CheckpointError: the save failed; every process has already logged the reason.
         """
         return self._saver.finish(self, wait)
 
     def is_marked(self, path: str | Path) -> bool:
-        """Whether the checkpoint that this run has saved to ``path`` holds NaN or infinity where it should not."""
+        """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
         return self._saver.is_marked(path)
 
     def load_checkpoint(
@@ -94,16 +94,16 @@ class Checkpoints(Parts):
         strict: bool = False,
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> None:
-        """Fill the model with weights; every process must call it.
+        """Load weights into the model; a collective.
 
         Args:
-            filename: whatever ``load_from`` takes.
-            strict: raise if any name or shape does not fit, which is logged otherwise.
-            revise_keys: (pattern, replacement) pairs of ``re.sub``, each applied to all names of the file in this order.
+            filename: a path that ``load_from`` accepts.
+            strict: raise if any name or shape does not fit; otherwise this is logged.
+            revise_keys: (pattern, replacement) pairs of ``re.sub``, applied in this order to all names of the file.
 
         Raises:
-            ConfigError: ``strict`` is no bool, or ``revise_keys`` no such pairs; nothing has been read then.
-            CheckpointError: nothing fits, or, with ``strict``, not everything; or the file cannot be read.
+            ConfigError: ``strict`` is not a bool, or ``revise_keys`` are not such pairs; nothing was read.
+            CheckpointError: nothing fits; with ``strict``, something does not fit; or the file cannot be read.
         """
         check_loading(strict, revise_keys)
         self.strategy.meet("load_checkpoint()")
@@ -125,18 +125,18 @@ class Checkpoints(Parts):
         logs: bool = True,
         data: bool = True,
     ) -> None:
-        """Bring everything to where the checkpoint was written, but for what is left out; every process must call it.
+        """Restore a run from a checkpoint, except the pieces that are left out; a collective.
 
-        In the middle of an epoch the run goes on with the next sample, on any number of processes and in batches of any
-        size. Random states come back among the same number of processes; among another, every process draws from a seed
-        made of the run's, the iteration and its rank.
+        In the middle of an epoch the run continues with the next sample, on any number of processes and with any batch
+        size. RNG states are restored for the same number of processes. For another number, every process uses a new
+        seed made of the run's seed, the iteration and its rank.
 
         Args:
             filename: the checkpoint directory.
             resume_optimizer, resume_param_scheduler, random, hooks, logs, data: see ``resume`` of the runner.
 
         Raises:
-            CheckpointError: a piece is missing or damaged, or does not fit this run; it says how to leave the piece out.
+            CheckpointError: a piece is missing or damaged, or does not fit; the message says how to leave it out.
             ConfigError: an unknown keyword.
         """
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
@@ -156,7 +156,7 @@ class Checkpoints(Parts):
         self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")
 
     def use_data_seed(self, seed: int) -> None:
-        """Order the training data by another seed, that of a run which is continued."""
+        """Set the seed of the data order to that of the resumed run."""
         self.seed = seed
         self.train_loop.data.use_seed(seed)
 
@@ -174,7 +174,7 @@ class Checkpoints(Parts):
         self._started = True
 
     def _begin(self) -> None:
-        """Let hooks make what a checkpoint is loaded into, once per run."""
+        """Call before_run, once per run, so that hooks allocate what a checkpoint is loaded into."""
         if not self._has_begun:
             self._has_begun = True
             self.hook_calls.refresh()

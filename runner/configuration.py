@@ -1,4 +1,4 @@
-"""What can be said about a runner's configuration before anything is started."""
+"""Checks of the runner's arguments that need no process group and no model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _IN_CFG = {
     "efficient_conv_bn_eval": "there is no such thing here; leave it out",
     "detect_anomalous_params": "there is no such thing here; leave it out",
 }
-"""What MMEngine's runners take from ``cfg``."""
+"""Keys that MMEngine's runners read from ``cfg``."""
 
 
 def check_cfg(cfg: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for what MMEngine would take from ``cfg``, where this runner takes nothing but ``compile``."""
+    """Raise ConfigError for keys that MMEngine would read from ``cfg``; this runner reads only ``compile``."""
     for key, instead in _IN_CFG.items():
         if cfg is not None and cfg.get(key):
             raise ConfigError(f"cfg.{key}: has no effect, cfg is kept for the record; {instead}")
@@ -46,14 +46,14 @@ def check_cfg(cfg: Mapping[str, Any] | None) -> None:
 
 _LOADING = "runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
 ELSEWHERE = {"strict": _LOADING, "revise_keys": _LOADING}
-"""What is no argument of a runner, and what to call instead."""
+"""Names that are not arguments of a runner, and what to call instead."""
 
 
 def check_loading(strict: Any, revise_keys: Any) -> None:
-    """What ``load_checkpoint`` takes beside a path.
+    """Check the arguments of ``load_checkpoint`` except the path.
 
     Raises:
-        ConfigError: naming the argument, and the pair.
+        ConfigError: an invalid argument; the message names it, or the pair.
     """
     if not isinstance(strict, bool):
         raise ConfigError(f"strict: {strict!r} is not allowed, give True or False")
@@ -66,7 +66,7 @@ def check_loading(strict: Any, revise_keys: Any) -> None:
             raise ConfigError(f"{where}: {pair!r} is not allowed, {_PAIRS}")
         pattern, replacement = pair
         try:
-            re.sub(pattern, replacement, "")  # which looks at the replacement too, whether anything matches or not
+            re.sub(pattern, replacement, "")  # checks the replacement too, even if nothing matches
         except (re.error, IndexError) as error:
             raise ConfigError(f"{where}: {pair!r} is not allowed, {one_line(error)}") from None
 
@@ -75,7 +75,7 @@ _PAIRS = r'give pairs of a pattern and its replacement, as [(r"^module\.", "")]'
 
 
 def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
-    """``compile``, which MMEngine takes in two places."""
+    """Return the value of ``compile``, which MMEngine accepts in two places."""
     other = (options.cfg or {}).get("compile")
     if options.compile is not None and other is not None and options.compile != other:
         raise ConfigError(f"compile: {options.compile} disagrees with cfg.compile={other}, give one of them")
@@ -88,7 +88,7 @@ def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
 
 
 def check_model(model: Any, data_preprocessor: Any) -> None:
-    """A module, a configuration of one, or a function that gives one; and what makes its input."""
+    """Raise ConfigError if the model or its data preprocessor is invalid."""
     where = "data_preprocessor"
     if isinstance(data_preprocessor, (Mapping, str, type)):
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
@@ -114,16 +114,16 @@ def check_model(model: Any, data_preprocessor: Any) -> None:
 
 
 def must_be(kind: Any, base: type, where: str, what: str) -> None:
-    """Raise ConfigError for a class that is not derived from ``base``; what a function gives is seen later."""
+    """Raise ConfigError if a class is not derived from ``base``; the result of a function can only be checked later."""
     if inspect.isclass(kind) and not issubclass(kind, base):
         raise ConfigError(f"{where}: {kind.__name__} is no {what}")
 
 
 def check_phase(name: str, **parts: Any) -> bool:
-    """Whether the parts of train, val or test are given: all of them or none.
+    """Return True if the parts of train, val or test are given, which must be all or none.
 
     Raises:
-        ConfigError: naming a part that is missing.
+        ConfigError: a part is missing; the message names it.
     """
     given = [key for key, value in parts.items() if value is not None]
     missing = [key for key, value in parts.items() if value is None]
@@ -142,7 +142,7 @@ def check_train(
     scales_lr: bool,
     validates: bool,
 ) -> None:
-    """Everything about training."""
+    """Check the arguments of training."""
     check_dataloader(train_dataloader, "train_dataloader")
     if not isinstance(train_cfg, Mapping):
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
@@ -184,7 +184,7 @@ def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | 
 
 
 def model_class(model: Any) -> Any:
-    """The model if it is built, else its class; None when only a function knows it."""
+    """Return the model if it is built, otherwise its class; None if only a function can tell."""
     if isinstance(model, nn.Module):
         return model
     kind = model["type"] if isinstance(model, Mapping) else model
@@ -193,7 +193,7 @@ def model_class(model: Any) -> Any:
 
 
 def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class of the training loop and its arguments."""
+    """Return the class of the training loop, and its arguments."""
     kwargs = dict(train_cfg)
     by_epoch = kwargs.pop("by_epoch", None)
     if by_epoch is not None and not isinstance(by_epoch, bool):
@@ -216,7 +216,7 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
 
 
 def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> None:
-    """Everything about validation or testing."""
+    """Check the arguments of validation or testing."""
     check_dataloader(dataloader, f"{mode}_dataloader", training=False)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
@@ -229,7 +229,7 @@ def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> No
 
 
 def check_reporting(log_processor: Any, visualizer: Any, log_level: Any, by_epoch: bool) -> None:
-    """Log lines and reporters; these are built to be checked, which opens nothing."""
+    """Check the arguments of logging and reporters; these are built for the check, which opens no file."""
     check_log_level(log_level)
     build_log_processor(log_processor, by_epoch)
     build_reporters(visualizer)

@@ -1,4 +1,4 @@
-"""How a run ends before its time: what SIGTERM does meanwhile, and what the log says."""
+"""The early end of a run: handling of SIGTERM, and what the log says about the end."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 
 class Terminated(SystemExit):
-    """SIGTERM came; a program that does not catch it ends with the conventional status 143."""
+    """Raised on SIGTERM; a program that does not catch it exits with the conventional status 143."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
 class Termination:
-    """What SIGTERM does during a run: the first one ends it, later ones are kept from what is still to be done."""
+    """The handler of SIGTERM during a run: the first signal ends the run, later ones do not disturb its end."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._came = self._ends = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise Terminated, wherever the main thread is."""
-        if os.getpid() != self._pid:  # a forked child, which has nothing to finish
+        """Raise Terminated in the main thread."""
+        if os.getpid() != self._pid:  # a forked child has nothing to finish
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._came = True
-        # torchrun passes on the signal that a scheduler has sent to every process already.
+        # torchrun forwards a signal that the scheduler may have sent to every process already.
         if not self._ends:
             raise Terminated
 
     def end(self, error: BaseException) -> BaseException:
-        """What ended the run; ``error`` may be but a consequence of the signal, which data-loading workers got too."""
+        """Return what ended the run: ``error`` may only follow from the signal, which dataloader workers got too."""
         self._ends = True
         return Terminated() if self._came and isinstance(error, Exception) else error
 
 
 @contextmanager
 def terminable() -> Iterator[Termination]:
-    """Let SIGTERM raise Terminated, in the main thread and where the program has no handler of its own."""
+    """Make SIGTERM raise Terminated, if this is the main thread and the program has no handler of its own."""
     termination = Termination()
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -66,12 +66,12 @@ def terminable() -> Iterator[Termination]:
 
 
 def tell_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
-    """Tell the log and every hook, also when another one fails at it; the first error is the one that is raised.
+    """Log the end of a run and call every hook's on_exception; errors of hooks are logged, not raised.
 
     Args:
         run: the run.
-        error: what ended it.
-        has_place: whether training had what it begins with, so that it stands somewhere.
+        error: the error that ended it.
+        has_place: True if training had loaded its start, so that epoch and iteration mean something.
     """
     try:
         run.finish_saving()
@@ -81,14 +81,14 @@ def tell_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
     for method in run.hook_calls["on_exception"]:
         try:
             method(run, exception=error)
-        except Exception as second:  # reported, and must not hide the error that it follows
+        except Exception as second:  # logged, because it must not hide the first error
             run.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)
 
 
 def _log_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
-    """Log what ended the run and what to resume from; of a failure the traceback too, but not on the console.
+    """Log what ended the run and what to resume from; the traceback of a failure goes only to the log file.
 
-    The interpreter prints that there, or the program has caught the exception.
+    On the console the interpreter prints it, or the program has caught the exception.
     """
     level, what, reason = logging.INFO, f"Ended by {type(error).__name__}", ""
     if isinstance(error, Terminated):

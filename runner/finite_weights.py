@@ -1,4 +1,4 @@
-"""What a run has to keep finite: trained weights and what is kept of them, not masks that are infinite on purpose."""
+"""Names of weights, statistics and averages that must stay finite; masks may hold infinity on purpose."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _AVERAGED = "averaged."
 
 
 def averaged_name(key: str) -> str:
-    """The name of the weight or buffer of which a hook's state has the average under ``key``; "" if it is none."""
+    """Return the weight or buffer whose average a hook's state has under ``key``; "" if it has none."""
     return key.partition(_AVERAGED)[2]
 
 
 def trained_names(runner: Run) -> set[str]:
-    """The names of what training changes: parameters that are not frozen, and running statistics."""
+    """Return the names of tensors that training changes: parameters that are not frozen, and running statistics."""
     module = runner.strategy.module
     names = {name for name, parameter in runner.strategy.named_parameters() if parameter.requires_grad}
     return names | running_statistics(module).keys()
 
 
 def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:
-    """Of the keys of a checkpoint, those with which nobody can go on once they hold NaN or infinity.
+    """Return the keys of a checkpoint that must be finite to resume from it.
 
-    What training changes, the optimizer's state of it, and averages. A buffer or a frozen parameter may be a mask of minus
-    infinity, and a single number of an optimizer's state is what the optimizer makes of it.
+    These are trained tensors, their optimizer state, and averages. A buffer or a frozen parameter may be a mask of
+    minus infinity, and single numbers in the optimizer state may have any value.
     """
     names = trained_names(runner)
     hooks = tuple(f"hook.{type(hook).__name__}" for hook in runner.hooks if hook.holds_weights)
@@ -51,12 +51,12 @@ def keys_to_keep_finite(runner: Run, state: Mapping[str, Any]) -> set[str]:
 
 
 def own_nonfinite(runner: Run) -> list[str]:
-    """The names of the weights, statistics and averages of which this process's part is not finite."""
+    """Return the names of weights, statistics and averages that are not finite in this process's part."""
     return nonfinite(_watched(runner))
 
 
 def nonfinite_weights(runner: Run) -> list[str]:
-    """The same over all processes, which all have to call it."""
+    """Return the names of weights, statistics and averages that are not finite on any process; a collective."""
     found = dict.fromkeys(name for names in dist.all_gather_object(own_nonfinite(runner)) for name in names)
     own = [name for name in _watched(runner) if name in found]
     return [*own, *(name for name in found if name not in own)]

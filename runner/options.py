@@ -1,4 +1,4 @@
-"""The runner's arguments that are plain values: what they may be, and their defaults."""
+"""The runner's arguments that are plain values: types, defaults and checks."""
 
 from __future__ import annotations
 
@@ -17,75 +17,75 @@ from ..core.errors import CheckpointError, ConfigError
 
 
 class AutoScaleLR(Config):
-    """``auto_scale_lr``: learning rates are multiplied by the real batch size over the one that they were chosen for."""
+    """``auto_scale_lr``: multiplies learning rates by the actual samples per update over ``base_batch_size``."""
 
     base_batch_size: PositiveInt
-    """Samples per update, over all processes, that the learning rate was chosen for."""
+    """Samples per update, over all processes, for which the learning rate was chosen."""
     enable: bool = True
-    """False turns it off."""
+    """False: do not scale."""
 
 
 class Randomness(Config):
     """``randomness``."""
 
     seed: int | None = None
-    """Of Python, NumPy and torch; None draws one, which is logged."""
+    """Seed of Python, NumPy and torch; None draws a seed, which is logged."""
     diff_rank_seed: bool = False
     """Add the rank to the seed."""
     deterministic: bool = False
-    """Deterministic kernels only."""
+    """Use only deterministic kernels."""
 
 
 class MultiProcessing(Config):
     """``env_cfg.mp_cfg``."""
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """How dataloader workers are started; None is Python's default."""
+    """Start method of dataloader workers; None: Python's default."""
     opencv_num_threads: int | None = pydantic.Field(default=None, ge=0)
-    """Threads of OpenCV in each process."""
+    """Number of OpenCV threads in each process."""
 
 
 class Group(Config):
     """``env_cfg.dist_cfg``."""
 
     backend: str | None = None
-    """Process-group back end; None is the device's."""
+    """Back end of the process group; None: the device's default."""
     timeout: float | int | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a process waits for others."""
+    """Seconds that a process waits for others; None: the strategy's default."""
 
 
 class Environment(Config):
     """``env_cfg``."""
 
     cudnn_benchmark: bool = False
-    """Let cuDNN try its algorithms for every new shape."""
+    """Let cuDNN benchmark its algorithms for every new shape."""
     mp_cfg: MultiProcessing = MultiProcessing()
     """Worker processes."""
     dist_cfg: Group = Group()
     """The process group."""
     resource_limit: PositiveInt = 4096
-    """Open files that the process may have, at least."""
+    """Smallest limit of open files of the process."""
     nonfinite: Literal["warn", "raise", "skip", "ignore"] = "warn"
-    """What happens when a loss or a gradient norm is NaN or infinite; see NonFiniteHook."""
+    """Reaction to a loss or gradient norm that is NaN or infinite; see NonFiniteHook."""
 
 
 class Resume(Config):
-    """``resume`` as a dict: where from, and what of the checkpoint is left out. The model and the counters never are."""
+    """``resume`` as a dict: the checkpoint, and which pieces to restore. The model and the counters always are."""
 
     path: str | Path | None = None
     """The checkpoint; None: the newest in the work directory, if there is one."""
     optimizer: bool = True
-    """Its state for each parameter, its settings (learning rates among them) and the loss scale."""
+    """The optimizer's state of each parameter, its settings (with learning rates) and the loss scale."""
     param_scheduler: bool = True
-    """How far the schedules are."""
+    """The state of the parameter schedulers."""
     random: bool = True
-    """The random states of the processes."""
+    """The RNG states of the processes."""
     hooks: bool = True
-    """What hooks have saved: averaged weights, the best scores, the patience of early stopping."""
+    """The state of hooks: averaged weights, best scores, patience of early stopping."""
     logs: bool = True
-    """The history of the figures that log lines smooth."""
+    """The history of the scalars in log lines."""
     data: bool = True
-    """The place in the epoch and the seed of its order; without it the epoch under way begins anew."""
+    """The place in the epoch and the seed of its order; without it the current epoch starts again."""
 
 
 class FixedOptions(Config):
@@ -104,7 +104,7 @@ class FixedOptions(Config):
 
     @property
     def resume_options(self) -> Resume | None:
-        """``resume`` in its full form; None: nothing is resumed."""
+        """``resume`` as a Resume; None: do not resume."""
         if isinstance(self.resume, Resume):
             return self.resume
         if isinstance(self.resume, bool):
@@ -113,10 +113,10 @@ class FixedOptions(Config):
 
 
 def check_options(given: Mapping[str, Any]) -> FixedOptions:
-    """The plain arguments, checked.
+    """Check the plain arguments, and return them.
 
     Raises:
-        ConfigError: naming the argument.
+        ConfigError: an invalid argument; the message names it.
     """
     data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
     parts: dict[str, type[Config]] = {
@@ -134,7 +134,7 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         raise ConfigError(str(error).removeprefix("runner.")) from None
     resumed = options.resume_options
     for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
-        # A replacement that was killed between its two renames is undone when the checkpoint is opened.
+        # A checkpoint may be missing because its replacement was killed between two renames; opening it undoes that.
         if path is not None and not _is_there(path):
             raise ConfigError(f'{key}: "{path}" does not exist')
     if "://" in str(options.work_dir):
@@ -142,7 +142,7 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
             f'work_dir: "{options.work_dir}" is not allowed, logs need a local folder; CheckpointHook.out_dir may be a URL'
         )
     folder = Path(options.work_dir).absolute()
-    # Path.is_file raises, before Python 3.14, where a folder may not be entered.
+    # Path.is_file raises before Python 3.14 if a folder must not be entered.
     if file := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):  # noqa: PTH113
         raise ConfigError(f'work_dir: "{file}" is a file, give a folder')
     if options.load_from is not None and resumed is not None and resumed.path is not None:

@@ -1,4 +1,4 @@
-"""Parts: what a run consists of, built when it is first asked for."""
+"""Parts: the components of a run, each built when it is first needed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .reporting import MessageHub, Reporter
 
 
 class Parts:
-    """The parts of a run and the facts that follow from them; the base of FlexibleRunner.
+    """The components of a run and its counters; base class of FlexibleRunner.
 
     Args:
         given: the runner's arguments.
-        checked: what was made of them.
+        checked: the checked arguments, and the parts built from them.
     """
 
     experiment_name: str
@@ -54,7 +54,7 @@ class Parts:
         self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = checked.optim_wrapper
         self.hook_calls = HookDispatcher()
         self.schedulers: dict[str, list[Any]] = {}
-        self.late_parameters: list[str] = []  # those that the log has named
+        self.late_parameters: list[str] = []  # those named in the log so far
         self._model: nn.Module | None = None
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None
@@ -70,13 +70,13 @@ class Parts:
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """What the runner was given, and the seed in use, for the record."""
+        """The runner's arguments and the seed in use, for the record."""
         own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
         return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Index of this process, from 0."""
         return self.strategy.rank
 
     @property
@@ -86,7 +86,7 @@ class Parts:
 
     @property
     def distributed(self) -> bool:
-        """Whether there are several processes."""
+        """True if there are several processes."""
         return self.world_size > 1
 
     @property
@@ -96,22 +96,22 @@ class Parts:
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Epochs completed."""
         return self._train_loop.epoch if self._train_loop else 0
 
     @property
     def iter(self) -> int:
-        """Updates done."""
+        """Updates completed."""
         return self._train_loop.iter if self._train_loop else 0
 
     @property
     def max_epochs(self) -> int:
-        """Epochs to do."""
+        """Total number of epochs."""
         return self.train_loop.max_epochs
 
     @property
     def max_iters(self) -> int:
-        """Updates to do."""
+        """Total number of updates."""
         return self.train_loop.max_iters
 
     @property
@@ -121,7 +121,7 @@ class Parts:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints are saved: the work directory, unless a hook saves them elsewhere."""
+        """The folder of checkpoints: the work directory, unless a hook saves them elsewhere."""
         return next((path for hook in self.hooks if (path := hook.checkpoint_dir(self))), Path(self.work_dir))
 
     @property
@@ -133,15 +133,15 @@ class Parts:
 
     @property
     def model(self) -> nn.Module:
-        """What is called in training: the user's module, or the strategy's wrapper of it."""
+        """The callable of training: the user's module, or the strategy's wrapper around it."""
         self._setup_model()
         assert self._model is not None
         return self._model
 
     @property
     def stepper(self) -> Stepper:
-        """Calls the model the way it wants to be called."""
-        if self._stepper is None:  # asked first, because every iteration comes here
+        """The Stepper, which makes updates and predictions with the model."""
+        if self._stepper is None:  # tested first, because every iteration comes here
             self._setup_model()
         assert self._stepper is not None
         return self._stepper
@@ -154,7 +154,7 @@ class Parts:
                 raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
             loader = self._build_dataloader("train")
             kind, kwargs = train_loop_class(self._given["train_cfg"])
-            # MMEngine's configurations have such keys whether there is validation or not.
+            # MMEngine's configurations have such keys even without validation.
             if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
                 names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
                 self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
@@ -163,21 +163,21 @@ class Parts:
 
     @property
     def val_loop(self) -> EvalLoop | None:
-        """The validation loop; None when validation is not configured."""
+        """The validation loop; None if validation is not configured."""
         if self._val_loop is None and self._given["val_dataloader"] is not None:
             self._val_loop = self._build_eval_loop("val")
         return self._val_loop
 
     @property
     def test_loop(self) -> EvalLoop | None:
-        """The test loop; None when testing is not configured."""
+        """The test loop; None if testing is not configured."""
         if self._test_loop is None and self._given["test_dataloader"] is not None:
             self._test_loop = self._build_eval_loop("test")
         return self._test_loop
 
     @property
     def train_dataloader(self) -> Any:
-        """The training data: a DataLoader, or what was given in its place."""
+        """The training data: a DataLoader, or another source of batches."""
         return self.train_loop.dataloader
 
     @property
@@ -191,7 +191,7 @@ class Parts:
         return self.test_loop.dataloader if self.test_loop else None
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook; behind those of the same priority."""
+        """Add a hook, after those of the same priority."""
         built = build_hook(hook, "hook")
         self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
 
@@ -214,14 +214,14 @@ class Parts:
         return loop
 
     def _setup_model(self) -> None:
-        """Build the model and hand it, with the optimizer, to the strategy; once."""
+        """Build the model and set it up, with the optimizer, in the strategy; only once."""
         if self._model is not None:
             return
         given = self._given
         model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
         self._model, optim = self.strategy.setup(model, self.optim_wrapper)
         self.optim_wrapper = optim
-        if self._train_loop is not None:  # a strategy may have options that say how many micro-batches an update has
+        if self._train_loop is not None:  # options of a strategy may set the number of micro-batches
             self._train_loop.data.accumulate = self.accumulate
         self._stepper = Stepper(self.strategy, self._model, optim)
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
@@ -231,7 +231,7 @@ class Parts:
             self.logger.info(scale_lr(optim, size, shards, scale.base_batch_size))
 
     def _setup_schedulers(self) -> None:
-        # An epoch may be shorter than this process's data.
+        # Before schedulers are built: an epoch may be shorter than this process's data.
         self.train_loop.data.meet(float(self.strategy.config.timeout_s))
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)

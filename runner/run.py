@@ -1,4 +1,4 @@
-"""Run: what hooks, loops, reporters and the pieces of resuming may use of a run."""
+"""Run: the protocol of a run, as used by hooks, loops, reporters and resuming."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .reporting.message_hub import MessageHub
 
 
 class TrainingPlace(Protocol):
-    """The training loop, as others see it: where training stands and how far it goes."""
+    """The training loop as others see it: the current position in training, and its end."""
 
     by_epoch: bool
     stop_training: bool
-    """A hook sets it to end training after the epoch or iteration under way."""
+    """A hook sets it to True to end training after the current epoch or iteration."""
 
     @property
     def data(self) -> TrainData:
@@ -31,64 +31,64 @@ class TrainingPlace(Protocol):
 
     @property
     def dataloader(self) -> Any:
-        """What the windows are read from."""
+        """The object that the windows are read from."""
 
     @property
     def start_iter(self) -> int:
-        """Updates that were done when this process began."""
+        """Updates that were completed when this process started."""
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Epochs completed."""
 
     @property
     def iter(self) -> int:
-        """Updates done."""
+        """Updates completed."""
 
     @property
     def inner(self) -> int:
-        """Updates done of the epoch."""
+        """Updates completed in the current epoch."""
 
     @property
     def max_epochs(self) -> int:
-        """Epochs to do."""
+        """Total number of epochs."""
 
     @property
     def max_iters(self) -> int:
-        """Updates to do."""
+        """Total number of updates."""
 
     @property
     def epoch_length(self) -> int:
-        """Updates of the epoch under way."""
+        """Number of updates in the current epoch."""
 
     def state_dict(self) -> dict[str, int | None]:
-        """Where training stands."""
+        """Return the position in training."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the position in ``state``."""
 
 
 class Evaluation(Protocol):
-    """The loop of validation or testing, as others see it."""
+    """The loop of validation or testing as others see it."""
 
     @property
     def num_batches(self) -> int:
-        """Batches of this process."""
+        """Number of batches of this process."""
 
     def run(self) -> dict[str, Any]:
-        """The metrics by name."""
+        """Evaluate, and return the metrics by name."""
 
 
 class Run(Protocol):
-    """A run in progress. FlexibleRunner is one; a test may give a part another one.
+    """A run in progress. FlexibleRunner implements it; a test may pass another implementation.
 
-    The parts of the runner are written against this protocol and never import the runner, so that no two modules need
-    each other. Hooks that users write are given the FlexibleRunner itself, as in MMEngine.
+    The parts of the runner use this protocol and never import the runner, which avoids circular imports. Users' hooks
+    get the FlexibleRunner itself, as in MMEngine.
     """
 
     seed: int
     late_parameters: list[str]
-    """Parameters that appeared in training and were named in the log."""
+    """Parameters that appeared during training and were named in the log."""
 
     # Paths and names
 
@@ -98,7 +98,7 @@ class Run(Protocol):
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """What the run was given, for the record."""
+        """The runner's arguments, for the record."""
 
     @property
     def options(self) -> FixedOptions:
@@ -110,7 +110,7 @@ class Run(Protocol):
 
     @property
     def timestamp(self) -> str:
-        """When the run began; the name of its log folder."""
+        """The time at which the run began; the name of its log folder."""
 
     @property
     def work_dir(self) -> str:
@@ -124,15 +124,15 @@ class Run(Protocol):
     def checkpoint_dir(self) -> Path:
         """The folder for checkpoints."""
 
-    # What it tells
+    # Output
 
     @property
     def logger(self) -> logging.Logger:
-        """The log."""
+        """The logger of the run."""
 
     @property
     def message_hub(self) -> MessageHub:
-        """The figures of the run."""
+        """The scalars and infos of the run."""
 
     @property
     def log_processor(self) -> Any:
@@ -146,11 +146,11 @@ class Run(Protocol):
 
     @property
     def strategy(self) -> Strategy:
-        """How the model is spread over devices."""
+        """The strategy, which distributes the model over devices."""
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Index of this process, from 0."""
 
     @property
     def world_size(self) -> int:
@@ -160,19 +160,19 @@ class Run(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Epochs completed."""
 
     @property
     def iter(self) -> int:
-        """Updates done."""
+        """Updates completed."""
 
     @property
     def max_epochs(self) -> int:
-        """Epochs to do."""
+        """Total number of epochs."""
 
     @property
     def max_iters(self) -> int:
-        """Updates to do."""
+        """Total number of updates."""
 
     @property
     def accumulate(self) -> int:
@@ -182,15 +182,15 @@ class Run(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What is called in training."""
+        """The callable of training: the user's module, or the strategy's wrapper around it."""
 
     @property
     def stepper(self) -> Stepper:
-        """Calls the model the way it wants to be called."""
+        """The Stepper, which makes updates and predictions with the model."""
 
     @property
     def optim_wrapper(self) -> OptimWrapper | OptimWrapperDict | None:
-        """How parameters are updated."""
+        """The optimizer wrapper, or several of them; None without training."""
 
     @property
     def schedulers(self) -> dict[str, list[Any]]:
@@ -227,7 +227,7 @@ class Run(Protocol):
         """The HookDispatcher."""
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Run every hook at a point."""
+        """Call every hook at a hook point."""
 
     # Checkpoints
 
@@ -241,13 +241,13 @@ class Run(Protocol):
         async_save: bool = False,
         verify: bool = False,
     ) -> str:
-        """Write a checkpoint; every process must call it."""
+        """Write a checkpoint; a collective."""
 
     def finish_saving(self, wait: bool = True) -> bool:
-        """Wait for the checkpoint that is being written in the background."""
+        """Wait for the save in progress in the background."""
 
     def is_marked(self, path: str | Path) -> bool:
-        """Whether a checkpoint of this run holds NaN or infinity where it should not."""
+        """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
 
     def use_data_seed(self, seed: int) -> None:
-        """Order the training data by another seed."""
+        """Set the seed of the data order."""

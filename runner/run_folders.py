@@ -1,4 +1,4 @@
-"""Folders of a run, which no other run shares without knowing."""
+"""Folders of a run: a new log folder, and locks against a second run in the same folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..core.folder_lock import FolderLock, OccupiedError
 
 
 def new_log_folder(work_dir: Path) -> str:
-    """The name of a new folder in the work directory: the time, numbered if another run began in the same second.
+    """Make a log folder named by the time, with a number if another run began in the same second; return its name.
 
-    Every process must call it, and gets rank 0's.
+    A collective: every process gets the name from rank 0.
     """
     name = ""
     if is_main():
@@ -38,12 +38,12 @@ def _is_new(folder: Path) -> bool:
 
 @contextmanager
 def occupied(folders: Sequence[Path]) -> Iterator[None]:
-    """Let no other run train in these folders meanwhile; every process must come here, rank 0 holds them.
+    """Lock the folders against other runs during the block; a collective, rank 0 holds the locks.
 
-    Storage that is no file system has no locks and is left out.
+    Remote storage without a file system has no locks and is skipped.
 
     Raises:
-        ConfigError: on every process; another run trains in one of them.
+        ConfigError: on every process, if another run trains in one of the folders.
     """
     with ExitStack() as stack:
         problem = None
@@ -56,7 +56,7 @@ def occupied(folders: Sequence[Path]) -> Iterator[None]:
                     problem = f"{folder} is where another run trains at the moment: {owner}"
                     break
                 except OSError:
-                    pass  # whether it can be written to at all is asked where checkpoints are saved
+                    pass  # whether it is writable is checked before checkpoints are saved
         if problem := broadcast_object(problem):
             raise ConfigError(f"work_dir: {problem}; give another one, or wait until that has ended")
         yield

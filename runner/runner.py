@@ -1,4 +1,4 @@
-"""FlexibleRunner: takes the configuration of a run, builds its parts when they are needed, and trains."""
+"""FlexibleRunner: checks the configuration of a run, builds its parts when they are needed, and trains."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from .same_configuration import check_agreement
 
 
 class FlexibleRunner(Checkpoints):
-    """Trains, validates and tests a model; a strategy says how it is spread over devices.
+    """Trains, validates and tests a model; a strategy distributes it over devices.
 
-    Everything is checked when the runner is made; data, model and optimizer are built when they are first needed.
+    The constructor checks all arguments; data, model and optimizer are built when they are first needed.
 
     Args:
-        model: a module, ``dict(type=...)``, or a function without arguments that gives a module.
+        model: a module, ``dict(type=...)``, or a function without arguments that returns a module.
         work_dir: folder for logs and checkpoints.
-        experiment_name: default: the work directory's name and the time.
-        train_dataloader, optim_wrapper, train_cfg: training; all three or none. ``train_cfg`` is
-            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``. Dataloaders
-            are ``dict(dataset=..., batch_size=...)``, a DataLoader, a list of batches, or anything else that gives batches
-            when it is iterated over, or a function that returns it for every pass.
-        val_dataloader, val_cfg, val_evaluator: validation; all three or none.
-        test_dataloader, test_cfg, test_evaluator: testing; all three or none.
+        experiment_name: name for reporters and the log; default: the work directory's name and the time.
+        train_dataloader, optim_wrapper, train_cfg: training; give all three or none. ``train_cfg`` is
+            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``. A
+            dataloader is ``dict(dataset=..., batch_size=...)``, a DataLoader, a list of batches, another iterable of
+            batches, or a function that returns such an iterable for every pass.
+        val_dataloader, val_cfg, val_evaluator: validation; give all three or none.
+        test_dataloader, test_cfg, test_evaluator: testing; give all three or none.
         strategy: a Strategy, ``dict(type=...)``, or None: one device for one process, DDP for several.
         auto_scale_lr: ``dict(base_batch_size=...)`` scales learning rates by the number of samples per update.
         param_scheduler: one or a list; for several optimizers a dict of them by the optimizer's name.
         default_hooks: changes to the default hooks by name: runtime_info, timer, sampler_seed, logger, param_scheduler,
-            nonfinite, checkpoint; None leaves one out.
+            nonfinite, checkpoint; None removes one.
         custom_hooks: further hooks.
-        data_preprocessor: of a model that is given as a configuration, or has an attribute of this name.
+        data_preprocessor: for a model that is given as a configuration, or that has an attribute of this name.
         load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
-        resume: True continues from the newest checkpoint with finite weights in ``work_dir``, if there is one; a path from that one.
-            ``dict(path=None, optimizer=True, param_scheduler=True, random=True, hooks=True, logs=True, data=True)`` says
-            what of it is left out.
-        launcher: who started the processes; None finds out.
-        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn")``; what
-            ``nonfinite`` may be, "warn", "raise", "skip" or "ignore", NonFiniteHook explains.
-        log_processor: what log lines show.
-        log_level: "INFO" and so on.
-        visualizer: where scalars are kept: reporters, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON
+        resume: True continues from the newest checkpoint with finite weights in ``work_dir``, if there is one; a path
+            continues from that checkpoint. In ``dict(path=None, optimizer=True, param_scheduler=True, random=True,
+            hooks=True, logs=True, data=True)`` False leaves a piece out.
+        launcher: the program that started the processes; None detects it.
+        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn")``;
+            NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
+        log_processor: the LogProcessor, or its arguments as a dict.
+        log_level: level of the logger, such as "INFO".
+        visualizer: reporters that store scalars, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON
             lines are always written, unless the list is empty or the dict says ``json_lines=False``.
         default_scope: None or "flextrain"; registries have no scopes.
         randomness: ``dict(seed=None, diff_rank_seed=False, deterministic=False)``.
         compile: True or arguments of ``torch.compile``; also as ``cfg=dict(compile=...)``.
-        cfg: the whole configuration, for the record; of what MMEngine takes from there, only ``compile`` is.
+        cfg: the whole configuration, for the record; only its ``compile`` is read.
 
     Raises:
-        ConfigError: anything that can be known to be wrong before a process group or a model exists.
+        ConfigError: an argument is invalid; all checks that need no process group and no model come first.
     """
 
     @known_keywords(ELSEWHERE)
@@ -125,14 +125,14 @@ class FlexibleRunner(Checkpoints):
         self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
         for hook, priority in checked.hooks:
             self.register_hook(hook, priority)
-        self._depth = 0  # of runs within runs: a hook may evaluate
+        self._depth = 0  # nesting depth of runs: a hook may evaluate
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
-        """A runner from one dict with the arguments as keys; the dict is kept as ``cfg`` for the record.
+        """Build a runner from one dict with the arguments as keys; the dict is kept as ``cfg`` for the record.
 
         Raises:
-            ConfigError: a key that is no argument, or a wrong value.
+            ConfigError: a key is not an argument, or a value is invalid.
         """
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give a dict with the arguments as keys")
@@ -140,10 +140,10 @@ class FlexibleRunner(Checkpoints):
         check_call(cls, cfg, "")
         return cls(**{"cfg": dict(cfg), **cfg})
 
-    # What users call
+    # Methods for users
 
     def train(self) -> nn.Module:
-        """Train, from the beginning or from the checkpoint to resume; returns the user's module."""
+        """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
         loop = self.train_loop
         self._setup_model()
@@ -151,18 +151,18 @@ class FlexibleRunner(Checkpoints):
         with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
             self._load_or_resume()
             self._say_if_done()
-            if loop.is_torn:  # train() was called again, and its update begins anew
+            if loop.is_torn:  # train() was called again after an update failed midway
                 self.strategy.drop_gradients()
                 loop.is_torn = False
             loop.run()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
-        """Validate once; returns the metrics."""
+        """Validate once, and return the metrics."""
         return self._evaluate("val")
 
     def test(self) -> dict[str, Any]:
-        """Test once; returns the metrics."""
+        """Test once, and return the metrics."""
         return self._evaluate("test")
 
     def _say_if_done(self) -> None:
@@ -183,13 +183,13 @@ class FlexibleRunner(Checkpoints):
         with self._running():
             source, _ = find_source(self)
             if source is not None and not self._started and not self._has_weights:
-                self.load_checkpoint(source)  # train() may have more to take from it
+                self.load_checkpoint(source)  # _started stays False: train() may still resume from it
             metrics: dict[str, Any] = loop.run()
         return metrics
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        if self._depth:  # a hook evaluates in the middle of a run
+        if self._depth:  # a hook evaluates during a run
             yield
             return
         self._depth = 1

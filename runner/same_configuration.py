@@ -1,4 +1,4 @@
-"""The configuration has to be the same on all processes, but for what each may have of its own."""
+"""Check that all processes have the same configuration, except for settings that may differ."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..core.errors import ConfigError
 from .arguments import Checked
 from .hooks import EmptyCacheHook, Hook, ProfilerHook
 
-# Data, folders and what is logged belong to a process; of these arguments everything has to agree.
+# These arguments must agree completely. Data, folders and logging may differ between processes.
 _ALIKE = (
     "model", "optim_wrapper", "train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "param_scheduler", "randomness", "compile",
 )  # fmt: skip
 _PRESENT = ("train_dataloader", "val_dataloader", "test_dataloader", "load_from")
-# One process may have these alone: they talk to nobody, and change nothing.
+# A single process may have these hooks: they use no collectives and change nothing.
 _LOOK_ON = (ProfilerHook, EmptyCacheHook)
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 
 def check_agreement(given: Mapping[str, Any], checked: Checked) -> None:
-    """Raise ConfigError on every process if one is configured otherwise; every process must call it.
+    """Raise ConfigError on every process if the configurations differ; a collective.
 
     Args:
         given: the runner's arguments.
-        checked: what was made of them.
+        checked: the checked arguments, and the parts built from them.
     """
     if is_alone():
         return
@@ -59,7 +59,7 @@ def _described(given: Mapping[str, Any], checked: Checked) -> Iterator[tuple[str
 
 
 def _of_hooks(hooks: list[Hook]) -> Iterator[tuple[str, str]]:
-    """The library's hooks, which send messages or change the training, and how they are set; not what users look on with."""
+    """Yield the library's hooks and their settings, because they may run collectives or change training."""
     home, counts = Hook.__module__.rpartition(".")[0], dict[str, int]()
     for hook in hooks:
         kind = next(cls for cls in type(hook).__mro__ if cls.__module__.startswith(home))
@@ -73,7 +73,7 @@ def _of_hooks(hooks: list[Hook]) -> Iterator[tuple[str, str]]:
 
 
 def _flat(key: str, value: Any, leave_out: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Dotted keys and values as text; of objects their class, since what they hold cannot be compared."""
+    """Yield dotted keys and values as text; an object gives only its class, because its contents cannot be compared."""
     if isinstance(value, pydantic.BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):
@@ -92,12 +92,12 @@ def _flat(key: str, value: Any, leave_out: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _kind(cfg: Any) -> str:
-    """What a part is, from itself or its configuration."""
+    """Return the type of a part, from the part itself or its configuration."""
     return repr(kind) if isinstance(kind := cfg.get("type") if isinstance(cfg, Mapping) else cfg, str) else _name(kind)
 
 
 def _name(value: Any) -> str:
-    """A class or function by its name; of another object its class, for what it says of itself may hold its address."""
+    """Return a class's or function's name; for another object its class, because its repr may hold an address."""
     if isinstance(value, functools.partial):
         return f"partial of {_name(value.func)}"
     named = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)

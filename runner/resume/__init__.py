@@ -1,1 +1,1 @@
-"""What a checkpoint of a run holds beside the strategy's state, and bringing a run back to it."""
+"""Save a run to a checkpoint, and resume it."""

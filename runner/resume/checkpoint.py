@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds beside the strategy's state, and bringing a run back to it."""
+"""Save, resume and load a run: the state of its strategy and of all other pieces of a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save(
     staging: Staging | None = None,
     verify: bool = False,
 ) -> PendingSave | None:
-    """Write the state of a run; every process must call it. What comes back, ``in_background``, is still being written."""
+    """Write the state of a run; a collective. With ``in_background`` the returned save is still in progress."""
     strategy, topology = runner.strategy, runner.strategy.topology
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
@@ -72,10 +72,10 @@ def save(
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
     state["data"] = data_facts(runner, state["loop"]).model_dump()
-    state["processes"] = topology.data.count  # of those with data of their own, which have random states of their own
+    state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
     state.update(modules)
-    state["aliases"] = strategy.aliases()  # exports write tied tensors under all of their names
+    state["aliases"] = strategy.aliases()  # exports write a tied tensor under each of its names
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
         "experiment_name": runner.experiment_name,
@@ -89,7 +89,7 @@ def save(
     view = SavedView(state)
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
     state.update(_flatten(view.apply(), "extra"))
-    # Of buffers the averages of one process count, as its buffers do.
+    # The averages of a buffer are saved by the process that saves the buffer.
     others = {name for name, _ in strategy.module.named_buffers() if not strategy.saves(name)}
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     per_shard = {
@@ -105,7 +105,7 @@ def save(
             LATE: late_buffers,
         },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
-        is_latest=view.has_optimizer,  # only such a one can be resumed
+        is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed
         verify=verify,
         staging=staging,
         finite=keys_to_keep_finite(runner, state),
@@ -118,16 +118,16 @@ def save(
 
 
 def resume(runner: Run, path: Path, options: Resume) -> None:
-    """Bring a run to where the checkpoint was written; every process must call it.
+    """Restore a run from a checkpoint; a collective.
 
     Args:
         runner: the run.
         path: the checkpoint.
-        options: which pieces are left out; those are not looked at.
+        options: the pieces to leave out, which are not read.
 
     Raises:
-        CheckpointError: a piece is missing or damaged, or does not fit the model, the optimizer or the data; it says under
-            which name the piece can be left out.
+        CheckpointError: a piece is missing or damaged, or does not fit the model, the optimizer or the data; the
+            message names the option that leaves the piece out.
     """
     strategy, loop = runner.strategy, runner.train_loop
     with raising_together():
@@ -183,7 +183,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
 
 
 def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:
-    """The pieces that a run takes from a checkpoint, by the names under which they can be left out, and their keys."""
+    """Yield the pieces that a run needs from a checkpoint: the option that leaves each out, and its keys."""
     yield None, ("loop",)
     if options.data:
         yield "data", ("data",)
@@ -200,7 +200,7 @@ def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[st
 
 
 def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Where the tensors of hooks are loaded to: those of their states, and what they added by themselves."""
+    """Return the tensors to load hook states into: those of the current states, and new ones for what hooks added."""
     states = _hook_states(runner)
     with raising_together(), piece(checkpoint.path, "hooks", "hooks"):
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
@@ -226,10 +226,10 @@ def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
 
 
 def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
-    """Fill the model with the weights of a file or checkpoint; every process must call it.
+    """Load the weights of a file or checkpoint into the model; a collective.
 
     Raises:
-        CheckpointError: with ``strict``, if any name or shape does not fit; always, if nothing fits.
+        CheckpointError: with ``strict``, if any name or shape does not fit; in any case, if nothing fits.
     """
     with raising_together():
         opened = open_weights(path)
@@ -273,7 +273,7 @@ def _live_model(runner: Run) -> dict[str, Tensor]:
 
 
 def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
-    """Hooks with a name for their state: the class, numbered from the second of its kind on."""
+    """Yield the hooks, each with the name of its state: its class, numbered from the second of a class on."""
     seen: dict[str, int] = {}
     for hook in runner.hooks:
         kind = type(hook).__name__
@@ -282,7 +282,7 @@ def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _hook_states(runner: Run) -> dict[str, dict[str, Any]]:
-    """The states of all hooks by the hooks' names, flat."""
+    """Return the flat states of all hooks, by the hooks' names."""
     return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
 
 
@@ -292,12 +292,12 @@ def _has_tensor(value: Any) -> bool:
 
 _SEPARATOR = "/"
 _EXTRA = "extra/"
-# A slash within a key, written as JSON pointers write it (RFC 6901).
+# A slash in a key is escaped as in JSON pointers (RFC 6901).
 _ESCAPED = (("~", "~0"), ("/", "~1"))
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Nested mappings as one, down to tensors and plain values; names of parameters have dots, so parts get slashes."""
+    """Flatten nested mappings down to tensors and plain values; keys are joined by slashes, because names have dots."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""What ``before_save_checkpoint`` hooks see of a checkpoint, and what their changes mean."""
+"""SavedView: the checkpoint as ``before_save_checkpoint`` hooks see and change it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _OWN_KEY = 'give what is to be saved a key of its own: checkpoint["..."] = value
 
 
 class SavedView:
-    """A dict in MMEngine's form for the state that is about to be written.
+    """A dict in MMEngine's form with the state that is about to be saved.
 
-    ``meta``, ``message_hub`` and ``param_schedulers`` (lists by the optimizer's name) are plain values, and whatever a hook
-    makes of them is written. ``state_dict`` has the live weights, sharded ones in this process's part: another tensor of the
-    same shape may take the place of one that is whole in every process, and names may be taken out of a checkpoint that is
-    not there to be resumed. ``optimizer`` may be taken out as a whole.
+    ``meta``, ``message_hub`` and ``param_schedulers`` (lists by the optimizer's name) are plain values, saved with the
+    hooks' changes. ``state_dict`` has the live weights; of a sharded one, this rank's shard. A plain tensor may be
+    replaced by another one of the same shape, and names may be removed if the checkpoint has no optimizer.
+    ``optimizer`` may only be removed as a whole.
 
     Args:
-        state: by canonical key; changed by ``apply``.
+        state: the state by canonical key; changed by ``apply``.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -35,10 +35,10 @@ class SavedView:
             self.checkpoint["optimizer"] = dict(self._optimizer)
 
     def apply(self) -> dict[str, Any]:
-        """Make the hooks' changes in the state; returns what they added.
+        """Apply the hooks' changes to the state, and return what the hooks added.
 
         Raises:
-            CheckpointError: a change that cannot be written.
+            CheckpointError: a change cannot be saved.
         """
         found = dict(self.checkpoint)
         for key, name in _PLAIN.items():
@@ -52,7 +52,7 @@ class SavedView:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizer's state is still there."""
+        """True if the state still has that of the optimizer."""
         return any(key.startswith(_OPTIMIZER) for key in self._state)
 
     def _change_optimizer(self, found: Any) -> None:

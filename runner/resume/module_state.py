@@ -1,4 +1,4 @@
-"""What a checkpoint of a run has of modules beside weights: extra state, and buffers that appear in training."""
+"""State of modules besides weights: extra state, and buffers that were registered during training."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MODEL = "model."
 
 
 def module_state(runner: Run) -> tuple[dict[str, Any], list[str]]:
-    """What a save adds for the modules: their extra state, and the names of buffers that setup had not seen."""
+    """Return the modules' extra state, and the names of buffers registered after setup."""
     strategy = runner.strategy
-    # Every process asks its modules, whose answer may take messages.
+    # Every process calls this, because ``get_extra_state`` of a module may run a collective.
     state = extra_state(strategy.module)
     parameters, buffers = strategy.appeared()
     if parameters != runner.late_parameters:
@@ -46,7 +46,7 @@ def module_state(runner: Run) -> tuple[dict[str, Any], list[str]]:
 
 
 def prepare(runner: Run, checkpoint: Checkpoint) -> None:
-    """Have the model register the buffers of a checkpoint that appeared in training, as it will itself."""
+    """Register the buffers of a checkpoint that appear only during training, as the model will do later."""
     names = checkpoint.values.get(LATE, ())
     tensors = checkpoint.tensors
     shapes = {
@@ -60,7 +60,7 @@ def prepare(runner: Run, checkpoint: Checkpoint) -> None:
 def extra_template(
     runner: Run, checkpoint: Checkpoint, revise_keys: Sequence[tuple[str, str]] = ()
 ) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """The extra state in a checkpoint under the names of the model's modules, and tensors to fill for it."""
+    """Return the checkpoint with its extra state under the model's module names, and tensors to load that into."""
     module = runner.strategy.module
     other_names, wanted = runner.strategy.aliases(), {torch_key(name): name for name, _ in keepers(module)}
     found: dict[str, str] = {}
@@ -100,6 +100,6 @@ def _device(live: Any, otherwise: torch.device) -> torch.device:
 
 
 def finish(runner: Run, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Hand over the extra state, once the weights are there, and tell the modules that they are loaded."""
+    """Give the modules their extra state, after the weights were loaded, and notify them that they are loaded."""
     set_extra_state(runner.strategy.module, values, tensors)
     tell_loaded(runner.strategy.module)

@@ -1,4 +1,4 @@
-"""What resuming does with the single pieces of a checkpoint: the place in the data, schedules, random states, hooks."""
+"""Restore the single pieces of a checkpoint: place in the data, schedules, RNG states, optimizer settings, hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WITHOUT = {
 
 
 def advice(*names: str | None) -> str:
-    """How to do without pieces of a checkpoint; None: one that no run can do without."""
+    """Return how to resume without some pieces; None stands for a piece that every run needs."""
     known = [name for name in names if name is not None]
     if len(known) < len(names):
         return "load_from takes its weights alone"
@@ -45,10 +45,10 @@ def advice(*names: str | None) -> str:
 
 @contextmanager
 def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
-    """Say which piece of a checkpoint is not what was saved there, and under which name it can be left out.
+    """Name the piece of a checkpoint in every error of the block, and the option that leaves the piece out.
 
     Raises:
-        CheckpointError: in place of whatever the piece made others raise; on one line.
+        CheckpointError: on one line, in place of any error that a damaged piece causes.
     """
     try:
         yield
@@ -66,38 +66,38 @@ def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
 
 
 class DataFacts(Config):
-    """Where the data stand, and what that place means."""
+    """The place in the data, and the settings that give it its meaning."""
 
     seed: int
-    """The run's."""
+    """Seed of the run."""
     sampler: str
-    """The class that says which batch comes when."""
+    """Name of the class that determines the order of batches."""
     sampler_seed: int | None
     shuffle: bool | None
     num_samples: int | None
-    """Of the dataset; None for a stream without a length."""
+    """Samples of the dataset; None for a stream without a length."""
     shards: int
-    """Over how many processes the samples are dealt out."""
+    """Number of data shards."""
     batch_size: int | None
     accumulate: int
     drop_last: bool
     epoch_length: int | None
     """Updates of a whole epoch."""
     position: int | None = pydantic.Field(ge=0)
-    """Samples of the epoch that come before the next update; None where only the sampler knows."""
+    """Samples of the epoch before the next update; None if places count batches."""
     by_index: bool = False
-    """Whether the order is computed by index; checkpoints of before that do not say so."""
+    """True if the order is computed by index; older checkpoints do not have this key."""
     workers: int | None = None
-    """That read a stream, whose order may depend on them; None for other data, and in older checkpoints."""
+    """Workers that read a stream, whose order may depend on their number; None for other data and older checkpoints."""
 
 
-# What makes an order another one, and what makes other batches of it.
+# Settings that determine the order of samples, and settings that determine how it is cut into batches.
 _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
 _BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
 
 
 def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
-    """The facts now, with the loop where its state says."""
+    """Return the facts of the current data, at the place that the loop's state names."""
     data = runner.train_loop.data
     sampler = data.splittable
     return DataFacts(
@@ -118,25 +118,25 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
 
 
 def check_counts(loop: Mapping[str, Any]) -> None:
-    """Raise ValueError or KeyError for a state of a loop that does not count."""
+    """Raise ValueError or KeyError if a counter of the loop's state is missing or not a number."""
     for key in ("epoch", "iter", "inner", "validated", "left"):
         if not isinstance(loop[key], int) and not (key == "left" and loop[key] is None):
             raise ValueError(f"{key} is {loop[key]!r}")
 
 
 def begin_epoch_anew(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
-    """The loop's state without a place in the data: at the beginning of the epoch, or at its end if it was there."""
+    """Return the loop's state at the beginning of its epoch, or at the end if the epoch was finished."""
     return _at_the_end(data, loop) if loop["left"] == 0 else {**loop, "inner": 0}
 
 
 def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
-    """The loop's state with its place in the data counted in the updates of this run.
+    """Return the loop's state with its place in the data, counted in updates of this run.
 
-    With flextrain's samplers and torch's batches the epoch goes on with the next sample in whatever batches there are now,
-    on however many processes; for anything else both have to be what they were, unless the epoch is over.
+    With flextrain's samplers and torch's batches the epoch continues with the next sample, whatever the batches and the
+    number of processes are now. All other data need the former settings, unless the epoch is finished.
 
     Raises:
-        CheckpointError: the rest of the epoch would be others than its samples that are left.
+        CheckpointError: the rest of the epoch would not consist of the samples that are left.
     """
     then = validate(DataFacts, saved, "data")
     if then.seed != runner.seed:
@@ -202,13 +202,13 @@ def _say_what_changed(runner: Run, then: DataFacts, now: DataFacts, changed: Seq
 
 
 def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> None:
-    """Let a training loader that has a state of its own go on there.
+    """Restore the state of a training loader that has its own.
 
     Raises:
-        CheckpointError: in the middle of an epoch there is none for every process, or for none that the loader has.
+        CheckpointError: in the middle of an epoch, a state is missing for a process, or the loader cannot load one.
     """
     data, (index, count) = runner.train_loop.data, runner.strategy.topology.shard
-    states = states or [None] * count  # checkpoints had none before there were such loaders
+    states = states or [None] * count  # older checkpoints have no such key
     had_one = any(state is not None for state in states)
     if not data.keeps_place and not had_one:
         return
@@ -232,10 +232,10 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
 
 
 def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
-    """See that every parameter has the settings that the checkpoint has under its name, whatever group it is in now.
+    """Check that every parameter can get the settings that the checkpoint has under its name, in its current group.
 
     Raises:
-        CheckpointError: parameters share a group that had different settings, or the checkpoint lacks one.
+        CheckpointError: parameters in one group have different settings in the checkpoint, or it lacks a parameter.
     """
     now = _settings(runner)
     then = {key: value for key, value in values.items() if key.startswith(GROUP)}
@@ -265,7 +265,7 @@ def _settings(runner: Run) -> dict[str, Any]:
 
 
 def _optimized(key: str) -> str:
-    """The parameter that a key of the hyper-parameters says is optimized, which every optimized one has; else empty."""
+    """Return the parameter if the key is one that every optimized parameter has; otherwise an empty string."""
     _, parameter, item = split_key(key)
     return parameter if item == KIND else ""
 
@@ -274,7 +274,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)  # one may have been a float32 tensor meanwhile
+        return math.isclose(one, other, rel_tol=1e-6)  # a value may have been stored as a float32 tensor
     return bool(one == other)
 
 
@@ -284,13 +284,13 @@ def _same(one: Any, other: Any) -> bool:
 def check_hooks(
     runner: Run, saved: Mapping[str, Sequence[str]], present: Container[str], own: Mapping[str, Any]
 ) -> None:
-    """See that what the hooks had saved is all there, and say which hooks are new and which are gone.
+    """Check that the saved state of all hooks is complete, and log which hooks are new and which are gone.
 
     Args:
-        runner: whose hooks.
-        saved: by the hook's name, the keys of its state.
+        runner: the run with the hooks.
+        saved: keys of the saved state, by the hook's name.
         present: the keys of the checkpoint.
-        own: by the hook's name, the state that it has now.
+        own: current states, by the hook's name.
 
     Raises:
         CheckpointError: a key is missing.
@@ -309,15 +309,15 @@ def check_hooks(
 
 
 def load_schedulers(runner: Run, saved: Mapping[str, Sequence[Any]], set_values: bool) -> None:
-    """Let every scheduler go on; the configuration has to have those that the checkpoint has, in the same order.
+    """Restore every scheduler; the configuration must have the schedulers of the checkpoint, in the same order.
 
     Args:
         runner: the run.
-        saved: the states, by the name of the optimizer.
-        set_values: also put the values in force that were, for an optimizer whose own state is left out.
+        saved: the states, by the optimizer's name.
+        set_values: also set the saved learning rates and momenta, for an optimizer whose own state is left out.
 
     Raises:
-        CheckpointError: others, more or fewer.
+        CheckpointError: the number of schedulers differs, or a state does not fit.
     """
     for name, group in runner.schedulers.items():
         states = saved.get(name, [])
@@ -336,7 +336,7 @@ def load_schedulers(runner: Run, saved: Mapping[str, Sequence[Any]], set_values:
 
 @contextmanager
 def schedules_anew(runner: Run) -> Iterator[None]:
-    """What schedulers have set stays when the optimizer's state comes back: they start afresh, and count on it."""
+    """Keep the values set by schedulers while the optimizer's state is loaded, because schedules start again."""
     own = [(scheduler, scheduler.get_values()) for group in runner.schedulers.values() for scheduler in group]
     yield
     for scheduler, values in own:
@@ -345,14 +345,14 @@ def schedules_anew(runner: Run) -> Iterator[None]:
 
 @contextmanager
 def telling_what_differs(runner: Run) -> Iterator[None]:
-    """Log the optimizers' settings which are not those of the configuration any more."""
+    """Warn if the optimizer's settings in the checkpoint differ from those in the configuration."""
     before = _settings(runner)
     yield
     after = _settings(runner)
     replaced: dict[str, str] = {}
     for key, value in after.items():
         parameter, _, setting = key.rpartition(".")
-        scheduled = f"{parameter}.initial_{setting}" in before  # what its schedule began with is compared instead
+        scheduled = f"{parameter}.initial_{setting}" in before  # its initial value is compared instead
         if not scheduled and key in before and not _same(value, before[key]):
             replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {before[key]}")
     if replaced:
@@ -363,19 +363,19 @@ def telling_what_differs(runner: Run) -> Iterator[None]:
         )
 
 
-# Random states
+# RNG states
 
 
 def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
-    """Give every process the random state of its part of the data back; among another number of parts all begin new streams.
+    """Restore the RNG state of every data shard; with another number of shards, every process starts a new stream.
 
     Args:
         runner: the run.
-        states: one for each part.
-        written_by: the number of parts then.
+        states: one for each data shard.
+        written_by: the number of data shards when it was saved.
 
     Raises:
-        CheckpointError: a state is missing.
+        CheckpointError: the number of states is wrong.
     """
     index, count = runner.strategy.topology.shard
     if len(states) != written_by:
@@ -392,7 +392,7 @@ def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
 
 
 def _are(runner: Run) -> str:
-    """How many processes there are, or of those that train on data of their own, where several share them."""
+    """Return the number of processes, or of data shards if processes share them, for a message."""
     topology = runner.strategy.topology
     number = f"{'is' if topology.data.count == 1 else 'are'} {topology.data.count}"
     return f"{number} with data of their own" if topology.shares_data else number

@@ -1,4 +1,4 @@
-"""Saver: the checkpoints that a run writes, one after the other, and what became of them."""
+"""Saver: saves the checkpoints of a run, one at a time, and knows which of them are marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves the checkpoints of a run; at most one is being written in the background."""
+    """Saves the checkpoints of a run; at most one save is in progress in the background."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
@@ -23,10 +23,10 @@ class Saver:
         self._last_is_good = True
 
     def save(self, run: Run, path: Path, *, in_background: bool, **options: Any) -> None:
-        """Write a checkpoint when the one before is complete; ``options`` are those of ``checkpoint.save``.
+        """Write a checkpoint after the previous save is complete; ``options`` are those of ``checkpoint.save``.
 
         Raises:
-            CheckpointError: it could not be saved, or the one before could not, in the background.
+            CheckpointError: this save failed, or the previous one failed in the background.
         """
         self.finish(run)
         self._pending = checkpoint.save(run, path, in_background=in_background, staging=self._staging, **options)
@@ -34,17 +34,17 @@ class Saver:
             self._note_saved(run, path)
 
     def finish(self, run: Run, wait: bool = True) -> bool:
-        """Whether nothing is being written any more; with ``wait`` that is waited for.
+        """Return True if no save is in progress; with ``wait``, wait for it first.
 
         Raises:
-            CheckpointError: what was being written could not be saved.
+            CheckpointError: the save in progress failed.
         """
         pending = self._pending
         if pending is None:
             return True
         if not wait and not pending.is_done():
             return False
-        pending.join()  # if that is interrupted, it is still under way
+        pending.join()  # if this is interrupted, the save stays in progress
         self._pending = None
         pending.wait()
         self._note_saved(run, pending.path)
@@ -52,11 +52,11 @@ class Saver:
         return True
 
     def is_marked(self, path: str | Path) -> bool:
-        """Whether the checkpoint that was saved to ``path`` holds NaN or infinity where it should not."""
+        """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
         return str(path) in self._marked
 
     def _note_saved(self, run: Run, path: Path) -> None:
-        """Remember whether the checkpoint that is complete now is marked; known on every process."""
+        """Record whether the checkpoint that is now complete is marked; every process knows the result."""
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys
         if not keys:
@@ -64,7 +64,7 @@ class Saver:
             return
         self._marked.add(str(path))
         run.logger.log(
-            logging.WARNING if was_good else logging.INFO,  # once in a row is enough
+            logging.WARNING if was_good else logging.INFO,  # one warning for several marked ones in a row
             f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
             "passes it over, and no older one is deleted for it",
         )

@@ -1,4 +1,4 @@
-"""What a run begins with: a checkpoint to resume, or weights."""
+"""Find what a run starts from: a checkpoint to resume, or weights to load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
-    """The checkpoint or file to begin with, and what is to be resumed of it; None: it gives weights."""
+    """Return the checkpoint or file to start from, and the pieces to resume; None as pieces: only load its weights."""
     resumed, load_from = run.options.resume_options, run.options.load_from
     if resumed is None:
         return load_from, None
@@ -23,7 +23,7 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
 
 
 def _newest(run: Run) -> Path | None:
-    """The newest checkpoint as rank 0 sees it: other machines' view of a shared folder may be seconds old."""
+    """Return rank 0's newest checkpoint; other machines' view of a shared folder may be seconds old."""
     found, wrong, marked = None, None, []
     if run.rank == 0:
         try:
@@ -31,11 +31,11 @@ def _newest(run: Run) -> Path | None:
             marked = passed_over(run.checkpoint_dir, found)
         except CheckpointError as error:
             wrong = str(error)
-    # As text, because not everything that behaves like a path can be sent.
+    # The path is sent as text, because not every path-like object can be pickled.
     name, wrong = broadcast_object((found and str(found), wrong))
     if wrong:
         raise CheckpointError(wrong)
-    if marked:  # on rank 0, which is the one that is heard
+    if marked:  # only on rank 0, which writes the log
         run.logger.warning(
             f"{', '.join(marked)} in {run.checkpoint_dir}: passed over, with NaN or infinity in the weights; "
             f'resume="path" takes one of them all the same'
