@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .base import Strategy, StrategyConfig
+from .base import Strategy
 from .builder import build_strategy
+from .config import StrategyConfig
 from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy

@@ -19,8 +19,10 @@ from ..core.model import calls_itself
 from ..core.norms import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
-from .base import NOTHING, Optim, Strategy, StrategyConfig
+from .base import NOTHING, Strategy
+from .config import StrategyConfig
 from .needs import ANY_DEVICE, Needs
+from .state import Optim
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]

@@ -20,7 +20,6 @@ LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself 
 STRATEGY_FREE = re.compile(r"flextrain\.(core|optim|runner|tools|commands|testing)(\.|$)")
 MAX_LINES, MEDIAN_LINES = 400, 120
 STILL_LONGER = {
-    "flextrain.strategies.base",
     "flextrain.strategies.deepspeed.strategy",
 }
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"

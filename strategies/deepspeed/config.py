@@ -11,7 +11,7 @@ import pydantic
 
 from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
-from ..base import ActivationCheckpointing, StrategyConfig
+from ..config import ActivationCheckpointing, StrategyConfig
 
 WHERE = "strategy"
 

@@ -21,8 +21,9 @@ from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, req
 from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
-from ..base import NOTHING, Optim, Strategy, kept_gradients
+from ..base import NOTHING, Strategy, kept_gradients
 from ..needs import Needs
+from ..state import Optim
 from . import state
 from .canonical import EngineState
 from .compiling import announced, without_shared_memory

@@ -11,7 +11,7 @@ import torch
 from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ...core.precision import to_dtype
-from ..base import StrategyConfig
+from ..config import StrategyConfig
 from .model_wrapper import WrapperConfig
 
 

@@ -24,9 +24,10 @@ from ...core.registry import STRATEGIES
 from ...core.torch_private import settle_unit
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
-from ..base import NOTHING, Optim, Strategy, kept_gradients
+from ..base import NOTHING, Strategy, kept_gradients
 from ..needs import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
+from ..state import Optim
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
 from .without_memory import ModelWithoutMemory

@@ -148,7 +148,7 @@ def _runner(folder: Path, own: dict[str, Any], *hooks: Hook, **more: Any) -> Fle
         "train_cfg": dict(max_epochs=2),
         "param_scheduler": dict(type="LinearLR", end=3, by_epoch=False),
         "default_hooks": {"logger": dict(interval=1), "checkpoint": checkpoint, **own.pop("default_hooks", {})},
-        "custom_hooks": [*own.pop("custom_hooks", ()), dict(type="EMAHook"), *hooks],
+        "custom_hooks": [*own.pop("custom_hooks", ()), dict(type="EMAHook"), dict(type="SyncBuffersHook"), *hooks],
         **{f"{mode}_dataloader": loader() for mode in ("val", "test")},
         **{f"{mode}_cfg": {} for mode in ("val", "test")},
         **{f"{mode}_evaluator": dict(type=Accuracy) for mode in ("val", "test")},

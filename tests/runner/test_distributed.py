@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from flextrain import CheckpointError
-from flextrain.runner import runner as runner_module
 from flextrain.runner.hooks import Hook
+from flextrain.runner.resume import source as runner_module
 from flextrain.testing import WorkerGroup
 
 from .training import (

@@ -1,0 +1,128 @@
+"""ProcessEnvironment: the device, the process group, and the topology of one process."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ..core.comm import collectives as dist
+from ..core.comm.matched_calls import roll_call
+from ..core.comm.topology import Topology
+from ..core.config import validate
+from ..core.device import DeviceSpec, device_spec, select_device
+from ..core.errors import StrategyError
+from .config import StrategyConfig
+from .launch import Launch, detect_launch
+
+
+class ProcessEnvironment:
+    """The part of a strategy that knows processes and devices, and no model.
+
+    Args:
+        options: the fields of this class's ``Config``.
+    """
+
+    Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    def __init__(self, **options: Any) -> None:
+        self.config = validate(self.Config, options, "strategy")
+        if hasattr(type(self), "data_shard"):
+            raise StrategyError(
+                f"{type(self).__name__}.data_shard: is never asked, define _arrange() and give Topology(data=DataShard(index, "
+                "count, group)), strategy.topology then has it"
+            )
+        self.device = torch.device("cpu")
+        self.launch = Launch()
+        self.topology = Topology()
+        """The relations of this process to the others, once ``setup_environment`` has been called."""
+        self._spec: DeviceSpec | None = None
+        self._owns_group = False
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.topology.world_size
+
+    def setup_environment(self) -> None:
+        """Choose the device and join the process group; may be called again.
+
+        Raises:
+            LaunchError: the launcher's variables are missing.
+            ConfigError: a back end that the device does not have.
+            StrategyError: the device is not usable here, the strategy cannot run on this many processes, or the process
+                group that exists cannot carry CPU tensors.
+        """
+        if self._spec is not None:
+            return
+        spec = device_spec(self.config.device)
+        self.launch = detect_launch(self.config.launcher)
+        self._check_world(self.launch.world_size)
+        self.device = select_device(spec, self.launch.local_rank)
+        if self.launch.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                spec.complete_backend(self.config.backend),
+                rank=self.launch.rank,
+                world_size=self.launch.world_size,
+                init_method=self.launch.init_method,
+                timeout_s=float(self.config.timeout_s),
+                job=self.launch.job,
+            )
+            self._owns_group = True
+            dist.leave_at_exit()
+        self._check_group()
+        dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
+        self._spec = spec
+        self.topology = Topology()  # rank and world size are known from here on
+        self.topology = self._arrange()
+        if self.topology.shares_data:
+            self.topology.check()
+
+    def _arrange(self) -> Topology:
+        """What this process is to the others; asked once, when the process group exists, and on every process.
+
+        By default every process trains on data of its own and holds all names.
+        """
+        return Topology()
+
+    def meet(self, call: str) -> None:
+        """Wait until every process has come to ``call``, which all of them have to make.
+
+        Raises:
+            StrategyError: on every process, one has not within ``timeout_s`` seconds, or is in another call.
+        """
+        if problem := roll_call(call, float(self.config.timeout_s)):
+            raise StrategyError(f"{call}: {problem}; every process has to call it")
+
+    def _join_alone(self) -> None:
+        """Form a group of this process alone if there is none; for engines that cannot do without."""
+        if dist.is_initialized():
+            return
+        assert self._spec is not None
+        dist.init_alone(self._spec.complete_backend(self.config.backend))
+        self._owns_group = True
+        dist.leave_at_exit()
+
+    def _check_group(self) -> None:
+        """Raise StrategyError if a group that others have made cannot carry CPU tensors: counts, metrics, objects."""
+        if not dist.is_alone() and not dist.carries_cpu_tensors(found := dist.group_backend()):
+            raise StrategyError(
+                f'strategy.backend: the process group that is there already has "{found}" and nothing for tensors on the '
+                f'CPU, make it with init_process_group("cpu:gloo,{found}") or leave it to the strategy'
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
+
+    def _leave_environment(self) -> None:
+        """Leave the process group, if this strategy joined it."""
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+        self._spec = None
+        self.topology = Topology()
