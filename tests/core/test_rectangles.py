@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -200,6 +201,10 @@ def stray(path: Path) -> str:
         return "nothing"
 
 
+@pytest.mark.skipif(
+    "src_data_rank" not in inspect.signature(distribute_tensor).parameters,
+    reason="torch 2.6 cannot lay out a tensor without sending it",
+)
 def test_a_part_of_another_shape_is_refused(workers2: WorkerGroup, tmp_path: Path) -> None:
     for heard in workers2.run(stray, tmp_path):
         assert "could not be saved on rank 1: x: has a part of shape (5,)" in heard
