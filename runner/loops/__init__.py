@@ -1,1 +1,1 @@
-"""Loops: in which order batches, updates, validation and hooks come."""
+"""Loops: training, validation and testing, with their hooks."""

@@ -1,4 +1,4 @@
-"""Processes whose data may differ in length: they train in step, end their epochs together, and evaluate in step."""
+"""InStep: keeps processes with data of different lengths in step, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Window = list[Any]
 
 
 class InStep:
-    """The windows of a process as long as all processes have one, each of as many batches on all.
+    """The windows of a process while all processes have one, cut to the same number of batches.
 
-    While a window is trained on, the processes agree on the next one, if that has been read: nobody waits for the message.
-    What some have left at the end is left out, and that is said once.
+    While a window is trained on, the processes agree on the next one if it has been read, so no process waits for the
+    message. Batches that only some processes have left at the end are skipped, with one warning.
 
     Args:
         where: the configuration key, for the message.
-        ahead: read the next window before one is given; without, nothing is ever read that has not been given.
-        processes: how many there are.
-        timeout_s: how long a process may take for its next window.
+        ahead: read the next window before the current one is given out; otherwise read only what is given out next.
+        processes: number of processes.
+        timeout_s: longest time in seconds that a process may take for its next window.
     """
 
     def __init__(self, where: str, *, processes: int, ahead: bool = True, timeout_s: float | None = None) -> None:
@@ -34,11 +34,11 @@ class InStep:
         self._said = False
 
     def windows(self, own: Iterator[Window], start: int = 0) -> Iterator[Window]:
-        """The windows of ``own``, up to the first that some process does not have.
+        """Yield the windows of ``own``, up to the first window that some process does not have.
 
         Args:
-            own: what this process can read.
-            start: the number in the epoch of the first.
+            own: the windows that this process can read.
+            start: number of the first window in the epoch.
         """
         done, is_longer = start, False
         window, smallest = self._next(own)
@@ -54,7 +54,7 @@ class InStep:
         self._say(done, is_longer or bool(window))
 
     def _next(self, own: Iterator[Window]) -> tuple[Window, Callable[[], int]]:
-        """The next window, and what waits for the length of the shortest of all processes' next."""
+        """Return the next window, and a function that waits for the smallest length of all processes' next windows."""
         window = next(own, [])
         return window, dist.start_reduce(len(window), "min", self._group)
 
@@ -70,10 +70,10 @@ class InStep:
 
 
 def until_all_end(batches: Iterable[Any], timeout_s: float | None = None) -> Iterator[tuple[Any, bool]]:
-    """Batches and whether they are this process's own, as long as any process has one.
+    """Yield batches, each with True if it is this process's own, while any process has one.
 
-    A process that has no more repeats its last one, and one that had none gets that of another: whoever runs a model may
-    have to communicate.
+    A process without a batch repeats its last one, or uses that of another process if it never had one, because the
+    model may run collectives.
     """
     group = dist.side_group(timeout_s, _PURPOSE)
     own = iter(batches)
@@ -89,7 +89,7 @@ def until_all_end(batches: Iterable[Any], timeout_s: float | None = None) -> Ite
 
 
 def _first(batch: Any) -> Any:
-    """The first batch of this process, or of the first that has one."""
+    """Return the first batch of this process, or else of the first process that has one."""
     has_one = dist.all_gather_object(batch is not _END)
     if all(has_one) or not any(has_one):
         return batch

@@ -1,4 +1,4 @@
-"""Weighing: how much each micro-batch of each process counts in an update."""
+"""Weighing: the weight of each micro-batch of each process in an update."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger("flextrain")
 
 
 class Weighing:
-    """Gives every item of an update the same weight, by the model's ``loss_weight(data)``.
+    """Gives every item of an update the same weight, using the model's ``loss_weight(data)``.
 
-    That says over how many items (tokens, samples) the loss of a batch is a mean. The update is then the same however the
-    items are split over micro-batches and processes; without it, each micro-batch of each process counts the same. One
-    without items counts for nothing, also where its mean is 0/0. An update without any item, on all processes together,
-    is left out like one that loss scaling cancels: no weight, no average and no schedule moves.
+    It returns the number of items (tokens, samples) that the loss of a batch is a mean of. The update then does not
+    depend on how items are split over micro-batches and processes; without it, every micro-batch of every process has
+    the same weight. A micro-batch without items does not count, even if its mean is 0/0. An update without items on all
+    processes is skipped, as with loss scaling: no weight, no average and no schedule changes.
 
     Args:
-        loss_weight: the model's; a number, or a tensor in the host's memory: for one on the device the host has to wait.
-        device: of the losses.
-        topology: over whom an update is made.
+        loss_weight: the model's; returns a number, or a CPU tensor: for one on the device the host has to wait.
+        device: device of the losses.
+        topology: the processes that make an update together.
     """
 
     def __init__(self, loss_weight: Callable[[Any], Any], device: torch.device, topology: Topology) -> None:
@@ -39,19 +39,19 @@ class Weighing:
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device, topology: Topology) -> Weighing | None:
-        """The weighing that a model asks for, None for none; ``loss_weight`` may also be a number, or a part, of its own."""
+        """Return the Weighing of a model, or None if its ``loss_weight`` is missing, a number or a submodule."""
         found = getattr(module, "loss_weight", None)
         return cls(found, device, topology) if callable(found) and not isinstance(found, nn.Module) else None
 
     def weigh(self, window: Sequence[Any]) -> bool:
-        """Weigh the micro-batches of a window; whether there is an item among those of all processes.
+        """Weigh the micro-batches of a window, and return True if any process has an item.
 
-        ``factors`` is then what to multiply each loss with: its share of all items, times the number of processes because
+        Then ``factors`` holds a factor for each loss: its share of all items, times the number of processes, because
         gradients are averaged over them.
         """
         self._weights = [self._weight(batch) for batch in window]
-        # Over all processes: what several of them count alike, because they share a part of the data, cancels out below, and
-        # parts that a strategy cuts a batch into (``split``) count once each.
+        # The sum is over all processes. Items that several processes count, because they share a data shard, cancel out
+        # below, and parts that a strategy cuts a batch into (``split``) count once each.
         total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
         if total == 0:
             self._say("an update had no item to count on any process and was left out; further ones are not mentioned")
@@ -60,7 +60,7 @@ class Weighing:
         return True
 
     def counts(self, batch: Any) -> bool:
-        """Whether a micro-batch has an item."""
+        """Return True if a micro-batch has an item."""
         return self._weight(batch) > 0
 
     def _weight(self, batch: Any) -> float:
@@ -75,9 +75,9 @@ class Weighing:
         return weight
 
     def mean(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What to log of a window: ``loss`` by the factors, so that its mean over processes is that over all items.
+        """Return what to log for a window: ``loss`` uses the factors, so its mean over processes is that over items.
 
-        Anything else is the mean over this process's items, and left out where there are none.
+        Any other value is the mean over this process's items, and missing if it has none.
         """
         counted = [(weight, part) for weight, part in zip(self._weights, parts, strict=True) if weight]
         losses = [part["loss"] * f for f, part in zip(self.factors, parts, strict=True) if f]

@@ -1,4 +1,4 @@
-"""Loops: in which order batches, updates, validation and hooks come."""
+"""Training loops: by epoch and by iteration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class BaseLoop:
-    """What all loops share.
+    """Base class of all loops.
 
     Args:
-        runner: whose loop it is.
+        runner: the runner that the loop belongs to.
         dataloader: built, and split over processes.
     """
 
@@ -29,18 +29,18 @@ class BaseLoop:
         self.dataloader = dataloader
 
     def run(self) -> Any:
-        """Go through the data."""
+        """Run the loop over its data."""
         raise NotImplementedError
 
 
 VALIDATION_KEYS = {"val_begin", "val_interval", "dynamic_intervals"}
-"""Arguments of the training loops that say when validation comes."""
+"""Arguments of the training loops that schedule validation."""
 
 
 class TrainLoop(BaseLoop):
-    """Base of training loops: counters, windows of micro-batches, one update after another.
+    """Base class of training loops: counts epochs and iterations, and makes one update per window of micro-batches.
 
-    An iteration is one update. ``epoch`` and ``iter`` count from 0 and move after the hooks of the epoch or iteration.
+    An iteration is one update. ``epoch`` and ``iter`` start at 0 and increase after the hooks of the epoch or iteration.
     """
 
     by_epoch: bool = True
@@ -63,15 +63,15 @@ class TrainLoop(BaseLoop):
             shard=runner.strategy.topology.shard,
         )
         self.stop_training = False
-        self.is_torn = False  # whether an exception has left an update unfinished
+        self.is_torn = False  # True if an exception has left an update unfinished
         self.start_iter = 0
         self._epoch = 0
         self._iter = 0
-        # Both count the update whose hooks are running, which ``iter`` does not yet.
+        # These two already count the update whose hooks are running; ``iter`` does not.
         self._done = 0
-        self._inner = 0  # of the epoch
-        self._validated = 0  # after how many epochs or iterations the last validation came
-        self._ahead = 0  # by how many updates of one whose epochs always had this length, if they had another before
+        self._inner = 0  # updates of the current epoch
+        self._validated = 0  # epochs or iterations done at the last validation
+        self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
         self._intervals = [val_interval, *(interval for _, interval in later)]
@@ -80,49 +80,49 @@ class TrainLoop(BaseLoop):
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Epochs completed."""
         return self._epoch
 
     @property
     def iter(self) -> int:
-        """Updates done."""
+        """Updates completed."""
         return self._iter
 
     @property
     def inner(self) -> int:
-        """Updates done of the epoch, also in the hooks of the update that was just done."""
+        """Updates completed in the current epoch; in the hooks of an update, including that update."""
         return self._inner
 
     @property
     def max_epochs(self) -> int:
-        """Epochs to do."""
+        """Total number of epochs."""
         raise NotImplementedError
 
     @property
     def max_iters(self) -> int:
-        """Updates to do."""
+        """Total number of updates."""
         raise NotImplementedError
 
     @property
     def epoch_length(self) -> int:
-        """Updates of the epoch under way; of one that was resumed with other batches, counted as if all were like these."""
+        """Updates of the current epoch; after resuming with other batches, as if the whole epoch had these."""
         return self.data.length(self._epoch) or self._length
 
     @property
     def _length(self) -> int:
-        """Updates of a whole epoch; of one without an end, those of the run."""
+        """Updates of a whole epoch; if it is endless, those of the run."""
         raise NotImplementedError
 
     def validate(self, done: int) -> None:
-        """Validate, if that is due after ``done`` epochs or iterations and was not done yet.
+        """Validate if that is due after ``done`` epochs or iterations and was not done yet.
 
-        A checkpoint is saved before the validation that follows it, which a resumed run must not leave out: schedulers,
-        early stopping and the choice of the best checkpoint go by its metrics.
+        A checkpoint is saved before the validation of its epoch or iteration. A resumed run must not skip that
+        validation, because schedulers, early stopping and the best checkpoint depend on its metrics.
         """
         loop = self.runner.val_loop
         if loop is None or done < self.val_begin or done == self._validated:
             return
-        # As in MMEngine, an interval is in force as soon as its epoch or iteration comes next, and the end is always due.
+        # As in MMEngine, an interval holds from the next epoch or iteration on, and validation at the end is always due.
         interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
         if done % interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
             self.runner.strategy.meet("validation")
@@ -130,7 +130,7 @@ class TrainLoop(BaseLoop):
             self._validated = done
 
     def run_iter(self, batch_idx: int, window: list[Any]) -> None:
-        """One update, with its hooks; ``batch_idx`` is its place in the epoch."""
+        """Make one update, with its hooks; ``batch_idx`` is its index in the epoch."""
         runner, hooks = self.runner, self.runner.hook_calls
         batch = window[0] if self.data.accumulate == 1 else window
         for hook in hooks.before_train_iter:
@@ -147,10 +147,10 @@ class TrainLoop(BaseLoop):
         self._iter = self._done
 
     def state_dict(self) -> dict[str, int | None]:
-        """Where training stands, correct inside hooks too.
+        """Return the position in training, correct inside hooks too.
 
-        ``epoch`` and ``iter``: epochs and updates done; ``inner`` and ``left``: updates done and left of the epoch, None
-        for one without an end; ``validated``: after how many of them the last validation came.
+        ``epoch`` and ``iter``: epochs and updates completed; ``inner`` and ``left``: updates done and left in the
+        epoch, None for an endless one; ``validated``: epochs or iterations done at the last validation.
         """
         epoch, inner = self._place()
         length = self.data.length(epoch)
@@ -158,7 +158,7 @@ class TrainLoop(BaseLoop):
         return {"epoch": epoch, "iter": self._done, "inner": inner, "left": left, "validated": self._validated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there; ``left`` follows from the data."""
+        """Continue from the position in ``state``; ``left`` is computed from the data."""
         self._epoch, self._iter, self._inner = state["epoch"], state["iter"], state["inner"]
         self._validated = state["validated"]
         self.start_iter = self._done = self._iter
@@ -167,19 +167,19 @@ class TrainLoop(BaseLoop):
             self._ahead = self._iter + (length - self._inner) - (self._epoch + 1) * usual
 
     def _place(self) -> tuple[int, int]:
-        """The epoch, and updates done of it."""
+        """Return the epoch, and the updates completed in it."""
         return self._epoch, self._inner
 
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(TrainLoop):
-    """Trains for a number of passes over the data.
+    """Trains for a number of epochs.
 
     Args:
-        max_epochs: passes.
+        max_epochs: number of epochs.
         val_begin: first epoch, counted from 1, after which validation may run.
-        val_interval: epochs between validations; one comes at the end too.
-        dynamic_intervals: ``[(epoch, interval), ...]``: from that epoch on, this interval.
+        val_interval: epochs between validations; the last epoch is always validated.
+        dynamic_intervals: ``[(epoch, interval), ...]``: the interval holds from that epoch on.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class EpochBasedTrainLoop(TrainLoop):
         return self._max_epochs * self._length + self._ahead
 
     def run(self) -> None:
-        """Train; validation comes after the epochs that it is due after."""
+        """Train, with validation after the epochs at which it is due."""
         runner = self.runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
@@ -226,7 +226,7 @@ class EpochBasedTrainLoop(TrainLoop):
         runner.call_hook("after_train")
 
     def run_epoch(self) -> None:
-        """One pass over the data, or what is left of it."""
+        """Train on one epoch, or on the rest of it."""
         runner = self.runner
         self._in_epoch = True
         start = self._inner
@@ -242,19 +242,19 @@ class EpochBasedTrainLoop(TrainLoop):
         self._inner = 0
 
     def _place(self) -> tuple[int, int]:
-        """In the hooks after an epoch that epoch is done."""
+        """Return the epoch and its updates; in the hooks after an epoch, the epoch is counted as completed."""
         return (self._epoch, self._inner) if self._in_epoch or not self._inner else (self._epoch + 1, 0)
 
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(TrainLoop):
-    """Trains for a number of updates, starting the data anew whenever they end.
+    """Trains for a number of updates, starting the data again whenever they end.
 
     Args:
-        max_iters: updates.
+        max_iters: number of updates.
         val_begin: first iteration, counted from 1, after which validation may run.
-        val_interval: iterations between validations; one comes at the end too.
-        dynamic_intervals: ``[(iteration, interval), ...]``: from that iteration on, this interval.
+        val_interval: iterations between validations; the last iteration is always validated.
+        dynamic_intervals: ``[(iteration, interval), ...]``: the interval holds from that iteration on.
     """
 
     by_epoch = False
@@ -286,7 +286,7 @@ class IterBasedTrainLoop(TrainLoop):
         return self._max_iters
 
     def run(self) -> None:
-        """Train; validation comes after the iterations that it is due after."""
+        """Train, with validation after the iterations at which it is due."""
         runner = self.runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
@@ -299,7 +299,7 @@ class IterBasedTrainLoop(TrainLoop):
         runner.call_hook("after_train")
 
     def _run_pass(self) -> None:
-        """One pass over the data, or as much of it as is left to do; an InfiniteSampler's only one never ends."""
+        """Train on one pass over the data, or as much of it as is needed; an InfiniteSampler's pass never ends."""
         start = self._inner
         windows = self.data.windows(self._epoch, start, start + self._max_iters - self._iter)
         for i, window in enumerate(windows, start):
