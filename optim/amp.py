@@ -26,11 +26,11 @@ def _by_layout(optimizer: Any) -> list[list[Tensor]]:
 
 
 class LossScaler:
-    """torch's GradScaler, with a fixed factor where one is asked for, and the outcome of a step without a look at the device.
+    """torch's GradScaler, with an optional fixed factor; ``step`` tells whether the update was made.
 
     Args:
         loss_scale: "dynamic", a fixed factor, or keyword arguments of ``torch.amp.GradScaler``.
-        device_type: where the loss lives.
+        device_type: type of the loss's device.
     """
 
     def __init__(self, loss_scale: float | dict[str, Any] | Literal["dynamic"], device_type: str) -> None:
@@ -44,10 +44,10 @@ class LossScaler:
         self._applied = False
 
     def suit(self, own: Callable[..., GradScaler] | None, where: str) -> None:
-        """Take the optimizer's own class of scaler, if it has one; called before anything is scaled.
+        """Use the optimizer's own class of scaler, if it has one; call it before the first ``scale``.
 
         Raises:
-            StrategyError: torch's scaler could not see an overflow on this device.
+            StrategyError: torch's scaler cannot detect an overflow on this device.
         """
         if own is not None:
             self._scaler = own(**self._arguments)
@@ -59,7 +59,7 @@ class LossScaler:
             )
 
     def spread(self, model_group: ModelGroup, where: str) -> None:
-        """Skip where the gradients of other processes' parameters are not finite either.
+        """Skip an update on all processes of the group if a gradient on any of them is not finite.
 
         Raises:
             StrategyError: the optimizer has a scaler of its own.
@@ -70,19 +70,20 @@ class LossScaler:
                 "of the model, choose bfloat16 or one of torch's optimizers"
             )
         self._scaler.agree = model_group.any
-        self._scaler.scale(torch.zeros((), device=model_group.device))  # a process without a loss never does
+        self._scaler.scale(torch.zeros((), device=model_group.device))  # creates the scale on a process without a loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current factor."""
+        """Return the loss times the current factor."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the factor and note whether any is not finite."""
+        """Divide the optimizer's gradients by the factor and record whether any is not finite."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update unless a gradient is not finite; returns whether the update was made."""
-        # GradScaler does not tell. Comparing scales would copy them to the host twice; a hook runs only if it steps.
+        # GradScaler.step does not return this. Comparing scales would copy them to the host twice; the hook runs only
+        # if the optimizer steps.
         self._applied = False
         handle = optimizer.register_step_post_hook(self._note)
         try:
@@ -93,23 +94,23 @@ class LossScaler:
         return self._applied
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # A fused kernel is called in any case, and changes nothing where this attribute tells it not to.
+        # A fused optimizer is always stepped; its kernel reads this attribute and changes nothing after an overflow.
         overflow = getattr(optimizer, "found_inf", None)
         self._applied = overflow is None or not bool(overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's own state: plain numbers."""
+        """Return GradScaler's own state: plain numbers."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, also that of another class of scaler."""
+        """Continue from ``state_dict``, which may come from another class of scaler."""
         needed = {key: state[key] for key in ("scale", "_growth_tracker")}
         self._scaler.load_state_dict({**self._scaler.state_dict(), **state, **needed})
 
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
-    """Forward under autocast, parameters and optimizer state in float32; float16 gradients are scaled against underflow.
+    """Mixed precision: forward under autocast, parameters and optimizer state in float32, loss scaling for float16.
 
     Args:
         optimizer, accumulative_counts, clip_grad, paramwise_cfg, constructor: see OptimWrapper.
@@ -144,19 +145,19 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def loss_scale(self) -> float | dict[str, Any] | Literal["dynamic"] | None:
-        """What was given for the loss scale."""
+        """The ``loss_scale`` argument as given."""
         return self._loss_scale
 
     @property
     def precision(self) -> Precision:
-        """Compute in the low dtype under autocast; dynamic loss scale for float16."""
+        """Compute in the low-precision dtype under autocast; a loss scale for float16, dynamic by default."""
         if self._dtype is not torch.float16:
             return Precision(compute=self._dtype)
         scale = "dynamic" if self._loss_scale is None or isinstance(self._loss_scale, dict) else self._loss_scale
         return Precision(compute=self._dtype, loss_scale=scale)
 
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        """See OptimWrapper; also settles the dtype and makes the scaler.
+        """See OptimWrapper; also chooses the dtype if None was given, and creates the scaler.
 
         Raises:
             StrategyError: autocast does not compute in that dtype on this device.
@@ -179,17 +180,17 @@ class AmpOptimWrapper(OptimWrapper):
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
 
     def build(self, model: nn.Module) -> None:
-        """See OptimWrapper; takes the optimizer's own scaler, if it has one.
+        """See OptimWrapper; uses the optimizer's own scaler, if it has one.
 
         Raises:
-            StrategyError: what OptimWrapper's raises, or loss scaling could not see an overflow on this device.
+            StrategyError: as OptimWrapper, or loss scaling cannot detect an overflow on this device.
         """
         super().build(model)
         if self._scaler:
             self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.dtype")
 
     def spread(self, model_group: ModelGroup) -> None:
-        """See OptimWrapper; loss scaling too."""
+        """See OptimWrapper; loss scaling combines overflows too."""
         super().spread(model_group)
         if self._scaler:
             self._scaler.spread(model_group, f"{self.where}.dtype")
@@ -201,7 +202,7 @@ class AmpOptimWrapper(OptimWrapper):
         return super().optim_context(model)
 
     def _attach_alone(self, device: torch.device) -> None:
-        """What ``attach`` does, without a strategy."""
+        """Call ``attach`` with plain autocast, when no strategy has called it."""
         self.attach(device, lambda: torch.autocast(device.type, self._dtype))
 
     def backward(self, loss: Tensor) -> None:
@@ -218,10 +219,10 @@ class AmpOptimWrapper(OptimWrapper):
         return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its growth counter under float16; nothing otherwise."""
+        """Return the loss scale and its growth counter under float16, an empty dict otherwise."""
         return {"scaler": self._scaler.state_dict()} if self._scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; one without a scaler starts the scale afresh."""
+        """Continue from ``state_dict``; if it has no scaler, the loss scale starts from its initial value."""
         if self._scaler and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])

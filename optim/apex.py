@@ -1,4 +1,4 @@
-"""ApexOptimWrapper: NVIDIA Apex's optimization levels, carried out with torch's own means."""
+"""ApexOptimWrapper: NVIDIA Apex's optimization levels O0 to O3, implemented with torch's autocast and GradScaler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNUSED = {
 
 @OPTIM_WRAPPERS.register_module()
 class ApexOptimWrapper(OptimWrapper):
-    """A way over for configurations written for Apex; new ones should use AmpOptimWrapper.
+    """Runs configurations written for Apex; new ones should use AmpOptimWrapper.
 
     ===== ================= ================================================= ==========
     level parameters        arithmetic                                        loss scale
@@ -106,7 +106,7 @@ class ApexOptimWrapper(OptimWrapper):
 
     @property
     def precision(self) -> Precision:
-        """What the level asks for; see the table."""
+        """The dtypes and the loss scale of the level; see the table."""
         half = torch.float16
         if self.opt_level == "O0":
             return Precision()
@@ -116,7 +116,7 @@ class ApexOptimWrapper(OptimWrapper):
         return Precision(compute=half, param=half, keep_norm=self._keep_norm, loss_scale=scale)
 
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        """See OptimWrapper; also makes the loss scaler."""
+        """See OptimWrapper; also creates the loss scaler."""
         super().attach(device, autocast)
         if self.precision.loss_scale is not None and self._scaler is None:
             self._scaler = LossScaler(self._loss_scale, device.type)
@@ -161,7 +161,7 @@ class ApexOptimWrapper(OptimWrapper):
             self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.opt_level")
 
     def spread(self, model_group: ModelGroup) -> None:
-        """See OptimWrapper; loss scaling too."""
+        """See OptimWrapper; loss scaling combines overflows too."""
         super().spread(model_group)
         if self._scaler:
             self._scaler.spread(model_group, f"{self.where}.opt_level")
@@ -181,7 +181,7 @@ class ApexOptimWrapper(OptimWrapper):
                 parameter.copy_(master)
 
     def backward(self, loss: Tensor) -> None:
-        """See OptimWrapper; scaled at O1 and O2."""
+        """See OptimWrapper; the loss is scaled at O1 and O2."""
         super().backward(self._scaler.scale(loss) if self._scaler else loss)
 
     def _given_gradients(self) -> list[Tensor]:
@@ -202,13 +202,13 @@ class ApexOptimWrapper(OptimWrapper):
         return applied
 
     def zero_grad(self) -> None:
-        """See OptimWrapper; the half-precision parameters' gradients too."""
+        """See OptimWrapper; also drops the gradients of the half-precision parameters."""
         super().zero_grad()
         for parameter, _ in self._pairs:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale; masters and moments belong to ``Strategy.state_dict``."""
+        """Return the loss scale; masters and moments belong to ``Strategy.state_dict``."""
         return {"scaler": self._scaler.state_dict()} if self._scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""OptimWrappers from configuration."""
+"""Build OptimWrappers from a configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEVER_CALLED = {
 
 
 def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper | OptimWrapperDict:
-    """The wrapper that a configuration describes; its torch optimizer is made later, by the strategy.
+    """Return the wrapper that a configuration describes; the strategy creates its torch optimizer later.
 
     Args:
         cfg: a wrapper; a torch optimizer; ``dict(optimizer=dict(type=...), ...)`` with an optional ``type`` of wrapper;
@@ -29,7 +29,7 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
         where: the configuration key, for messages.
 
     Raises:
-        ConfigError: anything about it that can be known without the model.
+        ConfigError: any mistake that can be found without the model.
     """
     if isinstance(cfg, OptimWrapperDict):
         return cfg
@@ -70,10 +70,10 @@ def _one(cfg: Any, where: str) -> OptimWrapper:
 
 
 def guard_updates(optim: OptimWrapper | OptimWrapperDict, *, skips: bool) -> None:
-    """Have updates left out whose loss or gradients are not finite, or, without ``skips``, made as any other.
+    """Make the wrappers skip updates whose loss or gradients are not finite; without ``skips``, make these updates too.
 
     Raises:
-        ConfigError: a wrapper of somebody's own decides about updates itself.
+        ConfigError: a custom wrapper overrides ``step`` or ``backward``, which decide about updates.
     """
     for wrapper in optim.wrappers.values():
         if skips and (own := overridden(wrapper, *_DECIDE_ABOUT_UPDATES)):

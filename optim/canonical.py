@@ -1,4 +1,4 @@
-"""The optimizer in a checkpoint: the keys of its state, and hyper-parameters out of and into parameter groups."""
+"""The optimizer's part of a checkpoint: keys of its state, and conversion of hyper-parameters from and to groups."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..core.errors import CheckpointError
 from .adapters.base import OptimizerAdapter
 
 STATE = "optim.state."
-"""``optim.state.<parameter>.<key>``: what the optimizer keeps of a parameter."""
+"""``optim.state.<parameter>.<key>``: the optimizer state of a parameter."""
 GROUP = "optim.group."
-"""``optim.group.<parameter>.<key>``: the hyper-parameters in force for it."""
+"""``optim.group.<parameter>.<key>``: the current hyper-parameters of a parameter."""
 KIND = "optimizer"
 """``optim.group.<parameter>.optimizer``: the class of its optimizer."""
 
-# How an optimizer does its arithmetic, not what it computes: belongs to the machine, not to a checkpoint.
+# These choose an implementation for the machine; they do not change the result, so checkpoints leave them out.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
 def split_key(key: str) -> tuple[str, str, str]:
-    """(``STATE`` or ``GROUP``, parameter, key) of a key of a checkpoint; three empty strings for any other."""
+    """Split a checkpoint's key into (``STATE`` or ``GROUP``, parameter, key); three empty strings for any other key."""
     for prefix in (STATE, GROUP):
         if key.startswith(prefix):
             parameter, _, item = key.removeprefix(prefix).rpartition(".")
@@ -32,9 +32,9 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 
 def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parameter: str) -> dict[str, Any]:
-    """The hyper-parameters of a group and the class of its optimizer, as a checkpoint has them for one parameter."""
+    """Return a parameter's entries in a checkpoint: hyper-parameters of its group and class of its optimizer."""
     values = {key: value for key, value in adapter.settings_of(group).items() if key not in _IMPLEMENTATION_KEYS}
-    # torch takes a 0-dim tensor as learning rate, which the next run may want as a number.
+    # torch accepts a 0-dim tensor as learning rate; the next run may use a number.
     plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
     return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name} | plain).items()}
 
@@ -42,15 +42,15 @@ def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parame
 def restored_hyper_parameters(
     adapter: OptimizerAdapter, group: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint has of a parameter's hyper-parameters, in the form in which its group takes them.
+    """Return a parameter's hyper-parameters from a checkpoint, in the form of its group.
 
     Args:
-        adapter: for the optimizer.
-        group: stays as it is.
+        adapter: of the optimizer.
+        group: the parameter's group, which is not changed.
         saved: the values, by the last part of their keys.
 
     Raises:
-        CheckpointError: they are of another class of optimizer.
+        CheckpointError: they belong to another class of optimizer.
     """
     kind = saved.get(KIND, adapter.name)
     if kind != adapter.name:
@@ -63,7 +63,7 @@ def restored_hyper_parameters(
 
 
 def _like(current: Any, value: Any) -> Any:
-    """A hyper-parameter as JSON gives it, as the tuple or tensor that the optimizer has for it."""
+    """Convert a hyper-parameter read from JSON to the optimizer's type: tuple, tensor or plain value."""
     if isinstance(current, tuple):
         return tuple(value)
     return torch.full_like(current, value) if isinstance(current, Tensor) else value

@@ -1,4 +1,4 @@
-"""How parameters are updated, as text that can be compared between processes."""
+"""Description of the optimizers as text, to be compared between processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .wrapper_dict import OptimWrapperDict
 
 
 def description(optim: OptimWrapper | OptimWrapperDict) -> dict[str, str]:
-    """Of every optimizer that is built, its class, the plain settings of its groups, and how many micro-batches an update has."""
+    """Return class, plain group settings and micro-batches per update of every optimizer, by configuration key."""
     found = {}
     for wrapper in optim.wrappers.values():
         place = f"{wrapper.where}.optimizer"

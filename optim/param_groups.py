@@ -1,4 +1,4 @@
-"""From a model and a configuration to parameter groups and a torch optimizer."""
+"""Build parameter groups and the torch optimizer from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """A checked configuration from which an optimizer is made once the model is placed."""
+    """A checked configuration, from which the optimizer is created after the model is placed."""
 
     optimizer: Any
     constructor: Any
@@ -28,7 +28,7 @@ class OptimizerRecipe:
 
 
 class CustomKey(Config):
-    """Multipliers for the parameters whose name contains a key; further keys are arguments of the optimizer for them."""
+    """Multipliers for the parameters whose name contains the key; other entries are optimizer arguments for them."""
 
     model_config = {**Config.model_config, "extra": "allow"}
     lr_mult: float | int = 1.0
@@ -45,28 +45,28 @@ class ParamwiseConfig(Config):
     flat_decay_mult: float | int | None = None
     dwconv_decay_mult: float | int | None = None
     bypass_duplicate: bool = False
-    """A tied parameter takes the settings of the first of its names, where those of another name differ."""
+    """If the names of a tied parameter give different settings, use those of its first name."""
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """Parameter groups by MMEngine's rules; parameters with equal settings share a group.
+    """Makes parameter groups by MMEngine's rules; parameters with equal settings share a group.
 
-    ``custom_keys`` come first: of the keys contained in a parameter's full name, the longest wins and the other rules are
-    left out. Otherwise weight decay is multiplied by the first of these that is given and concerns the parameter:
+    ``custom_keys`` come first: of the keys contained in a parameter's full name the longest is used, and no other rule.
+    Otherwise weight decay is multiplied by the first of these that is given and applies to the parameter:
 
     1. ``norm_decay_mult``: it belongs to a normalisation layer;
     2. ``bias_decay_mult``: it is called bias;
     3. ``dwconv_decay_mult``: it belongs to a depth-wise convolution;
     4. ``flat_decay_mult``: it has one dimension.
 
-    The learning rate of a bias is multiplied by ``bias_lr_mult``, but for the bias of a normalisation layer. RMSNorm, which
-    MMEngine does not know, is a normalisation layer here.
+    The learning rate of a bias is multiplied by ``bias_lr_mult``, except in normalisation layers. RMSNorm, unknown to
+    MMEngine, counts as a normalisation layer.
 
     A subclass overrides ``settings`` and is named in ``optim_wrapper=dict(constructor=...)``.
 
     Args:
-        optim_wrapper_cfg: the optimizer's configuration under "optimizer"; gives the values that are multiplied.
+        optim_wrapper_cfg: holds the optimizer's configuration under "optimizer", with the values to multiply.
         paramwise_cfg: see ParamwiseConfig.
     """
 
@@ -100,12 +100,12 @@ class DefaultOptimWrapperConstructor:
             raise ConfigError(f"{where}.optimizer.weight_decay: missing, paramwise_cfg multiplies it")
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The groups for a torch optimizer, in the order in which their first parameter appears.
+        """Return the groups for a torch optimizer, in the order of their first parameters.
 
-        A tied parameter is in one group, as whichever of its names comes first.
+        A tied parameter is in one group, under the first of its names.
 
         Raises:
-            ConfigError: a custom key matches nothing, or two names of a tied parameter ask for different settings and
+            ConfigError: a custom key matches no parameter, or two names of a tied parameter give different settings and
                 ``bypass_duplicate`` is False.
         """
         groups: dict[Any, dict[str, Any]] = {}
@@ -132,7 +132,7 @@ class DefaultOptimWrapperConstructor:
         return list(groups.values())
 
     def settings(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
-        """What the group of this parameter sets differently from the optimizer's defaults."""
+        """Return the group settings of this parameter that differ from the optimizer's defaults."""
         for key, custom in self.custom_keys.items():
             if key in _matched(name):
                 return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
@@ -160,15 +160,15 @@ class DefaultOptimWrapperConstructor:
 
 
 def _matched(name: str) -> str:
-    """What a custom key is looked for in: keys like ".cls_token" are meant for the model's own parameters too."""
+    """Return the name to search for custom keys: keys like ".cls_token" match the model's own parameters too."""
     return name if "." in name else f".{name}"
 
 
 def _check_extra(optimizer: Any, extra: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError unless the optimizer takes the further settings of a custom key."""
+    """Raise ConfigError if the optimizer does not accept the other entries of a custom key."""
     cfg = optimizer if isinstance(optimizer, Mapping) else {"type": optimizer}
     if not extra or not (isinstance(cfg.get("type"), str) or inspect.isclass(cfg.get("type"))):
-        return  # nothing is known of what a callable makes
+        return  # the signature of the optimizer behind a callable is unknown
     factory = OPTIMIZERS.get(cfg["type"], where)
     parameters = inspect.signature(factory).parameters
     known = ["lr_mult", "decay_mult", *(name for name in parameters if name != "params")]
@@ -180,7 +180,7 @@ def _check_extra(optimizer: Any, extra: Mapping[str, Any], where: str) -> None:
 
 
 def check_optimizer(optimizer: Any, paramwise_cfg: Any, constructor: Any, where: str) -> OptimizerRecipe:
-    """Check everything about an optimizer that can be known without the model.
+    """Return the recipe for an optimizer, after all checks that need no model.
 
     Raises:
         ConfigError: an unknown optimizer, wrong arguments, or ``paramwise_cfg`` beside an optimizer that is already built.
@@ -219,9 +219,9 @@ _NEVER_CALLED = {
 
 
 def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
-    """Make one of torch's own optimizers for a parameter of its own: its constructor knows which values are in range."""
+    """Construct torch's own optimizers for a dummy parameter, because only the constructor checks the ranges."""
     if not getattr(kind, "__module__", "").startswith("torch.optim."):
-        return  # somebody else's may look for a device or start a compiler
+        return  # other packages' constructors may look for a device or start a compiler
     try:
         OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
     except ValueError as error:
@@ -229,7 +229,7 @@ def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
 
 
 def _needs_closure(kind: Any) -> bool:
-    """Whether ``step()`` of an optimizer's class cannot be called without an argument."""
+    """Return whether ``step()`` of an optimizer class needs a closure."""
     if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         return False
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -237,12 +237,12 @@ def _needs_closure(kind: Any) -> bool:
 
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, replace: Callable[[Any], Any] | None = None) -> Optimizer:
-    """The torch optimizer for the model's parameters.
+    """Create the torch optimizer for the model's parameters.
 
     Args:
         recipe: from ``check_optimizer``.
-        model: the user's module, placed.
-        replace: gives the tensor to optimize for each parameter; default: the parameter itself.
+        model: the user's module, on its device.
+        replace: returns the tensor to optimize for each parameter; default: the parameter itself.
     """
     groups = recipe.constructor.param_groups(model)
     if replace is not None:
@@ -251,7 +251,7 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, replace: Callable[
 
 
 def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer:
-    """The torch optimizer for these groups; of one that was given built, another with the same settings."""
+    """Create the torch optimizer for these groups; for a built optimizer, another with the same settings."""
     if isinstance(built := recipe.optimizer, Optimizer):
         known = inspect.signature(type(built)).parameters
         return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})
@@ -259,7 +259,7 @@ def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer
         where = f"{recipe.where}.optimizer"
         try:
             optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups)
-        except ValueError as error:  # of these parameters: torch's Muon takes none but matrices
+        except ValueError as error:  # the parameters do not fit: torch's Muon accepts only matrices
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         return optimizer
     made = recipe.optimizer(groups)

@@ -1,4 +1,4 @@
-"""UpdateGuard: an update whose loss or gradients are not finite is not made."""
+"""UpdateGuard: skip updates whose loss or gradients are not finite."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .model_group import ModelGroup
 
 
 class UpdateGuard:
-    """Watches the losses of a window, and spoils all gradients of an update in which anything is not finite.
+    """Sets all gradients of an update to NaN, on every process, if a loss of its window or a gradient is not finite.
 
-    All of them are NaN then, on every process, so that whoever looks at one knows of it: loss scaling does so in any case,
-    without it the host reads one number at every update.
+    Any single gradient then shows that the update must be skipped. Loss scaling checks gradients in any case; without
+    it, ``allows`` copies one number to the host at every update.
     """
 
     def __init__(self) -> None:
         self.left_out = 0
-        """Updates that were not made."""
+        """Number of skipped updates."""
         self._losses: list[Tensor] = []
         self._verdict: Tensor | None = None
 
     def note(self, loss: Tensor) -> None:
-        """Remember a loss that is about to be differentiated."""
+        """Record a loss before its backward."""
         self._losses.append(loss.detach())
 
     def spoil(self, grads: list[Tensor], model_group: ModelGroup | None = None) -> None:
-        """Make NaN of the gradients if one of them or of the losses is not finite, on any process; collective.
+        """Set the gradients to NaN if a gradient or a loss is not finite on any process; a collective.
 
         Args:
-            grads: of one optimizer.
-            model_group: set where a process may have neither losses nor gradients.
+            grads: gradients of one optimizer.
+            model_group: needed if a process may have neither losses nor gradients.
         """
         losses, self._losses = self._losses, []
         parts = [loss.float().reshape(()) for loss in losses]
@@ -50,7 +50,7 @@ class UpdateGuard:
         gradients.multiply(grads, torch.where(verdict.isfinite(), 1.0, math.nan))
 
     def allows(self) -> bool:
-        """Whether all was finite; waits for the device."""
+        """Return whether all losses and gradients were finite; waits for the device."""
         is_good = self._verdict is None or bool(self._verdict.isfinite())
         self.left_out += not is_good
         return is_good

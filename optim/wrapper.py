@@ -1,4 +1,4 @@
-"""OptimWrapper: what an update is. It decides precision, accumulation, clipping and stepping, and knows no strategy."""
+"""OptimWrapper: one update, with precision, accumulation and clipping; it does not depend on the strategy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepInfo:
 
     Attributes:
         grad_norm: total gradient norm before clipping, 0-dim on the device; None when it was not computed.
-        skipped: whether non-finite gradients under loss scaling cancelled the update.
+        skipped: whether the update was skipped because the loss or a gradient was not finite.
     """
 
     grad_norm: Tensor | None = None
@@ -55,7 +55,7 @@ class ClipGrad(Config):
     clip_value: float | int | None = None
 
     def check(self, where: str) -> ClipGrad:
-        """Raise ConfigError unless the keys fit the type."""
+        """Return self; raise ConfigError if the keys do not fit the type."""
         keys = ("max_norm", "norm_type", "error_if_nonfinite") if self.type == "norm" else ("clip_value",)
         needed = keys[0]
         value = getattr(self, needed)
@@ -75,12 +75,12 @@ class OptimWrapper:
 
     Args:
         optimizer: ``dict(type='AdamW', lr=...)``, a callable that takes parameter groups, or a built torch optimizer.
-            Only the first two can follow a model whose parameters a strategy replaces.
-        accumulative_counts: micro-batches per update; the last window of an epoch may be shorter, and then divides by
-            its own length.
+            The first two also work if a strategy replaces the model's parameters.
+        accumulative_counts: micro-batches per update; the last window of an epoch may be shorter, and its losses are
+            divided by its own length.
         clip_grad: ``dict(max_norm=...)`` for the total norm, ``dict(type='value', clip_value=...)`` for each element.
         paramwise_cfg: learning-rate and weight-decay multipliers, see ``DefaultOptimWrapperConstructor``.
-        constructor: a class that makes the parameter groups; default: DefaultOptimWrapperConstructor.
+        constructor: a class that creates the parameter groups; default: DefaultOptimWrapperConstructor.
     """
 
     def __init__(
@@ -110,23 +110,23 @@ class OptimWrapper:
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._index, self._size, self._driven = 0, accumulative_counts, False
 
-    # What a strategy calls, in this order
+    # Called by the strategy, in this order
 
     @property
     def precision(self) -> Precision:
-        """What forward, backward and the parameters should be computed and stored in."""
+        """The dtypes wanted for computation and for parameters, and the loss scale."""
         return Precision()
 
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        """Take note of the device to train on and of the context that a strategy wants around forward."""
+        """Store the training device and the strategy's context for forward."""
         self._autocast = autocast
 
     def build(self, model: nn.Module) -> None:
-        """Make the torch optimizer from the named parameters of ``model``, which are wrapped and sharded by now.
+        """Create the torch optimizer for the parameters of ``model``, after they were wrapped and sharded.
 
         Raises:
-            StrategyError: the optimizer was built before and holds parameters that are not the model's, or it cannot train
-                parameters such as these.
+            StrategyError: the optimizer was built before and holds parameters that are not the model's, or it cannot
+                train these parameters.
         """
         if self._optimizer is None:
             self._optimizer = self._make(model)
@@ -141,10 +141,10 @@ class OptimWrapper:
         self._try_optimizer()
 
     def spread(self, model_group: ModelGroup) -> None:
-        """Take note that other processes hold the other parameters of the model, over which norms and overflows are combined.
+        """Combine norms and overflows with the processes that hold the other parameters of the model.
 
         Raises:
-            StrategyError: the optimizer keeps gradients to itself.
+            StrategyError: the optimizer keeps gradients in its own memory and clips them itself.
         """
         if self.adapter.owns_gradients:
             raise StrategyError(
@@ -157,20 +157,20 @@ class OptimWrapper:
         return make_optimizer(self._recipe, model)
 
     def make_another(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """An optimizer as configured, for other parameters than the model's."""
+        """Create an optimizer with the same configuration for other parameters."""
         return make_for(self._recipe, groups)
 
     def _try_optimizer(self) -> None:
-        """Warn if a checkpoint does not have all that the optimizer keeps.
+        """Run the optimizer on small parameters; log a warning if a checkpoint would miss part of its state.
 
         Raises:
-            StrategyError: its ``step()`` wants the loss again, which nobody gives it, or leaves what cannot be saved.
+            StrategyError: its ``step()`` needs a closure, or its state cannot be saved.
         """
         if self.adapter.is_elementwise:
             return
         kind, own = type(self.optimizer).__name__, type(self)
         samples = Samples.like(self.optimizer)
-        # An override may step in a way of its own.
+        # An override may call the optimizer's step with a closure.
         if own.update_params is OptimWrapper.update_params and own.step is OptimWrapper.step:
             reason = why_not_usable(self.make_another, samples)
             if reason is not None:
@@ -198,7 +198,7 @@ class OptimWrapper:
 
     @property
     def adapter(self) -> OptimizerAdapter:
-        """What this optimizer needs beyond torch's interface."""
+        """The adapter for this optimizer: everything it needs beyond torch's interface."""
         if self._adapter is None or self._adapter.optimizer is not self._optimizer:
             self._adapter = adapter_for(self.optimizer, self.where)
         return self._adapter
@@ -215,60 +215,60 @@ class OptimWrapper:
 
     @property
     def wrappers(self) -> dict[str, OptimWrapper]:
-        """The wrappers that hold a torch optimizer, by name; this one alone has the empty name."""
+        """The wrappers that hold a torch optimizer, by name; a single wrapper has the empty name."""
         return {"": self}
 
     def model_parameter(self, parameter: Tensor) -> Tensor:
-        """The model's parameter behind one of the optimizer's; another tensor where float32 masters are kept."""
+        """Return the model's parameter for one of the optimizer's; they differ if float32 masters are kept."""
         return parameter
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The tensor that holds the true value of a model's parameter: its float32 master where there is one."""
+        """Return the float32 master of a model's parameter, or the parameter itself if it has none."""
         return parameter
 
     def refresh(self) -> None:
-        """Copy masters into the model's parameters, after masters were written from outside."""
+        """Copy masters into the model's parameters, after something else has written to the masters."""
 
     # One update
 
     def begin(self, index: int, size: int) -> None:
-        """Say that micro-batch ``index`` of a window of ``size`` comes next; the training loop does."""
+        """Announce micro-batch ``index`` of a window of ``size``; called by the training loop."""
         self._index, self._size, self._driven = index, size, True
         if index == 0:
             self.last_step = _NONE_YET
 
     @property
     def has_stepped(self) -> bool:
-        """Whether there was an update, be it a skipped one, since the window began."""
+        """Whether an update was made or skipped since the window began."""
         return self.last_step is not _NONE_YET
 
     def should_sync(self) -> bool:
-        """Whether gradients are reduced in the micro-batch at hand: if it is the last of its window."""
+        """Return whether gradients are reduced in the current micro-batch: if it is the last of its window."""
         return self._index == self._size - 1
 
     def should_update(self) -> bool:
-        """Whether ``update_params`` updates after the micro-batch at hand: if it is the last of its window."""
+        """Return whether ``update_params`` updates after the current micro-batch: if it is the last of its window."""
         return self._index == self._size - 1
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context for forward: autocast where the precision asks for it."""
+        """Return the context for forward: autocast if the precision needs it."""
         return nullcontext() if self._autocast is None else self._autocast()
 
     def backward(self, loss: Tensor) -> None:
-        """Differentiate a scalar loss that is already divided by the length of the window."""
+        """Run backward for a scalar loss that is already divided by the length of the window."""
         if self.guard is not None:
             self.guard.note(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss divided by the length of the window."""
+        """Return the loss divided by the length of the window."""
         return loss / self._size if self._size > 1 else loss
 
     def update_params(self, loss: Tensor) -> None:
-        """Backward for one micro-batch, and the update after the last one of the window.
+        """Run backward for one micro-batch, and the update after the last one of the window.
 
-        Outside a training loop it counts the micro-batches itself. The training loop comes here where a subclass defines
-        this method or one that it asks anew; otherwise it calls ``backward`` and ``step``.
+        Outside a training loop it counts the micro-batches itself. The training loop calls this method if a subclass
+        overrides it or a method that it calls; otherwise the loop calls ``backward`` and ``step``.
         """
         self.backward(self.scale_loss(loss))
         if self.should_update():
@@ -277,7 +277,7 @@ class OptimWrapper:
             self._index = (self._index + 1) % self._size
 
     def finish(self) -> StepInfo:
-        """Make the update and drop the gradients, which a subclass's own ``step`` may leave to its caller, as in MMEngine."""
+        """Make the update and drop the gradients, also if a subclass's ``step`` keeps them, as in MMEngine."""
         info: object = self.step()
         if overridden(self, "step"):
             self.zero_grad()
@@ -288,7 +288,7 @@ class OptimWrapper:
         return self.last_step
 
     def step(self) -> StepInfo:
-        """Unscale, clip, update and zero: once per window."""
+        """Unscale and clip the gradients, update the parameters and drop the gradients: once per window."""
         for hook in self._step_pre_hooks:
             hook(self)
         self.adapter.begin_update()
@@ -334,24 +334,24 @@ class OptimWrapper:
         return True
 
     def _given_gradients(self) -> list[Tensor]:
-        """What backward has left for this optimizer's parameters."""
+        """Return the gradients that backward computed for this optimizer's parameters."""
         return gradients.gradients(self.param_groups)
 
-    # State and figures
+    # State, learning rate and momentum
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only (the loss scale); moments belong to ``Strategy.state_dict``."""
+        """Return plain values only (the loss scale); moments belong to ``Strategy.state_dict``."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+        """Continue from a ``state_dict``."""
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Learning rate of every group, as ``{"lr": [...]}``."""
+        """Return the learning rate of every group, as ``{"lr": [...]}``."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Momentum of every group (the first beta of Adam's kind), as ``{"momentum": [...]}``."""
+        """Return the momentum of every group (the first of ``betas`` if it has these), as ``{"momentum": [...]}``."""
         momenta = [g.get("momentum", g["betas"][0] if "betas" in g else 0.0) for g in self.param_groups]
         return {"momentum": [float(momentum) for momentum in momenta]}
 

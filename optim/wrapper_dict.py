@@ -1,4 +1,4 @@
-"""Several optimizers for the parts of one model."""
+"""OptimWrapperDict: several optimizers for the parts of one model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .wrapper import OptimWrapper, StepInfo
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapperDict(Mapping[str, OptimWrapper]):
-    """OptimWrappers by name; the model's own ``train_step(data, optim_wrapper)`` says which is updated when.
+    """OptimWrappers by name; the model's own ``train_step(data, optim_wrapper)`` decides which is updated when.
 
-    An optimizer given as configuration takes the parameters of the model's attribute of the same name.
+    An optimizer given as configuration gets the parameters of the submodule of the same name.
 
     Args:
-        wrappers: at least one; accumulation and precision must agree, because a window and an autocast context are shared.
+        wrappers: at least one; accumulation and precision must be equal, because all share one window and one autocast
+            context.
     """
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
@@ -66,17 +67,17 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     @property
     def precision(self) -> Precision:
-        """What all of them ask for."""
+        """The precision, equal for all wrappers."""
         return self._first.precision
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per update, of all of them."""
+        """Micro-batches per update, equal for all wrappers."""
         return self._first.accumulate
 
     @property
     def last_step(self) -> StepInfo:
-        """The outcome of the window's updates; skipped only when every optimizer that had one skipped it."""
+        """The outcome of the window's updates; skipped if every optimizer that had an update skipped it."""
         steps = [wrapper.last_step for wrapper in self._wrappers.values() if wrapper.has_stepped]
         return StepInfo(None, bool(steps) and all(step.skipped for step in steps))
 
@@ -91,7 +92,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             wrapper.attach(device, autocast)
 
     def build(self, model: nn.Module) -> None:
-        """Build each optimizer from the model's attribute of its name.
+        """Build each optimizer from the submodule of its name.
 
         Raises:
             StrategyError: the model has no such submodule.
@@ -129,7 +130,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             wrapper.zero_grad()
 
     def update_params(self, *_: Any) -> NoReturn:
-        """Never: say which optimizer, as in ``optim_wrapper["generator"].update_params(loss)``."""
+        """Raise StrategyError: choose an optimizer, as in ``optim_wrapper["generator"].update_params(loss)``."""
         raise StrategyError(
             f"optim_wrapper: has {len(self)} optimizers, update one: optim_wrapper[name].update_params(loss)"
         )
@@ -137,15 +138,15 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     backward = step = update_params
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Learning rates as ``{"<name>.lr": [...]}``."""
+        """Return the learning rates as ``{"<name>.lr": [...]}``."""
         return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self._wrappers.items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Momenta as ``{"<name>.momentum": [...]}``."""
+        """Return the momenta as ``{"<name>.momentum": [...]}``."""
         return {f"{name}.momentum": wrapper.get_momentum()["momentum"] for name, wrapper in self._wrappers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values of each, by name."""
+        """Return the plain values of each wrapper, by name."""
         return {name: wrapper.state_dict() for name, wrapper in self._wrappers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What each kind of optimizer needs beside torch's interface."""
+"""Adapters: the needs of each family of optimizers beyond torch's interface."""

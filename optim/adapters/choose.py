@@ -1,4 +1,4 @@
-"""Which adapter an optimizer needs."""
+"""Choose the adapter of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .npu_fused import FusedAdapter, is_fused
 
 
 def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
-    """The adapter for an optimizer of the wrapper whose configuration key is ``where``."""
+    """Return the adapter of an optimizer; ``where`` is the configuration key of its wrapper."""
     if is_fused(optimizer):
         return FusedAdapter(optimizer, where)
     if is_deepspeed_adam(optimizer):

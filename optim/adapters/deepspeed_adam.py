@@ -1,4 +1,4 @@
-"""DeepSpeed's FusedAdam and DeepSpeedCPUAdam in the checkpoints of torch's AdamW and Adam."""
+"""Adapter of DeepSpeed's FusedAdam and DeepSpeedCPUAdam: their checkpoints are those of torch's AdamW and Adam."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NAMES = ("FusedAdam", "DeepSpeedCPUAdam")
 
 
 def is_deepspeed_adam(optimizer: Optimizer) -> bool:
-    """Whether it is one of the two; asked by name, since importing DeepSpeed takes seconds."""
+    """Return whether it is one of the two; decided by name, because importing DeepSpeed takes seconds."""
     kind = type(optimizer)
     return kind.__name__ in _NAMES and kind.__module__.startswith("deepspeed.")
 
 
 class DeepSpeedAdamAdapter(TwinAdapter):
-    """AdamW or, with the decay added to the gradients, Adam; without correction of the bias it is neither."""
+    """Equivalent to AdamW or, if the decay is added to the gradients, Adam; without bias correction to neither."""
 
     optimizer: Any  # the class is DeepSpeed's, which mypy does not see
 
@@ -33,22 +33,22 @@ class DeepSpeedAdamAdapter(TwinAdapter):
 
     @property
     def is_elementwise(self) -> bool:
-        """See OptimizerAdapter; without correction of the bias too."""
+        """See OptimizerAdapter; true without bias correction too."""
         return True
 
     def can_set(self, key: str) -> bool:
-        """See TwinAdapter; DeepSpeedCPUAdam has amsgrad among its settings and does not look at it."""
+        """See TwinAdapter; DeepSpeedCPUAdam has a setting amsgrad, but ignores it."""
         return key != "amsgrad" and super().can_set(key)
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
-        """See TwinAdapter; FusedAdam counts the updates of a group with its last parameter alone."""
+        """See TwinAdapter; FusedAdam counts the updates of a group in the state of its last parameter only."""
         if self.kind != "FusedAdam":
             return of_state
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             if any(parameter is own for own in group["params"]):
                 return max(int(state[own]["step"]) for own in group["params"] if "step" in state.get(own, {}))
-        return of_state  # stage 3 of ZeRO puts one into its group only while it is updated
+        return of_state  # ZeRO stage 3 adds a parameter to its group only during its update
 
     def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """See OptimizerAdapter."""

@@ -1,4 +1,4 @@
-"""TwinAdapter: an optimizer from elsewhere that computes what one of torch's own does, in that one's checkpoints."""
+"""TwinAdapter: checkpoints of an optimizer that computes the same as one in torch.optim, its twin."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import OptimizerAdapter
 
 
 class TwinAdapter(OptimizerAdapter):
-    """State and settings as the twin in torch.optim has them, so that each goes on from the other's checkpoint.
+    """Saves state and settings in the form of the twin in torch.optim: each can resume from the other's checkpoint.
 
-    The number of updates is a plain number in the optimizer, and a 0-dim float32 tensor in a checkpoint as in torch's own.
+    The number of updates is a plain number in the optimizer, and a 0-dim float32 tensor in checkpoints, as in the twin.
     """
 
     @property
@@ -26,12 +26,12 @@ class TwinAdapter(OptimizerAdapter):
 
     @property
     def twin(self) -> str | None:
-        """The name of the one in torch.optim; None where none computes the same."""
+        """The name of the equivalent optimizer in torch.optim, or None."""
         return None
 
     @property
     def is_elementwise(self) -> bool:
-        """See OptimizerAdapter; what computes as its twin does is."""
+        """See OptimizerAdapter; true if it has a twin, since all twins are elementwise."""
         return self.twin is not None or super().is_elementwise
 
     @property
@@ -40,11 +40,11 @@ class TwinAdapter(OptimizerAdapter):
         return self.twin or self.kind
 
     def can_set(self, key: str) -> bool:
-        """Whether the twin's setting ``key`` is one of this optimizer's too."""
+        """Return whether this optimizer has the twin's setting ``key``."""
         return key in self.optimizer.param_groups[0]
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
-        """The updates that were made of a parameter, whose state says ``of_state``."""
+        """Return the number of updates of a parameter, given the number in its state."""
         return of_state
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ class TwinAdapter(OptimizerAdapter):
 
 @functools.cache
 def _defaults(twin: str | None) -> dict[str, Any]:
-    """The settings that an optimizer of torch's own has if none is given."""
+    """Return the default settings of an optimizer in torch.optim."""
     if twin is None:
         return {}
     return dict(getattr(torch.optim, twin)([nn.Parameter(torch.zeros(()))], lr=1.0).defaults)

@@ -1,7 +1,7 @@
-"""torch_npu's fused optimizers: by name, with what they need of a training loop, and in the checkpoints of torch's own.
+"""torch_npu's fused optimizers: registration by name, checks, gradients, and checkpoints of torch's equivalents.
 
-They move all parameters, gradients and states into one block of memory each, at the first update. What a parameter or
-gradient does outside of its block afterwards, they do not see; most of what is refused here follows from that.
+At the first update they move all parameters, gradients and states into one block of memory each. They do not see a
+parameter or gradient that leaves its block afterwards; this is the reason for most of the errors raised here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TWINS = {
     "NpuFusedRMSprop": "RMSprop",
     "NpuFusedSGD": "SGD",
 }
-"""Those that compute what one of torch's own does, with its name."""
+"""The fused optimizers that compute the same as one of torch's, with its name."""
 
 NEAREST = {
     "NpuFusedAdamP": "AdamW",
@@ -36,24 +36,24 @@ NEAREST = {
     "NpuFusedLamb": "AdamW",
     "NpuFusedRMSpropTF": "RMSprop",
 }
-"""The others, with the one of torch's own that comes nearest."""
+"""The other fused optimizers, with the most similar one of torch's."""
 
 _PLAIN_FORMATS = (-1, 0, 1, 2, 27, 30)
-"""torch_npu's numbers of the layouts that have no more elements than the tensor; the device's own are padded."""
+"""torch_npu's numbers of the layouts without padding."""
 
 _NAMES = sorted({**TWINS, **NEAREST})
 _BASE = "NpuFusedOptimizerBase"
 
 
 def alternative(name: str) -> str:
-    """The advice at the end of a message: which of torch's optimizers to choose instead."""
+    """Return the advice at the end of a message: which of torch's optimizers to choose instead."""
     if name in TWINS:
         return f'choose "{TWINS[name]}", which computes the same'
     return f'choose "{NEAREST.get(name, "AdamW")}", which comes nearest'
 
 
 def register_optimizers() -> None:
-    """Make the nine known to the registry, by their names."""
+    """Add the nine fused optimizers to the registry, by name."""
     OPTIMIZERS.add_lookup(_find, lambda: _NAMES)
 
 
@@ -75,14 +75,14 @@ def _find(name: str) -> Callable[..., Any] | None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it is one of them; asked by name, since importing torch_npu to ask would make a call into it."""
+    """Return whether it is a fused optimizer; decided by name, so that torch_npu need not be imported."""
     return any(kind.__name__ == _BASE for kind in type(optimizer).__mro__)
 
 
 class FusedAdapter(TwinAdapter):
-    """What torch_npu's fused optimizers need; refuses what they would do wrong in silence, or fail at later.
+    """Adapter of torch_npu's fused optimizers; raises errors where these would fail later or compute silently wrong.
 
-    Its clipping and loss scaling are torch_npu's own, over one block of memory. Both read from the device at each update.
+    Clipping and loss scaling are torch_npu's own, over one block of memory. Both wait for the device at each update.
     """
 
     owns_gradients = True
@@ -98,7 +98,7 @@ class FusedAdapter(TwinAdapter):
         return TWINS.get(self.kind)
 
     def refuse(self, reason: str) -> StrategyError:
-        """The error that says why it cannot be used here, and what to use."""
+        """Return the error that says why the optimizer cannot be used, and which one to use instead."""
         return StrategyError(f"{self.where}.optimizer: {self.kind} {reason}; {alternative(self.kind)}")
 
     def check(self, model: nn.Module) -> None:
@@ -129,7 +129,7 @@ class FusedAdapter(TwinAdapter):
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
     def begin_update(self) -> None:
-        """See OptimizerAdapter: every parameter takes part from the first update on, with its gradient where it was put."""
+        """See OptimizerAdapter: every parameter needs a gradient at every update, always in the same memory."""
         if self._is_combined:
             self._check_gradients()
         else:
@@ -147,7 +147,7 @@ class FusedAdapter(TwinAdapter):
                 raise self.refuse(f"needs a gradient of every parameter at the first update and {name} has none")
             self._check_dense(name, parameter.grad)
             if not (parameter.grad.is_contiguous() and _is_alone(parameter.grad)):
-                # Such as the gradients of weights that were joined by torch.cat: parts of one tensor's memory.
+                # For example, gradients of weights that were joined by torch.cat are views of one tensor.
                 parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
 
     def _check_gradients(self) -> None:
@@ -174,11 +174,11 @@ class FusedAdapter(TwinAdapter):
         return [(self._name_of(p), p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def zero_grad(self) -> None:
-        """See OptimizerAdapter; before the first update the gradients are dropped, as torch's own does."""
+        """See OptimizerAdapter; before the first update the gradients are dropped, as by torch's optimizers."""
         if self._is_combined:
             self.optimizer.zero_grad()
             return
-        # The optimizer would take the gradients that are there now for all that there will be.
+        # The optimizer's own zero_grad would already combine the gradients, and miss those that come later.
         for _, parameter in self._parameters():
             parameter.grad = None
 
@@ -194,7 +194,7 @@ class FusedAdapter(TwinAdapter):
     # Checkpoints
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
-        """See TwinAdapter; NpuFusedBertAdam leaves a parameter's own count at where it began."""
+        """See TwinAdapter; NpuFusedBertAdam does not increase the number in a parameter's own state."""
         if self.kind != "NpuFusedBertAdam" or not self.optimizer.is_states_combined:
             return of_state
         for index, group in enumerate(self.optimizer.param_groups):
@@ -206,16 +206,16 @@ class FusedAdapter(TwinAdapter):
     def load(self, packed: dict[str, Any]) -> None:
         """See OptimizerAdapter."""
         super().load(packed)
-        self.optimizer.is_states_combined = False  # or what is loaded would not be looked at
+        self.optimizer.is_states_combined = False  # otherwise the loaded state would be ignored
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether nothing else is in the tensor's memory."""
+    """Return whether the tensor fills its storage."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _extents(blocks: list[Tensor | None]) -> list[tuple[int, int]]:
-    """First address, and the one behind the last."""
+    """Return the first address of each block, and the address after its last byte."""
     return [(b.data_ptr(), b.data_ptr() + b.numel() * b.element_size()) for b in blocks if b is not None]
 
 

@@ -1,9 +1,9 @@
-"""What an optimizer makes of parameters, found out by trying it on small ones before training begins.
+"""Trials of an optimizer on small parameters, before training: does it work on shards, with checkpoints, in this loop?
 
-A strategy that spreads a parameter gives the optimizer a part of it. Whether the optimizer then computes what it would with
-the whole is not in its name: a norm or a matrix product anywhere in its update makes a difference. So it is made once more,
-with the same settings, for small parameters with as many dimensions as the model's, and updates them whole and in parts.
-Some optimizers treat large matrices otherwise than small ones, so that larger ones come next.
+A strategy that shards a parameter gives the optimizer a part of it. Its class does not tell whether the result is the
+same as for the whole parameter: a norm or a matrix product anywhere in its update makes a difference. So another
+optimizer with the same settings updates small parameters, with as many dimensions as the model's, whole and in parts.
+Some optimizers treat large matrices differently, so larger ones follow.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Make = Callable[[Groups], Optimizer]
 
 _UPDATES = 3
 _ROWS = 16
-# The sizes behind the first. Some optimizers keep a square matrix of a dimension, flattened ones included.
+# The sizes after the first, small because some optimizers keep a square matrix per dimension, also of flattened ones.
 _TAILS: dict[int, tuple[int, ...]] = {1: (), 2: (24,), 3: (6, 4), 4: (3, 3, 3)}
-# The first two sizes, at least, of the large ones: Adafactor factors what it keeps from 128 on, others earlier.
+# Minimum of the first two sizes of large samples: Adafactor factors its state from 128 on, others earlier.
 _LARGE_ROWS, _LARGE_COLUMNS = 130, 140
 _SMALLEST_LR = 0.01  # below it, rounding hides what an update does
-# Differences allowed, as parts of the largest change of any element. Updating parts rounds as updating the whole does;
-# DTensor adds up in another order, which costs those that compute in bfloat16 some of its 8 bits.
+# Allowed differences, relative to the largest change of any element. Updates of parts round like updates of the whole;
+# DTensor sums in another order, which costs optimizers that compute in bfloat16 some of its 8 bits.
 _TOLERANCE, _TOLERANCE_SPREAD = 1e-3, 0.05
 
 
 class TrialError(Exception):
-    """The optimizer could not be made, or could not update, in a trial; the reason on one line."""
+    """The optimizer could not be constructed or stepped in a trial; the reason is on one line."""
 
 
 @dataclass
 class Trial:
-    """The outcome of a few updates.
+    """The outcome of a few trial updates.
 
     Attributes:
         before: the parameters' values before the updates.
-        values: those after them.
-        states: what the optimizer keeps of each parameter.
+        values: the parameters' values after the updates.
+        states: the optimizer state of each parameter.
     """
 
     before: list[Tensor]
@@ -56,12 +56,12 @@ class Trial:
 
 @dataclass
 class Samples:
-    """Small parameters in the groups of an optimizer, one for each number of dimensions that a group's parameters have.
+    """Small parameters in the groups of an optimizer, one for each number of dimensions in a group.
 
     Attributes:
-        settings: of each group.
-        shapes: of each group's parameters.
-        device: where they are.
+        settings: hyper-parameters of each group.
+        shapes: shapes of each group's parameters.
+        device: device of the parameters.
     """
 
     settings: list[dict[str, Any]]
@@ -73,11 +73,11 @@ class Samples:
     def like(
         cls, optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]] | None = None, rows: int = _ROWS
     ) -> Samples:
-        """Those for an optimizer that is built.
+        """Return samples for a built optimizer.
 
         Args:
-            optimizer: with the groups of the model.
-            shape_of: gives a parameter's shape, where it is not what the tensor says.
+            optimizer: the optimizer with the model's groups.
+            shape_of: returns a parameter's shape, if it is not the tensor's ``shape``.
             rows: size of the first dimension.
         """
         settings = [{k: _fit(k, v) for k, v in group.items() if k not in _OWN} for group in optimizer.param_groups]
@@ -90,9 +90,9 @@ class Samples:
 
     @property
     def larger(self) -> Samples | None:
-        """Those with two dimensions and more, larger; None if there are none.
+        """Larger samples of those with two or more dimensions; None if there are none.
 
-        For optimizers that passed with the small ones, since others may make square matrices of what is large.
+        Use them only after the small ones have passed: other optimizers may make square matrices of large dimensions.
         """
         shapes = [[_enlarged(*shape) for shape in group if len(shape) > 1] for group in self.shapes]
         return Samples(self.settings, shapes, self.device) if any(shapes) else None
@@ -103,7 +103,7 @@ class Samples:
         return [shape for group in self.shapes for shape in group]
 
     def drawn(self) -> list[tuple[Tensor, list[Tensor]]]:
-        """Of each parameter the values, and the gradients of each update; the second half is of another scale."""
+        """Return each parameter's values and the gradients of its updates; the second half has another scale."""
         if not self._drawn:
             generator = torch.Generator().manual_seed(0)
             for shape in self.flat_shapes:
@@ -122,13 +122,13 @@ class Samples:
         updates: int = _UPDATES,
         resume_at: int | None = None,
     ) -> Trial:
-        """Update with an optimizer that has ``part`` of each parameter, and of each gradient.
+        """Run updates with an optimizer that gets ``part`` of each parameter and gradient.
 
         Args:
-            resume_at: before that update another optimizer takes over, with what a checkpoint has of the first.
+            resume_at: before this update, another optimizer continues with the first one's ``state_dict``.
 
         Raises:
-            TrialError: it cannot.
+            TrialError: constructing or stepping the optimizer failed.
         """
         parameters: list[nn.Parameter | None] = []
         gradients: list[list[Tensor | None]] = []
@@ -156,7 +156,7 @@ class Samples:
                     for parameter, grads in present:
                         parameter.grad = grads[update % _UPDATES]
                     optimizer.step()
-            except Exception as error:  # whatever somebody else's code raises
+            except Exception as error:  # third-party code may raise anything
                 reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
                 raise TrialError(f"{type(error).__name__}: {reason}") from error
         states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
@@ -183,12 +183,12 @@ def _enlarged(rows: int, _: int, *tail: int) -> tuple[int, ...]:
 
 
 def _with_scales(draws: list[Tensor], scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The value with the scale, gradients with its reverse: norms of a part are then far from those of the whole."""
+    """Pair the value with the scale, gradients with its inverse: norms of parts then differ much from the whole's."""
     return [(draw, scale if i == 0 else 1 / scale) for i, draw in enumerate(draws)]
 
 
 def why_not_usable(make: Make, samples: Samples) -> str | None:
-    """Why an optimizer fits no training loop or no checkpoint, and what to do; None if it does, or its trial fails otherwise."""
+    """Return why an optimizer fits no loop or no checkpoint, and what to do; None if it fits or cannot be tried."""
     try:
         trial = samples.run(make, lambda tensor: tensor, updates=1)
     except TrialError as error:
@@ -207,14 +207,14 @@ def why_not_usable(make: Make, samples: Samples) -> str | None:
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether it is a container with tensors, in which JSON cannot be written."""
+    """Return whether it is a container with tensors, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Tensor) or _is_nested(part) for part in value.values())
     return isinstance(value, (list, tuple, set)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
 
 
 def resumes(make: Make, samples: Samples) -> bool:
-    """Whether another optimizer with the state and the groups of one goes on as that one does; True if it cannot be tried."""
+    """Return whether a resumed optimizer computes the same as an uninterrupted one; True if it cannot be tried."""
     try:
         straight = samples.run(make, lambda tensor: tensor, 2 * _UPDATES)
         resumed = samples.run(make, lambda tensor: tensor, 2 * _UPDATES, resume_at=_UPDATES)
@@ -225,9 +225,9 @@ def resumes(make: Make, samples: Samples) -> bool:
 
 
 def why_not_in_pieces(make: Make, samples: Samples) -> str | None:
-    """Why an optimizer cannot have pieces of flattened parameters; None if it updates element by element.
+    """Return why an optimizer cannot train pieces of flattened parameters; None if it updates element by element.
 
-    What it keeps of a parameter counts too: one value for each element, or what does not depend on them.
+    Its state is checked too: it must have one value per element, or not depend on the elements.
     """
     reason = _why_not_in_pieces(make, samples)
     if reason is None and (larger := samples.larger) is not None:
@@ -258,7 +258,7 @@ def _why_not_in_pieces(make: Make, samples: Samples) -> str | None:
 
 
 def _cut(tensor: Tensor) -> int:
-    """Where the pieces of a flattened tensor meet: in the middle of a row."""
+    """Return the index at which to cut a flattened tensor: in the middle of a row."""
     return tensor.numel() // 2 + 3 if tensor.numel() > 8 else tensor.numel()
 
 
@@ -283,15 +283,16 @@ def _state_by_element(value: Tensor, whole: Mapping[str, Any], pieces: Sequence[
 def why_not_spread(
     make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
 ) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
-    """Why an optimizer cannot have DTensors; None if they come out as whole tensors do.
+    """Return why an optimizer cannot train DTensors; None if the result is that of whole tensors.
 
-    All processes of the mesh must come here, and hear the same of it only if they compare notes.
+    All processes of the mesh must call it. The reason may differ between them; the caller must compare.
 
     Args:
         spread: makes a DTensor of a tensor that every process has.
 
     Returns:
-        The reason, and how state that is a DTensor lies, by the parameter's number of dimensions and the state's name.
+        The reason, and the placements of state that is a DTensor, by the parameter's number of dimensions and the
+        state's key.
     """
     reason, layouts = _why_not_spread(make, samples, spread)
     if reason is None and (larger := samples.larger) is not None:
@@ -347,7 +348,7 @@ def _gathered(value: Any) -> Any:
 
 
 def _close(found: Tensor, expected: Tensor, change: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are equal, to a part of the largest change and to the rounding of float32."""
+    """Return whether two tensors are equal within a share of the largest change plus float32 rounding."""
     if not change.is_floating_point():
         return torch.equal(found, expected)
     allowed = tolerance * change.abs().max() + 1e-6 * expected.abs().max()

@@ -1,7 +1,7 @@
-"""What all parameter schedulers share: the window in which they act, the clock, the state."""
+"""ParamScheduler, the base class of all schedulers: the window [begin, end), the step counter, the state."""
 
-# No `from __future__ import annotations` here: fields keep their types as objects, so that the constructors that
-# dataclass writes for subclasses in other modules can be checked against a configuration.
+# No `from __future__ import annotations` here: the fields' types must be objects, because configurations are checked
+# against the constructors that dataclass generates for subclasses in other modules.
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.errors import CheckpointError, ConfigError, suggest
 
 INF = int(1e9)
-"""The ``end`` of a window that stays open."""
+"""The ``end`` of a window without end."""
 
 logger = logging.getLogger("flextrain")
 
@@ -21,7 +21,7 @@ SchedulerT = TypeVar("SchedulerT", bound="ParamScheduler")
 
 
 class HasParamGroups(Protocol):
-    """What a scheduler acts on: an OptimWrapper or a torch optimizer."""
+    """The object that a scheduler changes: an OptimWrapper or a torch optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -31,22 +31,22 @@ class HasParamGroups(Protocol):
 class ParamScheduler:
     """Sets ``param_name`` in every parameter group, once per `step`, while the step lies in [begin, end).
 
-    The constructor makes step 0. Subclasses say in `_next` how a value follows from the one before, so several schedulers
-    may act on one optimizer, at the same time or in windows that follow each other. The values live in the optimizer's groups
-    and are saved with them; `state_dict` holds the position in the schedule. Configuration is not saved: after a
-    resume the arguments given to the constructor count.
+    The constructor makes step 0. Subclasses compute in `_next` a value from the value before, so several schedulers may
+    act on one optimizer, at the same time or in successive windows. The values are in the optimizer's groups and are
+    saved with them; `state_dict` holds the position in the schedule. Configuration is not saved: after a resume the
+    arguments given to the constructor apply.
 
     Args:
         optimizer: an OptimWrapper or a torch optimizer.
         param_name: key in the groups; "momentum" stands for the first of ``betas`` where a group has no momentum.
         begin: first step at which the values are set.
-        end: the step from which on they are left alone.
-        last_step: the last step inside the window that was made before, to go on without a saved state.
+        end: first step after the window, at which the values are no longer set.
+        last_step: the last step made inside the window, to continue without a saved state.
         by_epoch: steps are epochs; otherwise iterations, which are updates of the optimizer.
         verbose: log every value that is set.
 
     Raises:
-        ConfigError: a value outside of its range, or an optimizer without ``param_name``.
+        ConfigError: a value out of range, or an optimizer without ``param_name``.
     """
 
     optimizer: HasParamGroups = field(repr=False)
@@ -59,11 +59,11 @@ class ParamScheduler:
     verbose: bool = False
 
     need_val_args: ClassVar[bool] = False
-    """Whether `step` wants the metrics of a validation epoch."""
+    """Whether `step` needs the metrics of a validation epoch."""
     _counts: ClassVar[tuple[str, ...]] = ()
     """The arguments, besides the window, that count steps."""
     _unsaved: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that do not belong into the state, besides the constructor's arguments."""
+    """Attributes that are not saved, besides the constructor's arguments."""
 
     def __post_init__(self) -> None:
         self._prepare()
@@ -81,7 +81,7 @@ class ParamScheduler:
     def build_iter_from_epoch(
         cls: type[SchedulerT], *args: Any, epoch_length: int | None = None, by_epoch: bool = True, **options: Any
     ) -> SchedulerT:
-        """A scheduler that moves every iteration, from arguments that count epochs of ``epoch_length`` iterations."""
+        """Return a scheduler that steps every iteration, from arguments in epochs of ``epoch_length`` iterations."""
         if not by_epoch:
             raise ConfigError(
                 f"{cls.__name__}.by_epoch: False is not allowed, only epochs can be converted to iterations"
@@ -92,7 +92,7 @@ class ParamScheduler:
 
     @classmethod
     def in_iterations(cls, options: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
-        """The constructor's keyword arguments ``options`` with epochs replaced by iterations; epochs may be fractions."""
+        """Return the constructor's arguments ``options`` with epochs (also fractions) replaced by iterations."""
         counts = ("begin", "end", *cls._counts)
         return {
             **{name: _scaled(value, epoch_length) if name in counts else value for name, value in options.items()},
@@ -100,7 +100,7 @@ class ParamScheduler:
         }
 
     def step(self) -> None:
-        """Move on by one step and set the values if it lies in the window."""
+        """Advance by one step and set the values if it lies in the window."""
         self._global_step += 1
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
@@ -109,18 +109,18 @@ class ParamScheduler:
         self._last_value = self._values()
 
     def get_last_value(self) -> list[float]:
-        """The values that the last step left, one per group."""
+        """Return the values after the last step, one per group."""
         return [float(value) for value in self._last_value]
 
     def get_values(self) -> list[float]:
-        """The values in force, one per group, whichever scheduler set them."""
+        """Return the current values, one per group, whichever scheduler set them."""
         return [float(value) for value in self._values()]
 
     def set_values(self, values: Sequence[float], base_values: Sequence[float]) -> None:
-        """Put ``values`` in force, one per group; in proportion where a group began with another value than ``base_values``.
+        """Set ``values``, one per group; scaled if a group's initial value differs from ``base_values``.
 
         Raises:
-            CheckpointError: the groups are more or fewer.
+            CheckpointError: the number of groups differs.
         """
         groups = self.optimizer.param_groups
         if len(groups) != len(values):
@@ -133,18 +133,18 @@ class ParamScheduler:
         self._last_value = self._values()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule as plain values: all attributes but the constructor's arguments, and what is in force."""
+        """Return the position in the schedule and the current values, without the constructor's arguments."""
         configuration = {f.name for f in fields(self)} - {"last_step"} | self._unsaved
         state = {name: value for name, value in vars(self).items() if name not in configuration}
         return {**state, "_last_value": self.get_last_value(), "values": self.get_values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; the values themselves come back with the optimizer's state, or by `set_values`.
+        """Continue from ``state``; the values themselves are restored with the optimizer's state, or by `set_values`.
 
-        What the groups began with is theirs too, where the state's groups are others than these.
+        If the state was saved for other groups, the initial values are read from the present groups.
 
         Raises:
-            CheckpointError: the state is of another kind of scheduler.
+            CheckpointError: another kind of scheduler saved the state.
         """
         name, expected = type(self).__name__, self.state_dict()
         if differing := sorted(set(state) ^ set(expected)):
@@ -159,18 +159,18 @@ class ParamScheduler:
             self._last_value = self._values()
 
     def _get_value(self) -> list[float]:
-        """The value that every group gets at `last_step`; subclasses override this or `_next`."""
+        """Return the value of every group at `last_step`; subclasses override this or `_next`."""
         return [self._next(value, base) for value, base in zip(self._values(), self.base_values, strict=True)]
 
     def _next(self, value: float, base: float) -> float:
-        """What follows ``value`` at `last_step`, in a group that began with ``base``.
+        """Return the value after ``value`` at `last_step`, in a group with the initial value ``base``.
 
-        ``value`` may be a 0-dim tensor (a capturable optimizer's lr); plain arithmetic never waits for its device.
+        ``value`` may be a 0-dim tensor (a capturable optimizer's lr); plain arithmetic does not wait for its device.
         """
         raise NotImplementedError
 
     def _prepare(self) -> None:
-        """Raise ConfigError for arguments out of range, work out those left open; subclasses extend this."""
+        """Raise ConfigError for arguments out of range, and compute the defaults; subclasses extend this."""
         self._require(self.begin >= 0, "begin", "an int from 0 on")
         self._require(self.end > self.begin, "end", f"an int larger than begin={self.begin}")
         self._require(self.last_step >= -1, "last_step", "an int from -1 on")
@@ -214,20 +214,20 @@ class ParamScheduler:
 
 @dataclass(eq=False)
 class LRScheduler(ParamScheduler):
-    """Fixes ``param_name`` of the scheduler that it is mixed into to the learning rate."""
+    """Mixin that sets ``param_name`` to "lr"."""
 
     param_name: str = field(default="lr", init=False)
 
 
 @dataclass(eq=False)
 class MomentumScheduler(ParamScheduler):
-    """Fixes ``param_name`` of the scheduler that it is mixed into to SGD's momentum, or Adam's first beta."""
+    """Mixin that sets ``param_name`` to "momentum": SGD's momentum, or the first of Adam's ``betas``."""
 
     param_name: str = field(default="momentum", init=False)
 
 
 def _scaled(value: Any, epoch_length: int) -> Any:
-    """``value`` epochs as iterations; what is no number is left for the check of the arguments to refuse."""
+    """Convert epochs to iterations; a value that is no number stays, and the check of the arguments refuses it."""
     if isinstance(value, (list, tuple)):
         return [_scaled(item, epoch_length) for item in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value == INF:

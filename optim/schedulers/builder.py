@@ -1,4 +1,4 @@
-"""Parameter schedulers from a configuration."""
+"""Build parameter schedulers from a configuration."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def build_param_schedulers(
     max_iters: int | None = None,
     where: str = "param_scheduler",
 ) -> list[ParamScheduler]:
-    """The schedulers that ``cfgs`` describes, in order, acting on ``optimizer``.
+    """Return the schedulers that ``cfgs`` describes, in order, for ``optimizer``.
 
     Args:
         cfgs: None, one scheduler or a list: ``dict(type=..., **arguments)``, a name, a class, or an instance, which is
-            returned as it is. ``convert_to_iter_based=True`` replaces epochs by iterations.
+            returned unchanged. ``convert_to_iter_based=True`` replaces epochs by iterations.
         optimizer: an OptimWrapper or a torch optimizer.
         epoch_length: iterations per epoch, needed for ``convert_to_iter_based``.
-        max_epochs: the ``end`` of epoch-based schedulers that give none.
-        max_iters: the ``end`` of iteration-based schedulers that give none.
+        max_epochs: default ``end`` of epoch-based schedulers.
+        max_iters: default ``end`` of iteration-based schedulers.
         where: the configuration key, for messages.
 
     Raises:
-        ConfigError: unknown type, or unknown, missing, wrongly typed or impossible arguments.
+        ConfigError: unknown type, or unknown, missing, wrongly typed or out-of-range arguments.
     """
     schedulers = []
     for cfg, key in _each(cfgs, where):
@@ -63,12 +63,12 @@ def build_param_schedulers(
 
 @dataclass(frozen=True)
 class CheckedScheduler:
-    """What is known of a scheduler before there is an optimizer.
+    """The facts about a scheduler that are known before the optimizer exists.
 
     Attributes:
         where: its configuration key.
         by_epoch: whether its steps are epochs.
-        needs_metrics: whether it moves with the metrics of a validation.
+        needs_metrics: whether it steps with the metrics of a validation.
     """
 
     where: str
@@ -79,14 +79,14 @@ class CheckedScheduler:
 def check_param_schedulers(
     cfgs: Any, where: str = "param_scheduler", *, max_epochs: int | None = None
 ) -> list[CheckedScheduler]:
-    """Check types and arguments before there is an optimizer.
+    """Check types and arguments before the optimizer exists; return one CheckedScheduler each.
 
     Args:
         cfgs, max_epochs, where: see `build_param_schedulers`.
 
     Raises:
-        ConfigError: as `build_param_schedulers`, but for what depends on the optimizer, and for the ranges of torch's own
-            schedulers, which only their constructors know.
+        ConfigError: as `build_param_schedulers`, except for errors that depend on the optimizer, and for the ranges of
+            torch's own schedulers, which only their constructors check.
     """
     checked = []
     for cfg, key in _each(cfgs, where):
@@ -108,7 +108,7 @@ def check_param_schedulers(
 
 
 def _try(kind: Any, options: dict[str, Any], convert: bool) -> None:
-    """Make one that moves nothing: whether values are in range is what constructors know."""
+    """Construct the scheduler with a stand-in for the optimizer, because only its constructor checks the ranges."""
     # These lists have one entry for each group.
     groups = max([len(options[key]) for key in ("eta_max", "min_value") if isinstance(options.get(key), list)] or [1])
     stand_in = _StandIn([_AnyGroup() for _ in range(groups)])
@@ -120,7 +120,7 @@ def _try(kind: Any, options: dict[str, Any], convert: bool) -> None:
 
 
 class _AnyGroup(dict[str, Any]):
-    """A parameter group that has whatever is asked for."""
+    """A parameter group that contains every key, with the value 1.0."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -143,7 +143,7 @@ def _each(cfgs: Any, where: str) -> Iterator[tuple[Any, str]]:
 
 
 def _resolve(cfg: Any, where: str) -> tuple[Any, dict[str, Any], bool]:
-    """The class that ``cfg`` names, its arguments, and whether they are to be converted to iterations."""
+    """Return the class that ``cfg`` names, its arguments, and whether to convert them to iterations."""
     if isinstance(cfg, str) or inspect.isclass(cfg):
         cfg = {"type": cfg}
     if not isinstance(cfg, Mapping) or "type" not in cfg:
@@ -165,7 +165,7 @@ def _check_options(kind: Any, options: dict[str, Any], convert: bool, where: str
     if convert:
         if options.get("by_epoch", True) is not True:
             raise ConfigError(f"{where}.convert_to_iter_based: needs by_epoch=True, there are no epochs to convert")
-        # What counts epochs may be a fraction here, so types are checked on what the constructor will see.
+        # Numbers of epochs may be fractions, so types are checked after the conversion to iterations.
         options = kind.in_iterations(options, 1)
     check_call(kind, options, where, ("optimizer",))
 

@@ -1,6 +1,6 @@
-"""The schedules of the learning rate: ``ConstantLR(optimizer, ...)`` and so on.
+"""Learning-rate schedulers: ``ConstantLR(optimizer, ...)`` and so on.
 
-What each does and takes is said at the ``...ParamScheduler`` of the same name.
+Behaviour and arguments are documented at the ``...ParamScheduler`` of the same name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The schedules of the momentum (SGD's momentum, or Adam's first beta): ``ConstantMomentum(optimizer, ...)`` and so on.
+"""Momentum schedulers (SGD's momentum, or Adam's first beta): ``ConstantMomentum(optimizer, ...)`` and so on.
 
-What each does and takes is said at the ``...ParamScheduler`` of the same name.
+Behaviour and arguments are documented at the ``...ParamScheduler`` of the same name.
 """
 
 from __future__ import annotations

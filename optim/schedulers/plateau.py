@@ -1,6 +1,6 @@
-"""The scheduler that listens to a validation metric."""
+"""ReduceOnPlateau: reduce a value when a validation metric stops improving."""
 
-# No `from __future__ import annotations` here, for the reason given in base.py.
+# No `from __future__ import annotations` here; base.py gives the reason.
 
 import math
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from .base import ParamScheduler, SchedulerT
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ReduceOnPlateauParamScheduler(ParamScheduler):
-    """The value times ``factor`` when ``monitor`` has not improved for more than ``patience`` validations.
+    """Multiplies the value by ``factor`` when ``monitor`` has not improved for more than ``patience`` validations.
 
     Args:
         monitor: name of the metric.
         rule: whether "less" or "greater" is better.
-        factor: what the value is multiplied with.
-        patience: validations without improvement that are borne.
-        threshold: how much better counts as an improvement.
-        threshold_rule: whether threshold is a share of the best ("rel") or a distance to it ("abs").
-        cooldown: validations after a reduction in which nothing is counted.
-        min_value: lower bound, for all groups or one for each.
-        eps: a reduction smaller than this is not made.
+        factor: factor of one reduction.
+        patience: validations without improvement that cause no reduction.
+        threshold: smallest difference that counts as an improvement.
+        threshold_rule: threshold relative to the best value ("rel") or absolute ("abs").
+        cooldown: validations after a reduction that are not counted.
+        min_value: lower bound, one for all groups or a list with one per group.
+        eps: a reduction must be larger than this to be made.
     """
 
     monitor: str = "loss"
@@ -49,14 +49,14 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
 
     @classmethod
     def build_iter_from_epoch(cls: type[SchedulerT], *args: Any, **options: Any) -> SchedulerT:
-        """Raises ConfigError: validations are counted, not iterations."""
+        """Raise ConfigError: the scheduler counts validations, not iterations."""
         raise ConfigError(f"{cls.__name__}.convert_to_iter_based: True is not allowed, it steps once per validation")
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count a training epoch (no ``metrics``), or judge the metrics of the validation that follows it.
+        """Count a training epoch if ``metrics`` is None, else compare the metrics of the validation after it.
 
         Raises:
-            ConfigError: the metrics do not hold ``monitor``.
+            ConfigError: the metrics do not contain ``monitor``.
         """
         if metrics is None:
             self._global_step += 1

@@ -1,6 +1,6 @@
-"""The schedules, for any parameter of the groups; learning_rate.py and momentum.py name the two usual ones."""
+"""The schedules for any number in the groups; learning_rate.py and momentum.py apply them to the usual two."""
 
-# No `from __future__ import annotations` here, for the reason given in base.py.
+# No `from __future__ import annotations` here; base.py gives the reason.
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .base import ParamScheduler
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ConstantParamScheduler(ParamScheduler):
-    """The value times ``factor`` inside the window; its last step takes the factor away."""
+    """Multiplies the value by ``factor`` inside the window; the last step of the window removes the factor."""
 
     factor: float = 1.0 / 3
 
@@ -34,7 +34,7 @@ class ConstantParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class LinearParamScheduler(ParamScheduler):
-    """The value times a factor that goes in a straight line from ``start_factor`` to ``end_factor``."""
+    """Multiplies the value by a factor that changes linearly from ``start_factor`` to ``end_factor``."""
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0
@@ -50,7 +50,7 @@ class LinearParamScheduler(ParamScheduler):
         length = self.end - self.begin - 1
         rise = self.end_factor - self.start_factor
         before = length * self.start_factor + (self.last_step - 1) * rise
-        if before == 0:  # the value has become 0: only the base tells where the line goes on
+        if before == 0:  # the value is 0, so the next one can only be computed from the base
             return base * (self.start_factor + rise * self.last_step / length)
         return value * (1 + rise / before)
 
@@ -58,7 +58,7 @@ class LinearParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class StepParamScheduler(ParamScheduler):
-    """The value times ``gamma`` every ``step_size`` steps."""
+    """Multiplies the value by ``gamma`` every ``step_size`` steps."""
 
     step_size: int
     gamma: float = 0.1
@@ -77,7 +77,7 @@ class StepParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class MultiStepParamScheduler(ParamScheduler):
-    """The value times ``gamma`` at each of ``milestones``, counted from the window's begin; one named twice counts twice."""
+    """Multiplies the value by ``gamma`` at each of ``milestones``, in steps since ``begin``; duplicates count twice."""
 
     milestones: list[int]
     gamma: float = 0.1
@@ -96,7 +96,7 @@ class MultiStepParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ExponentialParamScheduler(ParamScheduler):
-    """The value times ``gamma`` every step."""
+    """Multiplies the value by ``gamma`` at every step."""
 
     gamma: float
 
@@ -111,7 +111,7 @@ class ExponentialParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class PolyParamScheduler(ParamScheduler):
-    """The value falls to ``eta_min`` at the window's last step, as the share that is left to the power of ``power``."""
+    """Lowers the value to ``eta_min`` at the window's last step, by (remaining share of the window) ** ``power``."""
 
     eta_min: float = 0.0
     power: float = 1.0
@@ -130,7 +130,7 @@ class PolyParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineAnnealingParamScheduler(ParamScheduler):
-    """The value swings between the initial one and the minimum, half a cosine in ``T_max`` steps (default: the window).
+    """Moves the value between its initial value and the minimum, half a cosine in ``T_max`` steps (default: window).
 
     The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value.
     """
@@ -152,7 +152,7 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         step, minimum = self.last_step, _minimum(self, base)
         if step == 0:
             return value
-        if (step - 1 - self.T_max) % (2 * self.T_max) == 0:  # at the minimum a ratio has nothing to start from
+        if (step - 1 - self.T_max) % (2 * self.T_max) == 0:  # the minimum: value - minimum is 0, so no ratio works
             return value + (base - minimum) * (1 - math.cos(math.pi / self.T_max)) / 2
         return _cosine(value, minimum, step, self.T_max)
 
@@ -160,10 +160,10 @@ class CosineAnnealingParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineRestartParamScheduler(ParamScheduler):
-    """One half cosine per entry of ``periods``, each from the initial value times its weight down to the minimum.
+    """Follows a half cosine per entry of ``periods``, each from the initial value times its weight down to the minimum.
 
     The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value. After the last period
-    the value stays.
+    the value does not change.
     """
 
     periods: list[int]
@@ -194,15 +194,15 @@ class CosineRestartParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class OneCycleParamScheduler(ParamScheduler):
-    """The learning rate rises from ``eta_max / div_factor`` to ``eta_max`` and falls to ``eta_max / div_factor /
+    """Raises the learning rate from ``eta_max / div_factor`` to ``eta_max``, then lowers it to ``eta_max / div_factor /
     final_div_factor``, where it stays.
 
     Args:
-        eta_max: the peak, for all groups or one for each.
+        eta_max: the peak, one for all groups or a list with one per group.
         total_steps: length of the cycle (default: the window).
         pct_start: share of the cycle in which the value rises.
-        anneal_strategy: along a half cosine, or a straight line.
-        three_phase: fall back to where it began as fast as it rose, then to the end.
+        anneal_strategy: "cos" for half cosines, "linear" for straight lines.
+        three_phase: return to the start value as fast as it rose, then fall to the end value.
     """
 
     eta_max: float | list[float]
@@ -260,6 +260,6 @@ def _minimum(scheduler: _Cosine, base: float) -> float:
 
 
 def _cosine(value: float, minimum: float, step: int, period: int) -> float:
-    """One step of a half cosine, from where the value is now rather than from where it should be."""
+    """Return the next value of a half cosine, computed from the present value, which others may have changed."""
     here, before = (1 + math.cos(math.pi * at / period) for at in (step, step - 1))
     return here / before * (value - minimum) + minimum

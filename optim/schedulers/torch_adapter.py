@@ -1,4 +1,4 @@
-"""torch.optim.lr_scheduler's classes inside flextrain's windows."""
+"""TorchScheduler: the classes of torch.optim.lr_scheduler as ParamSchedulers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _INSTEAD = {
 
 
 class TorchScheduler(ParamScheduler):
-    """Moves a scheduler of torch's own, which `torch_scheduler` has fixed, while the step lies in [begin, end).
+    """Steps torch's scheduler of class ``scheduler``, set by `torch_scheduler`, while the step lies in [begin, end).
 
-    ``options`` go to its constructor, at step ``begin``; their numbers count steps from there. Only what changes
-    while it runs is saved; functions come from the configuration again.
+    ``options`` are the arguments of its constructor, which runs at step ``begin``; their numbers count steps from then.
+    Only attributes that change while it runs are saved; functions come from the configuration again.
 
     Raises:
-        ConfigError: torch does not take the options; raised by the constructor even if the window begins later.
+        ConfigError: torch refuses the options; the constructor raises it even if the window begins later.
     """
 
     scheduler: ClassVar[type[lr_scheduler.LRScheduler]]
@@ -55,7 +55,7 @@ class TorchScheduler(ParamScheduler):
 
     @classmethod
     def in_iterations(cls, options: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
-        """Raises ConfigError: which of torch's options count steps is not known here."""
+        """Raise ConfigError: it is unknown which of torch's options count steps."""
         name = cls.scheduler.__name__
         raise ConfigError(
             f"{name}.convert_to_iter_based: True is not allowed, give by_epoch=False and count in iterations"
@@ -66,20 +66,20 @@ class TorchScheduler(ParamScheduler):
         if self._inner is None:
             self._start(groups, self.last_step - 1)
         else:
-            self._groups.param_groups = groups  # a torch optimizer makes new ones when it loads its state
+            self._groups.param_groups = groups  # a torch optimizer replaces its groups when it loads a state
             self._inner.step()
         return self._values()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule, with torch's own under ``inner``."""
+        """Return the position in the schedule, with the state of torch's scheduler under ``inner``."""
         return {**super().state_dict(), "inner": None if self._inner is None else self._progress(self._inner)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; the learning rates themselves come back with the optimizer's state."""
+        """Continue from ``state``; the learning rates themselves are restored with the optimizer's state."""
         super().load_state_dict(state)
         inner, self._inner = vars(self).pop("inner"), None
         if inner is not None:
-            # torch's constructor sets learning rates, which are back already: let it work on copies.
+            # torch's constructor sets learning rates, which are restored already, so it gets copies of the groups.
             copies = _copies(self.optimizer.param_groups)
             started = self._start(copies, last_step=-1)
             bases = [group["initial_lr"] for group in self.optimizer.param_groups]
@@ -91,7 +91,7 @@ class TorchScheduler(ParamScheduler):
     def _start(self, groups: list[dict[str, Any]], last_step: int) -> lr_scheduler.LRScheduler:
         self._groups = _Groups(groups)
         if "base_lr" in self._options and last_step == -1:
-            # Where there is an initial_lr already, CyclicLR would take that and forget its own base_lr.
+            # CyclicLR prefers an existing initial_lr to its own base_lr.
             for group in groups:
                 group.pop("initial_lr", None)
         try:
@@ -99,7 +99,7 @@ class TorchScheduler(ParamScheduler):
             self._inner = self.scheduler(self._groups, **resumed, **self._options)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"{self.scheduler.__name__}: {' '.join(str(error).split())}") from error
-        self._groups.step()  # torch warns when its schedulers move before the optimizer does
+        self._groups.step()  # torch warns when a scheduler steps before the optimizer
         self._fresh = json.dumps(_plain(self._inner.state_dict()))
         return self._inner
 
@@ -111,7 +111,7 @@ class TorchScheduler(ParamScheduler):
 
 @functools.cache
 def torch_scheduler(kind: type[lr_scheduler.LRScheduler]) -> type[TorchScheduler]:
-    """The subclass of TorchScheduler for ``kind``, whose signature has the arguments of both."""
+    """Return the subclass of TorchScheduler for ``kind``; its signature has the arguments of both."""
     if kind.__name__ in _INSTEAD:
         raise ConfigError(f"{kind.__name__}: is not taken from torch, {_INSTEAD[kind.__name__]}")
     own = inspect.signature(TorchScheduler.__init__).parameters.values()
@@ -128,10 +128,10 @@ def torch_scheduler(kind: type[lr_scheduler.LRScheduler]) -> type[TorchScheduler
 
 
 class _Groups(Optimizer):
-    """Parameter groups in the shape of an optimizer, which torch's schedulers insist on; wrappers and engines are none."""
+    """An Optimizer that only holds parameter groups: torch's schedulers require one, and a wrapper is none."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        # Not Optimizer's constructor: it would copy the groups.
+        # Optimizer's constructor is not called, because it would copy the groups.
         self.param_groups = groups
         self.defaults = {name: value for name, value in groups[0].items() if name != "params"}
 
@@ -144,7 +144,7 @@ def _copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What of ``state`` JSON gives back unchanged."""
+    """Return the entries of ``state`` that JSON keeps unchanged."""
     plain = {}
     for name, value in state.items():
         try:
