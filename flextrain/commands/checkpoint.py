@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from ..core.errors import CheckpointError, ConfigError, suggest
 from .output import console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from ..core.checkpoint import Checkpoint
     from ..core.checkpoint.compare import Comparison
@@ -95,6 +94,8 @@ def _check_directory(path: Path) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from rich.text import Text
+
     from ..core.checkpoint import is_checkpoint
     from ..core.checkpoint.paths import reaching
 
@@ -246,6 +247,8 @@ def _unlike(action: str, pattern: str, *checkpoints: Checkpoint) -> ConfigError:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from rich.text import Text
+
     from ..core.checkpoint import what_is_not_finite
     from ..core.checkpoint.directory import check_present, read_manifest
     from ..core.checkpoint.integrity import damages
@@ -365,6 +368,8 @@ def _number(value: float | None) -> str:
 
 def _table(*headers: str, title: str | None = None) -> Table:
     """A table that wraps long text, which rich would cut off otherwise."""
+    from rich.table import Column, Table
+
     return Table(*(Column(header, overflow="fold") for header in headers), title=title)
 
 
@@ -373,6 +378,8 @@ def _text(value: object) -> str:
 
 
 def _red(text: str) -> Text:
+    from rich.text import Text
+
     return Text(text, style="red")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 from ..tools.doctor import diagnose
@@ -23,5 +25,10 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis."""
     report = diagnose()
-    print_json(report.as_json()) if arguments.json else console().print(report)
+    if arguments.json:
+        print_json(report.as_json())
+    elif find_spec("rich") is None:
+        sys.stdout.write(f"{report}\n")
+    else:
+        console().print(report)
     return report.exit_status

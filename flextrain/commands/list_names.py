@@ -8,8 +8,6 @@ import re
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from ..core.errors import ConfigError, suggest
 from .output import console, print_json
 
@@ -84,6 +82,8 @@ def _print_overview(names: dict[str, list[str]]) -> None:
             for name in members or ["(none registered)"]:
                 out.print(f"{kind:<{width}}  {name}")
         return
+    from rich.table import Table
+
     table = Table("kind", "names", title="flextrain list KIND shows one kind with descriptions")
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
@@ -91,6 +91,8 @@ def _print_overview(names: dict[str, list[str]]) -> None:
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:
+    from rich.table import Table
+
     table = Table("type", "description", title=kind)
     for name, description in descriptions.items():
         table.add_row(name, description)

@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _UNBROKEN = 1000
 # The status that a shell reports for a program ended by SIGPIPE: 128 + the signal's number.
@@ -25,16 +27,18 @@ def console() -> Console:
 
     Text is shown as it is, without markup. Use rich's Text for colours.
     """
-    found = _Console(markup=False, emoji=False)
+    # here, because `flextrain doctor` must start without rich
+    from rich.console import Console
+
+    class UntilClosed(Console):
+        def on_broken_pipe(self) -> None:
+            """Raise, where rich would end the program with status 1, which has another meaning here."""
+            raise BrokenPipeError
+
+    found = UntilClosed(markup=False, emoji=False)
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
-    return _Console(width=_UNBROKEN, markup=False, emoji=False)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise, where rich would end the program with status 1, which has another meaning here."""
-        raise BrokenPipeError
+    return UntilClosed(width=_UNBROKEN, markup=False, emoji=False)
 
 
 def until_closed(run: Callable[[], int]) -> int:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ..core.errors import ConfigError
 from .output import console, print_json
 
@@ -57,6 +54,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare strategies with a single device; see `verify`."""
+    from rich.console import Console
+    from rich.text import Text
+
     from ..tools.verify import verify  # imports torch, which other commands do not need
 
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]

@@ -6,17 +6,15 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from rich.console import Group
-from rich.table import Column, Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ..markup import add_row
 from .findings import Finding, find_problems
 from .machine import Machine, look
 from .strategies import StrategyStatus, judge_strategies
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 
@@ -39,7 +37,22 @@ class Report:
         """The report as plain values."""
         return {**asdict(self), "broken": bool(self.exit_status)}
 
+    def __str__(self) -> str:
+        """The report as plain lines, for a Python without rich."""
+        lines = [f"{package}: {version or 'not installed'}" for package, version in self.versions.items()]
+        for status in self.strategies:
+            answer = "runs here" if status.usable else "does not run here"
+            lines.append(f"{status.name} {answer}: {status.reason}; it needs {status.needs}")
+        lines += [f"{finding.level}: {finding.what}; {finding.advice}" for finding in self.findings]
+        return "\n".join(lines)
+
     def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        from ..markup import add_row
+
         versions = Table("package", "version", title="Versions", title_justify="left")
         for package, version in self.versions.items():
             add_row(versions, package, version or Text("not installed", style="dim"))
