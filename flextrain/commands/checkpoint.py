@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
+from .formatting import as_text, both, finite_json, folding_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from ..core.checkpoint import Checkpoint
     from ..core.checkpoint.compare import Comparison
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_SHOWN_CHARACTERS = 120
 _PARTS = {"model": "model.", "optimizer": "optim."}
 
 
@@ -108,13 +104,15 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
         return 0
-    table = _table("checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=str(folder))
+    table = folding_table(
+        "checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=str(folder)
+    )
     for row in rows:
         notes = [Text(mark) for mark in ("latest", "best") if row[mark]]
-        notes += [_red("NaN or infinity")] if row["nonfinite"] else []
-        notes += [_red(row["damage"])] if row["damage"] else []
-        numbers = (_text(row[key]) for key in ("epoch", "iter"))
-        about = (_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
+        notes += [red("NaN or infinity")] if row["nonfinite"] else []
+        notes += [red(row["damage"])] if row["damage"] else []
+        numbers = (as_text(row[key]) for key in ("epoch", "iter"))
+        about = (as_text(row[key]).replace("T", " ", key == "time") for key in ("time", "strategy", "processes"))
         table.add_row(row["name"], *numbers, human_size(row["bytes"]), *about, Text(", ").join(notes))
     console().print(table if rows else f"{folder}: has no checkpoints")
     return 0
@@ -173,26 +171,26 @@ def _show(arguments: argparse.Namespace) -> int:
     checkpoint = open_weights(arguments.checkpoint)
     found = describe(checkpoint, arguments.pattern)
     if arguments.json:
-        print_json(_finite(found))
+        print_json(finite_json(found))
         return 0
     if arguments.pattern and not found["tensors"] and not found["values"]:
         raise _unlike("show", arguments.pattern, checkpoint)
     out = console()
-    table = _table("tensor", "shape", "dtype", "size", "pieces", title=str(checkpoint.path))
+    table = folding_table("tensor", "shape", "dtype", "size", "pieces", title=str(checkpoint.path))
     for key, info in found["tensors"].items():
-        table.add_row(key, _shape(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
+        table.add_row(key, shape_text(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
     if found["tensors"]:
         out.print(table)
-    totals = _table("", "tensors", "elements", "size", title="totals")
+    totals = folding_table("", "tensors", "elements", "size", title="totals")
     for part, total in found["totals"].items():
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
     out.print(totals)
     if found["nonfinite"]:
-        out.print(_red("NaN or infinity"), "in", what_is_not_finite(found["nonfinite"]), soft_wrap=True)
+        out.print(red("NaN or infinity"), "in", what_is_not_finite(found["nonfinite"]), soft_wrap=True)
     if found["values"]:
-        values = _table("value", "", title="values")
+        values = folding_table("value", "", title="values")
         for key, value in found["values"].items():
-            values.add_row(key, _short(value))
+            values.add_row(key, shortened(value))
         out.print(values)
     return 0
 
@@ -262,11 +260,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     else:
         for damage in found:
             console().print(damage, soft_wrap=True)
-        verdict = Text(f"{path}: ").append_text(_red("is damaged") if found else Text("is complete"))
+        verdict = Text(f"{path}: ").append_text(red("is damaged") if found else Text("is complete"))
         if nonfinite:
-            verdict.append(", ").append_text(_red("with NaN or infinity")).append(
-                f" in {what_is_not_finite(nonfinite)}"
-            )
+            verdict.append(", ").append_text(red("with NaN or infinity")).append(f" in {what_is_not_finite(nonfinite)}")
         console().print(verdict, soft_wrap=True)
     return 1 if found else 0
 
@@ -309,7 +305,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     found = compare(a, b, lambda key: key.startswith(prefix) and _matches(key, pattern))
     if pattern and not found and not found.equal:
         raise _unlike("diff", pattern, a, b)
-    print_json(_finite(_as_json(found))) if arguments.json else _print_comparison(found, console())
+    print_json(finite_json(_as_json(found))) if arguments.json else _print_comparison(found, console())
     return 1 if found else 0
 
 
@@ -331,75 +327,21 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 def _print_comparison(found: Comparison, out: Console) -> None:
     for title, keys in (("only in A", found.only_a), ("only in B", found.only_b)):
         if keys:
-            table = _table(title)
+            table = folding_table(title)
             for key in keys:
                 table.add_row(key)
             out.print(table)
     if found.tensors:
-        table = _table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
+        table = folding_table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
         for d in found.tensors:
             differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
-            sizes = (_number(d.absolute), _number(d.relative))
-            table.add_row(d.key, _both(*map(_shape, d.shapes)), _both(*d.dtypes), differing, *sizes)
+            sizes = (number(d.absolute), number(d.relative))
+            table.add_row(d.key, both(*map(shape_text, d.shapes)), both(*d.dtypes), differing, *sizes)
         out.print(table)
     if found.values:
-        table = _table("value", "A", "B")
+        table = folding_table("value", "A", "B")
         for key, (a, b) in found.values.items():
-            table.add_row(key, _short(a), _short(b))
+            table.add_row(key, shortened(a), shortened(b))
         out.print(table)
     count = len(found.only_a) + len(found.only_b) + len(found.tensors) + len(found.values)
     out.print(f"{count} differ, {found.equal} are equal" if found else f"all {found.equal} are equal")
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _both(a: object, b: object) -> str:
-    return str(a) if a == b else f"{a} | {b}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-# Formatting
-
-
-def _table(*headers: str, title: str | None = None) -> Table:
-    """A table that wraps long text, which rich would cut off otherwise."""
-    from rich.table import Column, Table
-
-    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def _red(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text, style="red")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."
-
-
-def human_size(size: int) -> str:
-    """A number of bytes in a suitable unit: ``1.5 MB``."""
-    if size < 1000:
-        return f"{size} bytes"
-    exponent = min(int(math.log10(size)) // 3, 4)
-    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with the strings "inf", "-inf" and "nan" for numbers that JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,71 @@
+"""Format sizes, shapes, values and tables for the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+SHOWN_CHARACTERS = 120
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``2 x 3`` for a shape."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def both(a: object, b: object) -> str:
+    """One text for two equal values, ``a | b`` for different ones."""
+    return str(a) if a == b else f"{a} | {b}"
+
+
+def number(value: float | None) -> str:
+    """A number with three digits; empty for None."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def folding_table(*headers: str, title: str | None = None) -> Table:
+    """A table that wraps long text, which rich would cut off otherwise."""
+    from rich.table import Column, Table
+
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
+
+
+def as_text(value: object) -> str:
+    """The value as text; empty for None."""
+    return "" if value is None else str(value)
+
+
+def red(text: str) -> Text:
+    """Red text."""
+    from rich.text import Text
+
+    return Text(text, style="red")
+
+
+def shortened(value: Any) -> str:
+    """A plain value as JSON of at most 120 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 4]} ..."
+
+
+def human_size(size: int) -> str:
+    """A number of bytes in a suitable unit: ``1.5 MB``."""
+    if size < 1000:
+        return f"{size} bytes"
+    exponent = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
+
+
+def finite_json(value: Any) -> Any:
+    """``value`` with the strings "inf", "-inf" and "nan" for numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    return [finite_json(item) for item in value] if isinstance(value, (list, tuple)) else value
