@@ -1,4 +1,4 @@
-"""Gradients: clipping that gives the single-device norm whatever their layout, means over processes, and none at all."""
+"""Gradient norm, clipping, averaging over processes, and zero gradients, for plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
 
 
 def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters that have a gradient, in groups whose gradients are spread over processes and devices alike.
+    """The parameters that have a gradient, in groups whose gradients have the same layout over processes and devices.
 
-    Plain tensors and DTensors, or DTensors of two meshes, cannot meet in one foreach call.
+    One foreach call cannot take plain tensors and DTensors, or DTensors of two meshes.
     """
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -34,10 +34,10 @@ def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """The norm of all gradients together as if they were one vector on one device; 0-dim, not read by the host.
+    """The norm of all gradients as if they were one vector on one device; 0-dim, without synchronisation.
 
-    Plain tensors and DTensors cannot meet in one foreach call, so each kind has its own norm and those are combined.
-    Raises RuntimeError on a non-finite norm if ``error_if_nonfinite``, on every process alike.
+    One foreach call cannot take both plain tensors and DTensors, so each layout has its norm and these are combined.
+    Raises RuntimeError on every process for a non-finite norm if ``error_if_nonfinite``, which waits for the device.
     """
     norms = [_norm(group, norm_type) for group in _alike(grads)]
     norms = [norm.to(norms[0].device) for norm in norms]
@@ -48,7 +48,7 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
 
 
 def require_finite(total: Tensor, norm_type: float) -> None:
-    """Raise RuntimeError if a total norm is not finite; waits for the device."""
+    """Raise RuntimeError if a total norm is not finite; this waits for the device."""
     if not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
@@ -56,11 +56,12 @@ def require_finite(total: Tensor, norm_type: float) -> None:
 
 
 def average(parameters: list[Tensor], data: DataShard) -> None:
-    """Replace the gradients of parameters that every process has by their means over the parts of the data.
+    """Replace the gradients of replicated parameters by their means over the parts of the data.
 
-    A parameter that some process did not use counts as zero there, as under DistributedDataParallel.
+    The gradient of a parameter that a process did not use counts as zero there, as under DistributedDataParallel.
     """
-    # One that no process used must keep no gradient, or weight decay would move it. Asked on the CPU: no device waits.
+    # A parameter that no process used must not get a gradient, or weight decay would change it. The flags are on the
+    # CPU, so that no device waits.
     if data.count == 1:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
@@ -74,7 +75,7 @@ def average(parameters: list[Tensor], data: DataShard) -> None:
 def clip_by_norm(
     grads: list[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor | None:
-    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before, None without any.
+    """Scale all gradients so that their total norm is at most ``max_norm``; return the norm before, None without any.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -87,9 +88,9 @@ def clip_by_norm(
 
 def scale_down(grads: list[Tensor], total: Tensor, max_norm: float) -> None:
     """Scale gradients whose total norm is ``total`` so that it is at most ``max_norm``."""
-    # Not torch.nn.utils.clip_grads_with_norm_, which finds the gradients once more and dispatches on DTensors: it takes up to
-    # twice as long, and torch 2.6 leaves those that are Partial as they are.
-    # The factor stays on the device: no branch on its value, the maximum is 1.
+    # torch.nn.utils.clip_grads_with_norm_ is not used: it collects the gradients again and dispatches on DTensors,
+    # takes up to twice as long, and torch 2.6 does not scale those that are Partial.
+    # The factor stays on the device; a maximum of 1 replaces a branch on its value.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     multiply(grads, factor)
 
@@ -110,14 +111,14 @@ def multiply(grads: list[Tensor], factor: Tensor) -> None:
 
 @contextmanager
 def giving_nothing(loss: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """A loss of zero, for whose backward every gradient is exactly zero when it reaches its parameter.
+    """Context with a loss of zero whose backward gives every parameter a gradient of exactly zero.
 
-    A mean over no items is 0/0, and so is what its division hands back, whatever the loss is multiplied by. Backward runs
-    through all of it nevertheless, because other processes wait for what it communicates.
+    A mean over no items is 0/0, and its gradient stays NaN whatever factor the loss gets. Backward runs through the
+    whole graph nevertheless, because other processes wait for its collectives.
 
     Args:
         loss: 0-dim, of any value.
-        parameters: the model's; for code that differentiates on its own in backward, where the graph does not show it.
+        parameters: those of the model; needed for code that runs its own backward, whose graph the loss does not show.
     """
     leaves = {id(leaf): leaf for leaf in (*_leaves(loss), *parameters) if leaf.requires_grad}
     handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]  # type: ignore[no-untyped-call]
@@ -129,7 +130,7 @@ def giving_nothing(loss: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tenso
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a loss was computed from: under FSDP others than the model's own parameters."""
+    """The leaf tensors from which a loss was computed; under FSDP they are not the model's parameters."""
     seen, ahead = set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -142,10 +143,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of gradients of one layout together."""
+    """The total norm of gradients of one layout."""
     first = grads[0]
     if math.isinf(norm_type):
-        # torch refuses the largest of no elements, and a process may hold no part of an unevenly sharded tensor.
+        # torch raises for the maximum of no elements, and the shard of an unevenly sharded tensor may be empty.
         parts = _local(grads)
         filled = [part for part in parts if part.numel()]
         largest = torch.nn.utils.get_total_norm(filled, norm_type) if filled else parts[0].new_zeros(())
@@ -159,16 +160,16 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def _local_parts(grads: list[DTensor]) -> list[Tensor]:
-    return [grad.to_local() for grad in grads]  # several times as fast without a graph
+    return [grad.to_local() for grad in grads]  # several times as fast without an autograd graph
 
 
 def _local(grads: list[Tensor]) -> list[Tensor]:
-    """This process's parts of gradients of one layout."""
+    """The local shards of gradients of one layout."""
     return _local_parts(cast(list[DTensor], grads)) if isinstance(grads[0], DTensor) else grads
 
 
 def _alike(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients in groups of one layout on one device, each of which can go into one foreach call."""
+    """Gradients in groups of one layout and device, so that one foreach call can take each group."""
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
         groups.setdefault(_layout(grad), []).append(grad)

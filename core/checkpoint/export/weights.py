@@ -50,9 +50,10 @@ def export_weights(
 
     Args:
         checkpoint: a checkpoint directory of any strategy, or anything else that ``open_weights`` takes.
-        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; or a folder
-            (a name without extension, with a slash at its end, or of an existing folder) for ``model.safetensors``, or
-            for several files with Hugging Face's index if ``max_shard_size`` requires it. Case is ignored in extensions.
+        path: ``x.safetensors``; ``x.pth``, ``x.pt`` or ``x.bin`` for ``torch.load(..., weights_only=True)``; or a
+            folder (a name without extension, with a slash at its end, or of an existing folder) for
+            ``model.safetensors``, or for several files with Hugging Face's index if ``max_shard_size`` requires it.
+            Extensions may be in upper case.
         averaged: write EMAHook's averages instead of the weights; the hook's name if several hooks have averages.
         dtype: dtype of the floating-point tensors; default: unchanged, float32 where training had master weights.
         max_shard_size: largest size of a file, in bytes or as a number with KB, MB, GB, KiB, MiB or GiB; a larger

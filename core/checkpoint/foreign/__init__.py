@@ -1,1 +1,1 @@
-"""Weights in the files of other programs, read without executing anything that is stored in them."""
+"""Read weights from files of other programs, without executing code that is stored in them."""

@@ -1,7 +1,7 @@
-"""Weights in a checkpoint directory of DeepSpeed, ZeRO 0 to 3, each process reading only the slices that it needs.
+"""Read weights from a checkpoint directory of DeepSpeed, ZeRO 0 to 3; each process reads only the slices that it needs.
 
-DeepSpeed's own tools for this load its files as pickles that may execute anything; here they are only described. How ZeRO cuts
-parameters up is what ``deepspeed.utils.zero_to_fp32`` undoes; the float32 masters are taken wherever they are.
+DeepSpeed's tools unpickle its files, which may execute any code; here the pickles are only parsed. The partitions of
+ZeRO are merged as in ``deepspeed.utils.zero_to_fp32``; float32 master weights are used if the files have them.
 
 Source: https://github.com/deepspeedai/DeepSpeed, ``deepspeed/utils/zero_to_fp32.py`` (0.17 to 0.19)
 """
@@ -29,11 +29,11 @@ _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_op
 _DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 Slice = tuple[int, StoredTensor]
-"""(number of the file, one-dimensional tensor in it)."""
+"""(index of the file, one-dimensional tensor in it)."""
 
 
 def find(folder: Path) -> Path | None:
-    """The directory with DeepSpeed's files: ``folder``, or the one in it that ``latest`` names; None: they are not there."""
+    """The directory of DeepSpeed's files: ``folder``, or the subfolder that ``latest`` names; None if there is none."""
     if _model_states(folder):
         return folder
     pointer = folder / "latest"
@@ -53,11 +53,11 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def open_directory(folder: Path) -> Checkpoint:
-    """The weights in a directory that ``find`` gave, under ``model.<name>``.
+    """Open the weights in a directory from ``find``, under the keys ``model.<name>``.
 
     Raises:
-        CheckpointError: a file is damaged, missing, or holds objects that cannot be described; or the model was split by
-            tensor, pipeline or expert parallelism.
+        CheckpointError: a file is damaged, missing, or has objects that cannot be read safely; or the model is sharded
+            by tensor, pipeline or expert parallelism.
     """
     _refuse_other_splits(folder)
     try:
@@ -93,7 +93,7 @@ class _Reader:
         return len(self.files) - 1
 
     def checkpoint(self) -> Checkpoint:
-        """Everything found, the most precise form of it."""
+        """All tensors of the files, with the highest precision that they have."""
         model = self.files[self.models[0]].content
         self._add_module(model)
         states = [self.files[index].content["optimizer_state_dict"] for index in self.optims]
@@ -120,12 +120,12 @@ class _Reader:
         if count != len(states):
             raise CheckpointError(f"{self.folder}: has {len(states)} files of optimizer states, {count} were written")
 
-    # What the files hold
+    # Tensors in the files
 
     def _add_module(self, model: Mapping[str, Any]) -> None:
-        """Buffers, and the parameters that are there in one piece, in the precision that they were computed with."""
+        """Add the buffers, and the whole parameters in the precision of computation."""
         module = dict(model["module"] or {})
-        if self.files[self.models[0]].path.name.startswith("zero_"):  # one per process: parameters are cut up
+        if self.files[self.models[0]].path.name.startswith("zero_"):  # one file per process: parameters are sharded
             module = {name: tensor for name, tensor in module.items() if name in model["buffer_names"]}
         else:
             module |= model.get("frozen_param_fragments") or {}
@@ -134,14 +134,14 @@ class _Reader:
                 self._add(name, tensor.shape, [(self.models[0], tensor, 0, 0, math.prod(tensor.shape))])
 
     def _add_frozen_parts(self) -> None:
-        """Frozen parameters under ZeRO-3: each process has a part of each."""
+        """Add the frozen parameters of ZeRO-3: every process has a shard of each."""
         models = [self.files[index].content for index in self.models]
         for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
             parts = [(i, m["frozen_param_fragments"][name]) for i, m in zip(self.models, models, strict=True)]
             self._add(name, shape, _consecutive(parts, 0, math.prod(shape)))
 
     def _add_stages_1_and_2(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]], paddings: Any) -> None:
-        """A group's parameters one behind the other, cut into one part per process."""
+        """Add the parameters of ZeRO-1 and 2: those of a group are concatenated, then cut into one part per process."""
         for number, shapes in enumerate(model["param_shapes"]):
             parts = [(file, groups[number]) for file, groups in zip(self.optims, ranks, strict=True)]
             padding = paddings[number] if paddings else [0] * len(shapes)
@@ -152,7 +152,7 @@ class _Reader:
                 offset += numel + behind
 
     def _add_stage_3(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> None:
-        """Each parameter cut into one part per process, and each process's parts one behind the other."""
+        """Add the parameters of ZeRO-3: each is cut into one part per process, and a process concatenates its parts."""
         shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
         offset = 0
         for name, shape in shapes.items():
@@ -169,7 +169,7 @@ class _Reader:
     # Pieces
 
     def _add(self, name: str, shape: Sequence[int], pieces: Sequence[tuple[int, StoredTensor, int, int, int]]) -> None:
-        """A tensor of pieces: (file, stored tensor, where in it, where in the flattened tensor, length)."""
+        """Add a tensor of pieces: (file, stored tensor, offset in it, offset in the flattened tensor, length)."""
         shape = tuple(shape)
         chunks, dtype = [], None
         for file, tensor, start, at, length in pieces:
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _consecutive(parts: Sequence[Slice], offset: int, length: int) -> list[tuple[int, StoredTensor, int, int, int]]:
-    """The range [offset, offset + length) of tensors laid end to end, as pieces whose place counts from ``offset``."""
+    """The range [offset, offset + length) of concatenated tensors, as pieces whose positions count from ``offset``."""
     found = []
     begin = 0
     for file, tensor in parts:

@@ -1,4 +1,4 @@
-"""Weights as Hugging Face writes them: one file, or several and an index that says which tensor is in which.
+"""Read Hugging Face's weights: one file, or several files and an index from tensor to file.
 
 Source of the format: https://huggingface.co/docs/safetensors and the ``save_pretrained`` of Transformers
 """
@@ -25,7 +25,7 @@ class _Index(pydantic.BaseModel):
 
 
 def find(folder: Path) -> Path | None:
-    """The index or the only file of weights in a folder; None if it has neither."""
+    """The index of a folder, or its single file of weights; None if it has neither."""
     for pattern in _INDICES:
         found = sorted(folder.glob(pattern))
         if len(found) > 1:
@@ -37,10 +37,10 @@ def find(folder: Path) -> Path | None:
 
 
 def open_index(path: Path) -> Checkpoint:
-    """The weights of the files that an index names, which lie beside it.
+    """Open the weights in the files that an index names; they must be in its folder.
 
     Raises:
-        CheckpointError: the index or a file is damaged, or the index names a file elsewhere.
+        CheckpointError: the index or a file is damaged, or a file is outside of the folder.
     """
     try:
         index = _Index.model_validate(read_json(path))

@@ -1,17 +1,17 @@
-"""What stands in a pickle, without carrying it out.
+"""Parse a pickle safely: read its content without importing or executing anything that it names.
 
-A pickle is a program, and it may call whatever can be imported. Here its instructions are followed by a machine that imports
-nothing and calls nothing but the functions it was given: it builds plain containers, and every class or function that the
-program names has to be known beforehand.
+A pickle is a program that may call anything that can be imported. The machine here follows its instructions, but it
+imports nothing and calls only the functions that it was given. It builds plain containers, and every class or function
+that the program names must be known in advance.
 
-Two libraries do much of this, and were tried in its place with tests/checkpoint/test_sources.py and test_attacks.py:
+Two alternatives were tried with tests/checkpoint/test_sources.py and test_attacks.py, and have these problems:
 
-- ``torch.load(weights_only=True, mmap=True)`` with stand-ins as safe globals reads no pickle of protocol 4 or 5, and maps no
-  file of the format before torch 1.6, so that every process would hold all of it. torch 2.6 believes what a file says of its
-  sizes: a storage of 16 bytes that claims 65,536 elements gives what lies behind it in memory; 2.15 refuses that one. The safe
-  globals belong to the whole process, and leaving ``safe_globals`` forgets those that a user has added.
-- ``pickle.Unpickler`` with a ``find_class`` of our own clears 64 GiB of memory for a single instruction (LONG_BINPUT), and
-  hashes a key of nested tuples for ever.
+- ``torch.load(weights_only=True, mmap=True)`` with placeholders as safe globals cannot read pickles of protocol 4 or 5,
+  and cannot map files of the format before torch 1.6, so that every process would hold the whole file. torch 2.6 trusts
+  the sizes in a file: a storage of 16 bytes that claims 65,536 elements exposes the memory behind it (2.15 refuses it).
+  Safe globals belong to the whole process, and leaving ``safe_globals`` removes those that the user has added.
+- ``pickle.Unpickler`` with our own ``find_class`` clears 64 GiB of memory for a single instruction (LONG_BINPUT), and
+  never finishes hashing a key of deeply nested tuples.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from typing import IO, Any
 
 from ...errors import CheckpointError
 
-# What a pickle of weights consists of is names and shapes; one of this size holds something else.
+# A pickle of weights has names and shapes only; a larger one has something else.
 MAX_BYTES = 256 * 2**20
 
 Known = Callable[[str], Callable[..., Any] | None]
-"""From ``module.name`` to what is called in its place; None: this name is not allowed."""
+"""Returns, for ``module.name``, the function to call instead; None: the name is not allowed."""
 _MARK = object()
 
 
 class Inert:
-    """Stands for what is not looked at; whatever a pickle does to it, nothing happens."""
+    """Placeholder for an ignored object; instructions of a pickle have no effect on it."""
 
     def __init__(self, *_: object) -> None: ...
 
 
 class Named:
-    """A class or function that a pickle names."""
+    """A class or function that a pickle names, with the function to call instead."""
 
     def __init__(self, name: str, make: Callable[..., Any]) -> None:
         self.name, self.make = name, make
 
 
 class ForbiddenNameError(CheckpointError):
-    """A pickle names a class or function that is not known."""
+    """A pickle names a class or function that is not allowed."""
 
 
 def describe(file: IO[bytes], known: Known, persistent: Callable[[Any], Any]) -> Any:
-    """The content of one pickle, which begins where ``file`` stands; behind it, the file stands at what follows.
+    """Parse one pickle at the current position of ``file``, which is left at the first byte after it.
 
     Args:
-        file: positioned, binary.
-        known: what stands for the classes and functions that the pickle names.
-        persistent: from a persistent id, which is how torch refers to storages, to what stands for it.
+        file: open, binary.
+        known: returns the replacement of a class or function that the pickle names.
+        persistent: returns the object for a persistent id, by which torch refers to storages.
 
     Raises:
-        ForbiddenNameError: the pickle names something that ``known`` does not.
-        ValueError, LookupError, TypeError: it is no pickle, or a damaged one.
+        ForbiddenNameError: the pickle names something that ``known`` does not allow.
+        ValueError, LookupError, TypeError: it is not a pickle, or it is damaged.
     """
     machine = _Machine(known, persistent)
     start = file.tell()
@@ -70,7 +70,7 @@ def describe(file: IO[bytes], known: Known, persistent: Callable[[Any], Any]) ->
 
 
 class _Machine:
-    """The stack machine that a pickle is written for; see the documentation of ``pickletools``."""
+    """The stack machine that runs a pickle's instructions; see the documentation of ``pickletools``."""
 
     def __init__(self, known: Known, persistent: Callable[[Any], Any]) -> None:
         self.known, self.persistent = known, persistent
@@ -78,7 +78,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Follow one instruction."""
+        """Run one instruction."""
         if name in _LITERALS:
             self.stack.append(argument)
         elif name in _CONSTANTS:
@@ -89,7 +89,7 @@ class _Machine:
             raise ValueError(f"instruction {name}")
 
     def pop_to_mark(self) -> list[Any]:
-        """What was put on the stack since the last mark."""
+        """Remove and return the items since the last mark."""
         items = []
         while (item := self.stack.pop()) is not _MARK:
             items.append(item)
@@ -98,41 +98,41 @@ class _Machine:
     # Names
 
     def name(self, argument: str) -> None:
-        """A class or function; the argument is "module name"."""
+        """Push a class or function; the argument is "module name"."""
         self.stack.append(self._global(argument.replace(" ", ".", 1)))
 
     def name_from_stack(self, _: object) -> None:
-        """As before, from two strings on the stack."""
+        """Push a class or function, with module and name from the stack."""
         module, name = self._pop(2)
         self.stack.append(self._global(f"{module}.{name}"))
 
     def _global(self, name: str) -> Named:
-        # Protocol 2, which torch.save uses, has Python 2's name of the module.
+        # Protocol 2, which torch.save uses, has the module name of Python 2.
         name = re.sub(r"^__builtin__\.", "builtins.", name)
         make = self.known(name)
         if make is None:
             raise ForbiddenNameError(name)
         return Named(name, make)
 
-    # Calls, of functions that the reader has given
+    # Calls of the replacement functions
 
     def call(self, _: object) -> None:
-        """A call, whatever instruction stands for it."""
+        """Call a function with a tuple of arguments, both from the stack."""
         function, arguments = self._pop(2)
         self.stack.append(self._call(function, arguments))
 
     def call_with_keywords(self, _: object) -> None:
-        """Only makes objects of classes, none of which have a meaning here."""
+        """Push a placeholder: this instruction makes objects of classes, which are ignored."""
         self._pop(3)
         self.stack.append(Inert())
 
     def call_marked(self, _: object) -> None:
-        """A call whose arguments stand behind a mark."""
+        """Call a function with arguments, all since the last mark."""
         function, *arguments = self.pop_to_mark()
         self.stack.append(self._call(function, tuple(arguments)))
 
     def call_named(self, argument: str) -> None:
-        """A call whose function is named in the instruction."""
+        """Call the function that the instruction names, with the arguments since the last mark."""
         arguments = tuple(self.pop_to_mark())
         self.stack.append(self._call(self._global(argument.replace(" ", ".", 1)), arguments))
 
@@ -144,22 +144,22 @@ class _Machine:
         return function.make(*arguments)
 
     def set_state(self, _: object) -> None:
-        """Attributes of an object, none of which have a meaning here."""
+        """Drop the attributes of an object, which are ignored."""
         self._pop(1)
 
     def by_id(self, _: object) -> None:
-        """Something that lies outside of the pickle."""
+        """Push the object of a persistent id, which is outside of the pickle."""
         self.stack.append(self.persistent(self.stack.pop()))
 
     # Containers
 
     def append(self, _: object) -> None:
-        """One item to a list."""
+        """Append one item to a list."""
         (item,) = self._pop(1)
         self._extend([item])
 
     def extend(self, _: object) -> None:
-        """Several items to a list."""
+        """Append the items since the last mark to a list."""
         self._extend(self.pop_to_mark())
 
     def _extend(self, items: list[Any]) -> None:
@@ -170,11 +170,11 @@ class _Machine:
             raise TypeError("items for what is no list")
 
     def set_item(self, _: object) -> None:
-        """One item to a dict."""
+        """Add one item to a dict."""
         self._update(self._pop(2))
 
     def update(self, _: object) -> None:
-        """Several items to a dict."""
+        """Add the items since the last mark to a dict."""
         self._update(self.pop_to_mark())
 
     def _update(self, items: list[Any]) -> None:
@@ -185,31 +185,31 @@ class _Machine:
             raise TypeError("items for what is no dict")
 
     def marked_dict(self, _: object) -> None:
-        """A dict of what stands behind a mark."""
+        """Push a dict of the items since the last mark."""
         items = self.pop_to_mark()
         self.stack.append(pairs(zip(items[::2], items[1::2], strict=True)))
 
     def forget_marked(self, _: object) -> None:
-        """Items of a set, which have no meaning here."""
+        """Drop the items since the last mark: those of a set are ignored."""
         self.pop_to_mark()
 
     def frozen_set(self, _: object) -> None:
-        """A set, which has no meaning here."""
+        """Push a placeholder for a frozen set, which is ignored."""
         self.pop_to_mark()
         self.stack.append(Inert())
 
     # The stack
 
     def duplicate(self, _: object) -> None:
-        """The topmost item once more."""
+        """Push the topmost item again."""
         self.stack.append(self.stack[-1])
 
     def remember(self, index: int | None) -> None:
-        """Keep the topmost item for later."""
+        """Store the topmost item in the memo."""
         self.memo[len(self.memo) if index is None else int(index)] = self.stack[-1]
 
     def recall(self, index: int) -> None:
-        """An item that was kept."""
+        """Push an item of the memo."""
         self.stack.append(self.memo[int(index)])
 
     def _pop(self, count: int) -> list[Any]:
@@ -221,9 +221,10 @@ class _Machine:
 
 
 def pairs(items: Any) -> dict[Any, Any]:
-    """A dict of those of the (key, value) pairs whose key is a plain value; no name of a tensor is anything else.
+    """A dict of the (key, value) pairs whose key is a plain value; names of tensors always are.
 
-    To hash a tuple that holds another tuple twice, which does so in turn, and so on, would take forever.
+    Hashing other keys is not safe: for a tuple that has another tuple twice, which has a third one twice, and so on, it
+    never finishes.
     """
     return {key: value for key, value in items if isinstance(key, _PLAIN)}
 

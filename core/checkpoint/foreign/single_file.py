@@ -1,4 +1,4 @@
-"""One file of weights: ``.safetensors``, or whatever torch.save wrote."""
+"""Read one file of weights: ``.safetensors``, or a file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .torch_files import StoredTensor, TorchFile
 
 
 def open_file(path: Path) -> Checkpoint:
-    """The weights in a file under ``model.<name>``.
+    """Open the weights in a file, under the keys ``model.<name>``.
 
     Raises:
-        CheckpointError: there are none that can be read safely.
+        CheckpointError: the file has no weights that can be read safely.
     """
     return _open_safetensors(path) if path.suffix.lower() == ".safetensors" else _open_torch(path)
 
@@ -66,14 +66,14 @@ def _open_torch(path: Path) -> Checkpoint:
 
 
 def _extra_state(path: Path, content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """What ``get_extra_state`` of modules gave, but for tensors alone, as a checkpoint has it; of others nothing."""
+    """The extra state of modules, encoded as in a checkpoint; single tensors and unsupported values are left out."""
     values: dict[str, Any] = {}
     found: dict[str, StoredTensor] = {}
     for name, value in content.items():
         if (module := module_of(str(name))) is None or isinstance(value, StoredTensor):
             continue
         tensors: list[StoredTensor] = []
-        with suppress(CheckpointError):  # the model will say that it misses it
+        with suppress(CheckpointError):  # loading will report it as missing
             values[EXTRA + module] = pack(
                 value, f"{path}: {name}", add_to(tensors, lambda part: isinstance(part, StoredTensor))
             )
@@ -82,15 +82,15 @@ def _extra_state(path: Path, content: Mapping[Any, Any]) -> tuple[dict[str, Any]
 
 
 def named_tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
-    """The tensors of a state dict, see ``state_dict``."""
+    """The tensors of a state dict by name; see ``state_dict``."""
     return {str(name): value for name, value in state_dict(path, content).items() if isinstance(value, StoredTensor)}
 
 
 def state_dict(path: Path, content: Any) -> Mapping[Any, Any]:
-    """A state dict, which may lie under a key as MMEngine's and others' do.
+    """The state dict in ``content``: itself, or under a key as in MMEngine's checkpoints.
 
     Raises:
-        CheckpointError: it is no dict.
+        CheckpointError: it is not a dict.
     """
     for key in ("state_dict", "model", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

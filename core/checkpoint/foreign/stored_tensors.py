@@ -1,4 +1,4 @@
-"""Files of any kind as the pieces of a checkpoint."""
+"""Entries of a checkpoint for tensors in foreign files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MODEL = "model."
 
 
 def label(index: int) -> str:
-    """What pieces call the file of this number; the files of others have names that those of a checkpoint may not have."""
+    """The name that pieces use for file number ``index``: real names of foreign files are not valid in a checkpoint."""
     return f"rank-{index:05d}.safetensors"
 
 
 def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor that lies in one piece in the first file.
+    """The entry of a tensor that is one piece in the first file.
 
     Raises:
-        CheckpointError: it is of a dtype that checkpoints don't have.
+        CheckpointError: checkpoints do not support the dtype.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
@@ -34,10 +34,10 @@ def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEn
 
 
 def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> TensorEntry:
-    """A tensor of pieces.
+    """The entry of a tensor of pieces.
 
     Raises:
-        CheckpointError: there is no such tensor, or the pieces don't make it up.
+        CheckpointError: the shape is impossible, or the pieces do not make up the tensor.
     """
     try:
         return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
@@ -47,10 +47,10 @@ def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Seq
 
 
 def dtype_name(path: Path, name: str, tensor: StoredTensor) -> str:
-    """The dtype of a stored tensor as checkpoints call it.
+    """The dtype of a stored tensor, by its name in checkpoints.
 
     Raises:
-        CheckpointError: it is of a kind or dtype that checkpoints don't have.
+        CheckpointError: checkpoints do not support the dtype or the kind of tensor.
     """
     kind = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) if tensor.kind == "strided" else f"a {tensor.kind} kind"
     if kind not in DTYPES:
@@ -59,15 +59,15 @@ def dtype_name(path: Path, name: str, tensor: StoredTensor) -> str:
 
 
 def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Checkpoint:
-    """Several sources as one.
+    """Join several sources into one.
 
     Args:
-        path: for messages.
-        parts: sources of one file each, by the file's name.
-        weight_map: from names of tensors to the file that holds them.
+        path: the origin, for messages.
+        parts: name of each file to its source.
+        weight_map: name of each tensor to the name of its file.
 
     Raises:
-        CheckpointError: a file lacks a tensor that it should hold.
+        CheckpointError: a tensor is not in its file.
     """
     numbers = {file: index for index, file in enumerate(parts)}
     entries = {}

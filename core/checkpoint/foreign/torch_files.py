@@ -1,4 +1,4 @@
-"""Files written by torch.save: what they hold, and their tensors as parts of the mapped file."""
+"""Read files of ``torch.save`` without unpickling: their content, and their tensors as views of the mapped file."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .pickles import ForbiddenNameError, Inert, Named, describe, pairs
 
-# What the format before torch 1.6 begins with.
+# The first two values in a file of the format before torch 1.6.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-# A tensor with stride 0 is larger than its storage; files of a few kilobytes may hold small ones.
+# A tensor with stride 0 (expanded) may be larger than its storage, up to this size.
 _EXPANDED_BYTES = 16 * 2**20
 _MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat piece of memory in a file.
+    """A range of elements of a storage in a file.
 
     Attributes:
-        key: its name in the file.
-        dtype: of its elements; uint8 for bytes without a type.
-        offset: elements before it in the storage of that name.
-        numel: elements.
+        key: name of the storage in the file.
+        dtype: dtype of the elements; uint8 for an untyped storage.
+        offset: begin of the range in the storage, in elements.
+        numel: number of elements.
     """
 
     key: str
@@ -50,15 +50,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: a view of a storage.
+    """Description of a tensor in a file: a view of a storage.
 
     Attributes:
-        storage: where its elements are.
-        dtype: of its elements.
-        offset: elements of the storage before the first.
-        shape: in elements.
-        stride: in elements.
-        kind: "strided", or what else it is; only strided ones can be read.
+        storage: the storage with its elements.
+        dtype: dtype of the elements.
+        offset: offset of the first element in the storage, in elements.
+        shape: sizes of the dimensions.
+        stride: strides, in elements.
+        kind: "strided", or another kind of tensor; only strided ones can be read.
     """
 
     storage: Storage
@@ -70,11 +70,11 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in memory."""
+        """Size of the tensor in memory, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_inside(self, limit: int) -> bool:
-        """Whether it lies within its storage and takes no more memory than that, or than ``limit`` bytes."""
+        """Whether it is inside its storage, and takes at most the larger of the storage's size and ``limit`` bytes."""
         numbers = (self.offset, *self.shape, *self.stride)
         if len(self.shape) != len(self.stride) or len(self.shape) > _MAX_DIMENSIONS:
             return False
@@ -88,7 +88,7 @@ class StoredTensor:
 
 
 class TorchFile:
-    """What ``torch.save`` wrote; nothing stored in it is executed, and no tensor is read before it is asked for.
+    """A file of ``torch.save``. No stored code is executed, and no tensor is read before it is needed.
 
     Args:
         path: the file.
@@ -97,7 +97,7 @@ class TorchFile:
         content: dicts, lists, plain values and ``StoredTensor``.
 
     Raises:
-        CheckpointError: it is damaged, or holds objects of other classes than tensors and plain values.
+        CheckpointError: the file is damaged, or has objects that are neither tensors nor plain values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,14 +123,14 @@ class TorchFile:
             ) from None
 
     def map(self) -> Callable[[StoredTensor], Tensor]:
-        """Map the file; the tensors are views of it as long as they exist, and reading them reads the file."""
+        """Map the file; return a function that gives a tensor as a view of it. Using the tensor reads the file."""
         data = torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8)
 
         def tensor(stored: StoredTensor) -> Tensor:
             storage = stored.storage
             begin = self._places[storage.key] + storage.offset * storage.dtype.itemsize
             part = data[begin : begin + storage.nbytes]
-            if begin % stored.dtype.itemsize:  # the old format puts tensors at any byte
+            if begin % stored.dtype.itemsize:  # the old format does not align tensors
                 part = part.clone()
             flat = part[: part.numel() // stored.dtype.itemsize * stored.dtype.itemsize].view(stored.dtype)
             return flat.as_strided(stored.shape, stored.stride, flat.storage_offset() + stored.offset)
@@ -145,7 +145,7 @@ class TorchFile:
         root = next(iter(records)).partition("/")[0]
         if f"{root}/constants.pkl" in records:
             raise CheckpointError("it is a TorchScript archive, which is code; save the state dict alone")
-        # torch never compresses; what is small and compressed may be of any size.
+        # torch never compresses, and a small compressed record could expand to any size.
         packed = [name for name, record in records.items() if record.compress_type != zipfile.ZIP_STORED]
         if packed:
             raise CheckpointError(f"{packed[0]} in it is compressed, which torch.save does not do")
@@ -197,13 +197,13 @@ class TorchFile:
             raise CheckpointError(f"a tensor of {found.nbytes} bytes is not all in its {self.size} bytes")
         return found
 
-    # What a pickle of tensors names
+    # Functions and classes that a pickle of tensors names
 
     def _known(self, name: str) -> Callable[..., Any] | None:
         return _MADE.get(name) or (self._tensor if name in _TENSORS else None) or (Inert if _inert(name) else None)
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
-        """Stands for torch's functions that make a tensor of a storage; those of version 3 give its dtype too."""
+        """Called instead of torch's functions that make a tensor of a storage; version 3 also passes the dtype."""
         named = (_DTYPES[part.name] for part in rest if isinstance(part, Named) and part.name in _DTYPES)
         dtype = next(named, storage.dtype)
         stored = StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride))
@@ -234,7 +234,7 @@ def _check_byteorder(written: bytes) -> None:
 
 
 def _begin(data: mmap.mmap, record: zipfile.ZipInfo) -> int:
-    """Where the bytes of a record begin."""
+    """Offset of a record's content in the file."""
     local = data[record.header_offset : record.header_offset + 30]
     name, extra = struct.unpack("<HH", local[26:30])
     begin = record.header_offset + 30 + int(name) + int(extra)
@@ -253,7 +253,7 @@ def _no_storage(_: Any) -> Any:
 
 
 def _storage_of(given: Any) -> Storage:
-    """A persistent id of torch: ("storage", type, key, device, numel[, (view's key, offset, numel) or None])."""
+    """Parse torch's persistent id: ("storage", type, key, device, numel[, (view's key, offset, numel) or None])."""
     word, kind, key, _, numel, *view = given
     if word != "storage" or type(numel) is not int or not 0 <= numel < 2**62:
         raise ValueError("a persistent id that is no storage")
@@ -267,12 +267,12 @@ def _storage_of(given: Any) -> Storage:
 
 
 def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Stands for torch's function for tensors with attributes, and for subclasses of tensors."""
+    """Called instead of torch's function that makes tensors with attributes and subclasses of tensors."""
     return function.make(*arguments)
 
 
 def _attribute(owner: Any, name: Any) -> Inert:
-    """Stands for getattr, which reaches whatever the process has; MMEngine's log takes its own methods."""
+    """Called instead of getattr, which could reach any object of the process; MMEngine's HistoryBuffer needs it."""
     if not isinstance(owner, Inert) and getattr(owner, "name", None) != _MMENGINE_HISTORY:
         raise ForbiddenNameError(f"getattr of {name}")
     return Inert()
@@ -310,7 +310,7 @@ _DTYPES_OF_STORAGES = {
 }
 _MMENGINE_HISTORY = "mmengine.logging.history_buffer.HistoryBuffer"
 _MADE: Mapping[str, Callable[..., Any]] = {
-    # Named, not called.
+    # A pickle only names these, and does not call them.
     **dict.fromkeys([*_DTYPES_OF_STORAGES, *_DTYPES], Inert),
     _MMENGINE_HISTORY: Inert,
     "builtins.getattr": _attribute,
@@ -326,7 +326,7 @@ _MADE: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_meta_tensor_no_storage": _other("meta"),
     "torch._utils._rebuild_wrapper_subclass": _other("subclassed"),
 }
-# Found beside weights, and not looked at: loss scalers of DeepSpeed, numbers of NumPy, arguments.
+# Other objects in files of weights, which are ignored: DeepSpeed's loss scalers, NumPy's numbers, argparse's arguments.
 _INERT = (
     r"builtins\.(bool|bytearray|bytes|complex|dict|float|frozenset|int|list|long|range|set|slice|str|tuple)",
     r"argparse\.Namespace|collections\.(Counter|deque)",

@@ -28,9 +28,10 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     Every process that loads from it reads only the parts that it needs, from mapped files.
 
     Args:
-        path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at the
-            top or under "state_dict", "model" or "module"; an index of Hugging Face (``model.safetensors.index.json``)
-            or its folder; a checkpoint directory of DeepSpeed, with or without its tag. Only the first may be a URL.
+        path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at
+            the top or under "state_dict", "model" or "module"; an index of Hugging Face
+            (``model.safetensors.index.json``) or its folder; a checkpoint directory of DeepSpeed, with or without its
+            tag. Only the first may be a URL.
 
     Raises:
         CheckpointError: the file does not exist, or has no weights that can be read safely.

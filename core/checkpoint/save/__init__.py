@@ -1,1 +1,1 @@
-"""Writing checkpoints."""
+"""Write checkpoints."""

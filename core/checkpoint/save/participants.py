@@ -1,4 +1,4 @@
-"""The processes that save together: who is missing, and whose failure it was."""
+"""Messages between the processes that save a checkpoint; every process learns which rank is missing or failed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _Failure:
-    """What takes the place of a result, on its way to the other processes."""
+    """The reason of a failure, sent to the other processes instead of a result."""
 
     reason: str
 
 
 class Peers:
-    """All processes of the run, over a group of their own, so that nothing here mixes with training's messages.
+    """All processes of the run, in a process group that is separate from that of training.
 
     Args:
-        what: how a message begins, "epoch_3: could not be saved".
+        what: the begin of error messages, such as "epoch_3: could not be saved".
     """
 
     def __init__(self, what: str) -> None:
@@ -34,23 +34,23 @@ class Peers:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process combines what all have."""
+        """Whether this process combines the results of all."""
         return get_rank() == 0
 
     def meet(self, name: str, timeout_s: float) -> None:
-        """Wait until every process has come to save what is called ``name``.
+        """Wait until every process has called this to save ``name``.
 
         Raises:
-            CheckpointError: some have not within ``timeout_s`` seconds, or are in another call; it names them.
+            CheckpointError: some ranks do not come within ``timeout_s`` seconds, or are in another call; it names them.
         """
         if problem := roll_call(f"save_checkpoint({name})", timeout_s):
             raise CheckpointError(f"{self.what}: {problem}; every process has to save")
 
     def round(self, own: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """``own()`` on every process, and ``combine`` on rank 0 with all results; each process gets its part of the answer.
+        """Run ``own`` on every process, then ``combine`` on rank 0 with all results; return this process's item of it.
 
         Raises:
-            CheckpointError: on every process, if it failed on any; it names the rank.
+            CheckpointError: on every process, if one of them failed; it names the rank.
         """
         result, error = _attempt(own)
         try:
@@ -76,5 +76,5 @@ class Peers:
 def _attempt(action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
     try:
         return action(), None
-    except Exception as error:  # raised on every process, here too, as soon as all know of it
+    except Exception as error:  # raised on every process, also here, after all know of it
         return _Failure(" ".join(str(error).split()) or type(error).__name__), error

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: rank 0's values, what only other processes have, and each process's own."""
+"""Plain values of a checkpoint: those of rank 0, those that only other processes have, and values per rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import xxhash
 from .. import directory
 
 Own = tuple[int, dict[str, Any]]
-"""The place of a process, and what it has of its own."""
+"""The number of a process, and its values that differ by process."""
 
 
 class PlainValues:
-    """The plain values of one process, on their way to rank 0. Where all have the same keys, only ``per_rank`` is sent.
+    """The plain values of one process, to be sent to rank 0. If all have the same keys, only ``per_rank`` is sent.
 
     Args:
-        values: rank 0's count; of a key that rank 0 lacks, those of the first process that has it.
-        number: the place of this process's own among all of them.
-        per_rank: each process's own; read back as lists of those that gave some.
-        joined: lists of names, or mappings to such lists, of which the checkpoint gets what any process has.
+        values: rank 0's are saved; for a key that rank 0 lacks, the value of the first process that has it.
+        number: position of this process's ``per_rank`` in the lists of the checkpoint.
+        per_rank: values that differ by process; read back as lists of those that are not empty.
+        joined: lists of names, or mappings to such lists; the checkpoint gets the union over all processes.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class PlainValues:
         self._values, self._joined = {**values, **joined}, dict(joined)
 
     def fingerprint(self) -> int:
-        """A number that is equal on processes with the same keys and the same names in ``joined``.
+        """A hash that is equal on processes with the same keys and the same names in ``joined``.
 
         Raises:
-            CheckpointError: something differs by process and JSON cannot hold it, so that it may not be sent either.
+            CheckpointError: JSON cannot hold a value of ``per_rank``; it must not be sent then.
         """
         directory.to_json(self.own[1], "per_rank")
         names = [*self._values, str(self._joined)]
         return xxhash.xxh3_64_intdigest("\0".join(names).encode())
 
     def beyond(self, known: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What this process has under other keys than ``known``, and its ``joined``.
+        """The values of this process whose keys are not in ``known``, and its ``joined``.
 
         Raises:
-            CheckpointError: JSON cannot hold it.
+            CheckpointError: JSON cannot hold them.
         """
         extra = {key: value for key, value in self._values.items() if key not in known}
         directory.to_json(extra, "checkpoint")
@@ -51,15 +51,15 @@ class PlainValues:
         return extra, self._joined
 
     def keys(self) -> list[str]:
-        """Of the values of this process."""
+        """Keys of this process's values."""
         return list(self._values)
 
     def text(self, own: Sequence[Own], others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]] = ()) -> bytes:
-        """All values as JSON; rank 0's to make.
+        """All values as JSON; for rank 0.
 
         Args:
-            own: what each process has of its own, with its place.
-            others: what ``beyond`` gave on each process, if their fingerprints differ.
+            own: number and ``per_rank`` of each process.
+            others: result of ``beyond`` on each process, if their fingerprints differ.
 
         Raises:
             CheckpointError: JSON cannot hold them.
@@ -74,7 +74,7 @@ class PlainValues:
 
 
 def _union(one: Any, other: Any) -> Any:
-    """The names of both, in their order."""
+    """The names of both without duplicates, in order."""
     if one is None:
         return other
     if isinstance(one, Mapping):

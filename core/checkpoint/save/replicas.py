@@ -1,6 +1,6 @@
-"""What several processes hold alike: before one of them writes it for all, it is seen to be the same.
+"""Check that replicas of a tensor are equal on all processes, before one of them writes it for all.
 
-Replicas that have drifted apart would otherwise be mixed in a checkpoint, since each process writes a share of the tensors.
+Otherwise a checkpoint would mix replicas that have diverged, because every process writes a share of the tensors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import counted
 
-_Place = tuple[int, int]  # a tensor's name and which part of it, as numbers
+_Place = tuple[int, int]  # hashes of the tensor's name and of the shard's coordinates
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024
 _BLOCK, _SHARES = 64 * 2**10, 4
-_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)  # as int64; multiples of one do not repeat before 2**64
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)  # as int64; odd, so multiples repeat only after 2**64
 
 
 class Replicas:
-    """The fingerprints of this process's replicas: plain tensors, and DTensors with copies over a dimension of their mesh.
+    """Fingerprints of this process's replicas: plain tensors, and DTensors that an axis of their mesh replicates.
 
     Args:
-        tensors: all that this process offers, by key.
-        share: of large tensors in the host's memory look at every fourth block only, beginning with this one, 0 to 3; None:
-            at all of them. On other devices looking costs little, and everything is looked at.
+        tensors: key to tensor, for all tensors of this process.
+        share: hash only every fourth block of large tensors on the CPU, beginning with this block, 0 to 3; None: hash
+            all blocks. Tensors on other devices are hashed completely, because that costs little.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], share: int | None = None) -> None:
@@ -40,8 +40,8 @@ class Replicas:
         self._later: dict[str, _Place] = {}
 
     def look(self, later: Iterable[str] = ()) -> None:
-        """Take the fingerprints of all that is still open, but for ``later``, which ``look_at`` will be given as copies."""
-        # On a device it costs less than the copy; and what is compared has to come of one and the same arithmetic.
+        """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
+        # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
         places = {key: (_number(key), _number(str(part))) for key, (_, part) in self._open.items()}
         self._later = {key: places[key] for key in waiting}
@@ -50,21 +50,21 @@ class Replicas:
         self._open.clear()
 
     def look_at(self, key: str, tensor: Tensor) -> None:
-        """Take the fingerprint of a copy in the host's memory of what ``look`` has left for later."""
+        """Compute a fingerprint that ``look`` has left for later, from a copy on the host."""
         if (place := self._later.pop(key, None)) is not None:
             self._prints[place] = _of_bytes(tensor, self._share)
 
     def packed(self) -> bytes:
-        """The fingerprints as bytes, equal on processes that hold the same."""
+        """The fingerprints as bytes; equal on processes with equal replicas."""
         rows = [(*place, value) for place, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 
     def difference(self, everyones: Sequence[bytes], keys: Iterable[str] = ()) -> str | None:
-        """What is not the same on all processes that hold it, and where; None if there is nothing.
+        """A text that names the first tensor whose replicas differ, and the ranks; None if all are equal.
 
         Args:
-            everyones: what ``packed`` gave on each process.
-            keys: those of all processes, of which this one may have some only.
+            everyones: result of ``packed`` on each process.
+            keys: keys of all processes; this one may have only some of them.
         """
         ranks: dict[bytes, list[int]] = {}
         for rank, packed in enumerate(everyones):
@@ -93,7 +93,7 @@ def _number(name: str) -> int:
 
 
 def _replica(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """This process's part of what others hold too, and which part it is; None of what it alone holds."""
+    """The local part of a replicated tensor, and its coordinates on the sharding axes; None if it is not replicated."""
     if isinstance(tensor, DTensor):
         if not any(placement.is_replicate() for placement in tensor.placements):
             return None
@@ -108,7 +108,7 @@ def _replica(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
 
 
 def fingerprints(tensors: Mapping[str, Tensor], share: int | None = None) -> dict[str, int]:
-    """A number for the bits of each tensor; where they are on a device, one small copy brings all of them to the host."""
+    """A hash of the bits of each tensor, by key; one small copy brings those of a device to the host."""
     found = {key: _of_bytes(tensor, share) for key, tensor in tensors.items() if tensor.device.type == "cpu"}
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -134,14 +134,14 @@ def _of_bytes(tensor: Tensor, share: int | None) -> int:
 
 
 def share_of(name: str) -> int:
-    """Which blocks a save of this name looks at; the same on every process, and another with other names."""
+    """The ``share``, 0 to 3, that a save of this name hashes; equal on all processes, different for other names."""
     return _number(name) % _SHARES
 
 
 def of_bits(tensor: Tensor) -> Tensor:
-    """A number that tells the bits of a tensor and their places, 0-dim int64 where the tensor is; in two passes over it.
+    """A hash of the bits of a tensor and their positions, 0-dim int64 on its device; it takes two passes.
 
-    Sums of rows of the bits, taken as integers, and of columns, each with a weight of its own.
+    It is a weighted sum of the sums of the rows and columns of the bits as integers, each with its own weight.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.itemsize])
     whole = bits.numel() // _ROW * _ROW
@@ -152,5 +152,5 @@ def of_bits(tensor: Tensor) -> Tensor:
 
 
 def _weights(like: Tensor, step: int) -> Tensor:
-    """Numbers that are all different, as many as ``like`` has."""
+    """Weights that are all different, one for each element of ``like``."""
     return torch.arange(1, like.numel() + 1, dtype=torch.int64, device=like.device) * step

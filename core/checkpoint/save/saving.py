@@ -1,7 +1,6 @@
-"""Saving: all agree on who writes what, each process writes its part, and rank 0 makes it a checkpoint.
+"""Save a checkpoint: plan which process writes what, write in every process, and complete it on rank 0.
 
-torch.distributed.checkpoint's planners do the first: what several processes hold alike is written by one of them, shared
-out evenly.
+The planners are those of torch.distributed.checkpoint: one process writes each replicated tensor, divided evenly.
 """
 
 from __future__ import annotations
@@ -57,26 +56,27 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint directory; every process must call it, and writes its own part.
 
-    One tensor at a time is copied to the CPU, and nothing but the part of it that this process writes.
+    One tensor at a time is copied to the CPU, and only the part of it that this process writes.
 
     Args:
-        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); a checkpoint of this name is replaced
-            once the new one is complete.
-        state: key to tensor (plain: equal on all processes that offer it; DTensor and FlatShard: each process's part) or
-            JSON-able value (rank 0's counts, or that of the first process that has it).
-        per_rank: JSON-able values that differ by process; read back as lists of those that gave some, in order of ``number``.
-        number: by default its rank.
-        joined: lists of names, or mappings to such lists, of which the checkpoint gets what any process has.
-        written_by: facts for people, such as the strategy's name.
-        is_latest: ``latest`` in the parent directory names it when it is complete.
-        verify: read what was written and compare it with its checksum before the checkpoint counts as complete.
-        timeout_s: how many seconds the other processes may take to come here.
-        staging: keeps what the next save can use again; every process has to give its own, or none.
-        finite: keys of tensors that training should keep finite. Where one of them holds NaN or infinity the checkpoint is
-            marked, and ``latest`` does not move to it; ``staging`` knows the keys afterwards.
+        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); an existing checkpoint of this
+            name is replaced when the new one is complete.
+        state: key to tensor (plain: equal on all processes that have it; DTensor and FlatShard: each process's shard)
+            or JSON-able value (rank 0's is saved, or that of the first process that has it).
+        per_rank: JSON-able values that differ by process; read back as lists of those that are not empty, in order of
+            ``number``.
+        number: position of this process in those lists; default: its rank.
+        joined: lists of names, or mappings to such lists; the checkpoint gets the union over all processes.
+        written_by: information for people, such as the strategy's name.
+        is_latest: let ``latest`` in the parent directory name the checkpoint when it is complete.
+        verify: read the files again and compare their checksums before the checkpoint is complete.
+        timeout_s: how many seconds to wait for the other processes.
+        staging: plan and buffers to use again in the next save; give one on every process, or on none.
+        finite: keys of tensors that training should keep finite. If one of them has NaN or infinity, the checkpoint is
+            marked and ``latest`` does not change; ``staging.nonfinite`` has the keys afterwards.
 
     Raises:
-        CheckpointError: on every process, if any failed or did not come; a checkpoint that was there before still is.
+        CheckpointError: on every process, if one failed or did not come; an existing checkpoint stays unchanged.
     """
     save = _Save(
         path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
@@ -100,14 +100,14 @@ def save_in_background(
     staging: Staging | None = None,
     finite: Collection[str] = (),
 ) -> PendingSave:
-    """``save_checkpoint``, except that it returns as soon as the state is copied; a thread writes it.
+    """Like ``save_checkpoint``, but return as soon as the state is copied; a thread writes it.
 
-    The copy takes as much memory on the CPU as this process writes: its shards, and its share of what all hold alike. It is
-    given back when they are written, unless ``staging`` keeps it for the next save, which is then several times as quick.
-    Wait for one save before you begin another: they would talk over the same group, and write into the same memory.
+    The copy takes as much host memory as this process writes: its shards, and its share of the replicated tensors. The
+    memory is released after writing, unless ``staging`` keeps it for the next save, which is then several times as
+    fast. Wait for one save before you start another: both would use the same process group and the same memory.
 
     Raises:
-        CheckpointError: on every process, if any could not begin; what fails later is raised by ``PendingSave.wait``.
+        CheckpointError: on every process, if one could not start; ``PendingSave.wait`` raises later failures.
     """
     save = _Save(
         path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
@@ -117,64 +117,64 @@ def save_in_background(
 
 
 class Staging:
-    """What one save leaves to the next: who writes what, and memory, which is slow when new, being cleared page by page."""
+    """Plan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
 
     def __init__(self) -> None:
         self.plan = _Plan()
         self.nonfinite: tuple[str, ...] = ()
-        """Of the last save, once it is complete: what made it a marked one."""
+        """Keys of the tensors for which the last complete save was marked."""
         self.memory = HostBuffer()
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who writes what. It holds for as long as the layouts of all processes' tensors are those that it was made for."""
+    """The plan which process writes what; valid as long as the layouts of all processes' tensors do not change."""
 
     mark: str | None = None
-    """Rank 0's name for it: those that have the same made it together."""
+    """Identifier from rank 0: processes with the same one have made the plan together."""
     made_for: tuple[int, int, dict[str, Any]] | None = None
-    """The rank, the number of processes, and the layout of each of this one's tensors."""
+    """The rank, the world size, and the layout of each tensor of this process."""
     items: Sequence[WriteItem] = ()
-    """What this process writes."""
+    """The rectangles that this process writes."""
     index: WrittenIndex = field(default_factory=WrittenIndex)
-    """What all write; rank 0's."""
+    """The index of what all processes write; on rank 0."""
 
 
 class PendingSave:
-    """A save that a thread is finishing. The interpreter does not end before it has."""
+    """A save that a thread completes in the background; the interpreter waits for it before it exits."""
 
     def __init__(self, save: _Save) -> None:
         self.path = save.path
         self.seconds = 0.0
-        """How long it took to write, once it is done."""
+        """Seconds that writing took; set when the save is done."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
         self._thread.start()
 
     def _run(self, save: _Save) -> None:
-        # Lets go of the interpreter, for which start() waits: this thread would keep it for some milliseconds.
+        # Release the GIL, for which start() waits: this thread would hold it for some milliseconds.
         time.sleep(0.001)
         begin = time.perf_counter()
         try:
             save.finish()
-        except Exception as error:  # raised where it is waited for, which a script may leave out
+        except Exception as error:  # also logged, because a script may never call wait()
             _logger.error("%s", error)
             self._error = error
         self.seconds = time.perf_counter() - begin
 
     def is_done(self) -> bool:
-        """Whether it has come to its end, good or bad; does not wait."""
+        """Whether the save is done, successful or not; does not wait."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for its end, good or bad."""
+        """Wait until the save is done, successful or not."""
         self._thread.join()
 
     def wait(self) -> Path:
-        """The checkpoint's path, when it is complete.
+        """Wait until the checkpoint is complete; return its path.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the checkpoint could not be saved.
         """
         self.join()
         if self._error is not None:
@@ -214,18 +214,19 @@ class _Save:
         self._peers.meet(self.path.name, timeout_s)
 
     def prepare(self, copy: bool) -> None:
-        """Agree on who writes what, make the directory, and ``copy`` what this process writes, so that training may go on.
+        """Agree on the plan, make the directory, and, if ``copy``, copy this process's part so that training may go on.
 
-        Where all write what they wrote in the save before, they copy it at once, and a single round of messages does.
+        If the plan of the last save is still valid on all processes, they copy at once, and one round of messages is
+        enough.
         """
         folder, as_before, known = self._peers.round(lambda: self._offer(copy), self._begin)
-        # In a file system it is not rank 0's word that counts: where storage is not shared, the folder is missing.
+        # Not rank 0's path for a local folder: if storage is not shared, this process must see that it is missing.
         self._folder = directory.temporary(self.path) if is_local(self.path) else place(folder)
         if known is not None:
             with self._cleared_away():
                 self._peers.round(lambda: (self._plain.own, self._plain.beyond(known)), self._put_together)
         if not as_before:
-            self._staged = None  # what was copied already would keep the memory that gives way to more
+            self._staged = None  # an early copy would keep the old memory while new memory is allocated
             with self._cleared_away():
                 self._plan = self._staging.plan = self._agree()
                 if copy:
@@ -235,7 +236,7 @@ class _Save:
             del self._planner
 
     def _offer(self, copy: bool) -> tuple[str | None, Own, int]:
-        """The plan that still holds here, if one does, what differs by process, and whether that is more than it should."""
+        """The mark of the old plan if it is still valid here, this process's own values, and the keys' fingerprint."""
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
@@ -257,7 +258,7 @@ class _Save:
         return [(str(directory.begin(self.path)), as_before, known)] * len(offers)
 
     def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> list[None]:
-        """The values of processes that hold different names."""
+        """Merge the values of processes that have different keys."""
         own, others = zip(*offers, strict=True)
         self._keep_text(self._plain.text(own, others))
         return [None] * len(offers)
@@ -279,18 +280,18 @@ class _Save:
         return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
 
     def _layouts(self) -> tuple[int, int, dict[str, Any]]:
-        with torch.no_grad():  # looking at what a process holds is none of autograd's business
+        with torch.no_grad():  # to_local() would record an autograd graph
             layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
         return get_rank(), get_world_size(), layouts
 
     def _copy(self) -> None:
-        """What this process writes; of what others write of its replicas, the fingerprints, before training changes them."""
+        """Copy what this process writes, and hash its other replicas before training changes them."""
         self._staged = self._staging.memory.copy([self._resolve(item) for item in self._plan.items])
-        # All of it would hold training up for as long again as the copy does, where that is in the host's memory.
+        # Hashing all blocks of tensors on the CPU would stop training for as long as the copy does.
         self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
 
     def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
-        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share)  # one has nothing to compare
+        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share)  # one has no replicas
         self._replicas.look(later)
 
     def _resolve(self, item: WriteItem) -> Tensor:
@@ -299,18 +300,18 @@ class _Save:
         return tensor.detach()
 
     def finish(self) -> None:
-        """Write this process's part; rank 0 completes the checkpoint when all have."""
+        """Write this process's part; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
             self._staging.nonfinite = self._peers.round(self._write, self._complete)
 
     @contextmanager
     def _cleared_away(self) -> Iterator[None]:
-        """If it fails, its parts make room: where a disk is full, they would keep it full."""
+        """Context that removes the unfinished files after a failure, because they would keep a full disk full."""
         try:
             yield
         except CheckpointError:
             if self._peers.is_main:
-                with contextlib.suppress(OSError):  # the reason for the failure is what has to be heard
+                with contextlib.suppress(OSError):  # do not hide the reason of the failure
                     directory.abandon(self._folder)
             raise
 
@@ -331,7 +332,7 @@ class _Save:
         return _Written((file, entry), self._nonfinite, self._replicas.packed())
 
     def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tensors to write, looked at on the way, in the background where that is: what should be finite and is not."""
+        """Yield the tensors to write, and check them on the way: fingerprints, and NaN or infinity."""
         for item, tensor in zip(self._plan.items, tensors, strict=True):
             key = item.index.fqn
             self._replicas.look_at(key, tensor)
@@ -349,7 +350,7 @@ class _Save:
         manifest = Manifest(
             written_by=self._written_by, files=files, nonfinite=marked, tensors=self._plan.index.entries()
         )
-        # Without the mark it is what earlier versions read.
+        # Earlier versions can read a manifest without the mark.
         directory.seal(folder, manifest.model_dump_json(exclude=None if marked else {"nonfinite"}).encode())
         directory.commit(self.path, folder)
         if self._is_latest and not marked:
@@ -359,11 +360,11 @@ class _Save:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one process has written."""
+    """The result of writing in one process."""
 
     file: tuple[str, FileEntry] | None
-    """Its name, and what is in it; None without a share."""
+    """Name, size and checksum of its file; None if it has written none."""
     nonfinite: Sequence[str]
-    """Keys of what should be finite and is not."""
+    """Keys of tensors that should be finite and are not."""
     replicas: bytes
-    """Fingerprints of what other processes hold too."""
+    """Fingerprints of its replicas."""

@@ -1,4 +1,4 @@
-"""Index of what all processes write: of every tensor, its rectangles and the files that they are in."""
+"""Index of what all processes write: the rectangles of every tensor, and their files."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ..storage import name_in_file
 
 
 class WrittenIndex:
-    """Of every tensor, its pieces and where they will be."""
+    """Entries of all tensors for the manifest, computed from the plans when they are first needed."""
 
     def __init__(self) -> None:
         self._plans: tuple[list[SavePlan], Metadata] | None = None
         self._entries: dict[str, TensorEntry] = {}
 
     def plan(self, plans: list[SavePlan], metadata: Metadata) -> None:
-        """Let it follow from the plans of all processes."""
+        """Set the plans of all processes."""
         self._plans = plans, metadata
 
     def entries(self) -> dict[str, TensorEntry]:
-        """Made when they are first asked for, when training goes on already; the plans of all then make room."""
+        """The entries by key. The first call computes them, while training already continues, and drops the plans."""
         if self._plans is not None:
             self._entries, self._plans = _entries(*self._plans), None
         return self._entries
 
 
 def file_of(rank: int) -> str:
-    """The name of what ``rank`` writes."""
+    """Name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
-    """Of every tensor, its pieces and where they will be."""
+    """The entry of every tensor: its pieces, and the files that they will be in."""
     chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
     for rank, plan in enumerate(plans):
         for item in plan.items:
