@@ -27,7 +27,7 @@ from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_fl
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Functions that read and write the values of a parameter.
 
     Attributes:
@@ -129,16 +129,16 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The ``storage_key`` of all memory that recorded operations use."""
         return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}
 
-    def replay(self, places: Mapping[int, Place]) -> None:
+    def replay(self, destinations: Mapping[int, Destination]) -> None:
         """Run the recorded operations; they draw from the random generators as the constructor would have.
 
         Args:
-            places: one for each parameter, by the ``storage_key`` that it had in this context.
+            destinations: one for each parameter, by the ``storage_key`` that it had in this context.
 
         Raises:
             StrategyError: an operation cannot be deferred.
         """
-        replay = _Replay(places, {storage_key(parameter) for parameter in self._registered})
+        replay = _Replay(destinations, {storage_key(parameter) for parameter in self._registered})
         if self._drawn:
             self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
         tape, self._tape, self._drawn = self._tape, [], 0
@@ -211,9 +211,9 @@ def _is_meta(value: Any) -> bool:
 
 
 class _Replay:
-    def __init__(self, places: Mapping[int, Place], registered: set[int]) -> None:
-        self._places = places
-        self._replaced = registered - places.keys()  # parameters that were replaced by others
+    def __init__(self, destinations: Mapping[int, Destination], registered: set[int]) -> None:
+        self._destinations = destinations
+        self._replaced = registered - destinations.keys()  # parameters that were replaced by others
         self._written: set[int] = set()
         self._held: dict[int, Tensor] = {}  # memory of the current parameters, 1-D
         self._others: dict[int, Tensor] = {}  # memory of intermediate results
@@ -232,7 +232,7 @@ class _Replay:
             ) from error
         for meta, real in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
             if _is_meta(meta) and (key := storage_key(meta)) not in given:
-                if key in self._places:  # a copy of a parameter became one
+                if key in self._destinations:  # a copy of a parameter became one
                     self._real(meta).copy_(real)
                 else:
                     self._others[key] = _flat(meta)
@@ -242,8 +242,8 @@ class _Replay:
     def write_back(self) -> None:
         """Write the current parameters to their places, and release the memory."""
         for key, flat in self._held.items():
-            like = self._places[key].like
-            self._places[key].write(flat.as_strided(like.shape, like.stride()))
+            like = self._destinations[key].like
+            self._destinations[key].write(flat.as_strided(like.shape, like.stride()))
         self._held = {}
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -256,14 +256,14 @@ class _Replay:
         for known in (self._others, self._held):
             if key in known:
                 return known[key]
-        if key not in self._places and key not in self._replaced:
+        if key not in self._destinations and key not in self._replaced:
             raise StrategyError("model: its constructor computes with a tensor on the meta device that is no parameter")
         flat = _flat(tensor)
-        if key not in self._places:
+        if key not in self._destinations:
             self._others[key] = flat
             return flat
-        place = self._places[key]
+        destination = self._destinations[key]
         if key in self._written:
-            flat.as_strided(place.like.shape, place.like.stride()).copy_(place.read())
+            flat.as_strided(destination.like.shape, destination.like.stride()).copy_(destination.read())
         self._held[key] = flat
         return flat

@@ -48,8 +48,8 @@ class DeviceSpec:
         if self.type == "cpu":
             return True
         # torch has is_available() of mps in torch.backends.mps, that of the others in torch.<type>.
-        places: list[Any] = [getattr(torch.backends, self.type, None), getattr(torch, self.type, None)]
-        return any(place.is_available() for place in places if hasattr(place, "is_available"))
+        owners: list[Any] = [getattr(torch.backends, self.type, None), getattr(torch, self.type, None)]
+        return any(owner.is_available() for owner in owners if hasattr(owner, "is_available"))
 
     def load(self, where: str = "strategy.device") -> None:
         """Import the package that adds the type to torch, if torch has not imported it itself.

@@ -47,8 +47,8 @@ def _python_address() -> int | None:
     probe = random.Random(1)
     if sys.implementation.name != "cpython" or random.Random.__basicsize__ < _HEAD + _BYTES:
         return None
-    place, *words = (ctypes.c_uint32 * _WORDS).from_address(id(probe) + _HEAD)
-    return id(_PYTHON) + _HEAD if (*words, place) == probe.getstate()[1] else None
+    position, *words = (ctypes.c_uint32 * _WORDS).from_address(id(probe) + _HEAD)
+    return id(_PYTHON) + _HEAD if (*words, position) == probe.getstate()[1] else None
 
 
 _ADDRESS = _python_address()
@@ -76,9 +76,9 @@ def set_python_state(state: Any) -> None:
 def numpy_look(generator: np.random.MT19937) -> Look:
     """Return a function that reads the generator's place; it does not include RandomState's spare normal number."""
     address: int = generator.ctypes.state_address
-    *words, place = (ctypes.c_uint32 * _WORDS).from_address(address)
+    *words, position = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]
-    if words == state["key"].tolist() and place == state["pos"]:
+    if words == state["key"].tolist() and position == state["pos"]:
         return _look_at([_view(address + _BYTES - _SEEN, _SEEN)])  # here the place comes last
     return lambda: (generator.state["state"]["pos"], generator.state["state"]["key"].tobytes())
 

@@ -27,9 +27,9 @@ def mix(number: int) -> int:
     return number ^ number >> 31
 
 
-def nth_seed(seed: int, place: int) -> int:
-    """Seed number ``place``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
-    return mix(seed + _GAMMA * (place + 1) & _MASK)
+def nth_seed(seed: int, number: int) -> int:
+    """Seed number ``stand``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
+    return mix(seed + _GAMMA * (number + 1) & _MASK)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -68,10 +68,10 @@ class Apart:
     def __enter__(self) -> None:
         self._outer_numpy = _NUMPY.get_bit_generator()
         _NUMPY.set_bit_generator(self._numpy)
-        place = self._look(), _PYTHON.gauss_next
-        if place != self._at:
-            self._python, self._torch, self._at = python_state(), _TORCH.get_state(), place
-        self._mark, self._numpy_mark = place, self._numpy_look()
+        stand = self._look(), _PYTHON.gauss_next
+        if stand != self._at:
+            self._python, self._torch, self._at = python_state(), _TORCH.get_state(), stand
+        self._mark, self._numpy_mark = stand, self._numpy_look()
 
     def __exit__(self, *exc_info: object) -> None:
         _NUMPY.set_bit_generator(self._outer_numpy)
@@ -113,9 +113,9 @@ class RandomStream(Apart):
             _TORCH.set_state(self._own_torch)
 
     def __exit__(self, *exc_info: object) -> None:
-        place = self._look(), _PYTHON.gauss_next
-        if place != self._own_at:
-            self._own_python, self._own_torch, self._own_at = python_state(), _TORCH.get_state(), place
+        stand = self._look(), _PYTHON.gauss_next
+        if stand != self._own_at:
+            self._own_python, self._own_torch, self._own_at = python_state(), _TORCH.get_state(), stand
         super().__exit__(*exc_info)
 
 

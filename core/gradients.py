@@ -152,7 +152,7 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
         largest = torch.nn.utils.get_total_norm(filled, norm_type) if filled else parts[0].new_zeros(())
         if not isinstance(first, DTensor):
             return largest
-        layout = [Replicate() if place.is_replicate() else Partial("max") for place in first.placements]
+        layout = [Replicate() if placement.is_replicate() else Partial("max") for placement in first.placements]
         return DTensor.from_local(largest, first.device_mesh, layout).full_tensor()
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

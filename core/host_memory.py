@@ -33,16 +33,16 @@ class HostBuffer:
         self.wait()  # a copy of a host tensor is immediate, and would overtake the copies under way
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
         sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        if device != self._device or (places := _fill([block.numel() for block in self._blocks], sizes)) is None:
+        if device != self._device or (begins := _fill([block.numel() for block in self._blocks], sizes)) is None:
             self._blocks = []  # free the old blocks before the new ones are allocated
             self._device = device
             self._blocks, self._locks = _allocate(sizes, device)
-            places = _fill([block.numel() for block in self._blocks], sizes)
-            assert places is not None
+            begins = _fill([block.numel() for block in self._blocks], sizes)
+            assert begins is not None
         copies = []
-        for tensor, (number, begin) in zip(tensors, places, strict=True):
-            place = self._blocks[number][begin : begin + tensor.numel() * tensor.itemsize]
-            copies.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._locks))
+        for tensor, (number, begin) in zip(tensors, begins, strict=True):
+            view = self._blocks[number][begin : begin + tensor.numel() * tensor.itemsize]
+            copies.append(view.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._locks))
         if self._locks:
             self._arrival = torch.accelerator.current_stream(device).record_event()
         return copies
@@ -81,13 +81,13 @@ def _powers_of_two(sizes: Sequence[int]) -> list[int]:
 
 def _fill(blocks: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]] | None:
     """(index of the block, offset in it) for each size, placed one after the other; None if they do not fit."""
-    places: list[tuple[int, int]] = []
+    begins: list[tuple[int, int]] = []
     number = begin = 0
     for size in sizes:
         while number < len(blocks) and begin + size > blocks[number]:
             number, begin = number + 1, 0
         if number == len(blocks):
             return None
-        places.append((number, begin))
+        begins.append((number, begin))
         begin += size
-    return places
+    return begins

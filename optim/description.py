@@ -10,10 +10,10 @@ def description(optim: OptimWrapper | OptimWrapperDict) -> dict[str, str]:
     """Return class, plain group settings and micro-batches per update of every optimizer, by configuration key."""
     found = {}
     for wrapper in optim.wrappers.values():
-        place = f"{wrapper.where}.optimizer"
-        found[f"{place}.type"] = type(wrapper.optimizer).__name__
+        prefix = f"{wrapper.where}.optimizer"
+        found[f"{prefix}.type"] = type(wrapper.optimizer).__name__
         found[f"{wrapper.where}.accumulative_counts"] = str(wrapper.accumulate)
         for number, group in enumerate(wrapper.param_groups):
             settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-            found |= {f"{place} group {number} {key}": repr(value) for key, value in settings.items()}
+            found |= {f"{prefix} group {number} {key}": repr(value) for key, value in settings.items()}
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint import place
+from ..core.checkpoint import as_path
 from ..core.config import known_keywords, validate
 from .arguments import Checked
 from .configuration import check_loading
@@ -59,7 +59,7 @@ class Checkpoints(Parts):
         Raises:
             CheckpointError: this save failed, or the previous one failed in the background.
         """
-        path = place(out_dir) / filename
+        path = as_path(out_dir) / filename
         self._saver.save(
             self,
             path,
@@ -109,7 +109,7 @@ class Checkpoints(Parts):
         self.strategy.meet("load_checkpoint()")
         self._setup_model()
         self._begin()
-        checkpoint.load_weights(self, place(filename), strict=strict, revise_keys=revise_keys)
+        checkpoint.load_weights(self, as_path(filename), strict=strict, revise_keys=revise_keys)
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
@@ -143,7 +143,7 @@ class Checkpoints(Parts):
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
         checked = validate(Resume, options, "resume")
         self.strategy.meet("resume()")
-        self._resume(place(filename), checked)
+        self._resume(as_path(filename), checked)
 
     def _resume(self, path: Path, options: Resume) -> None:
         self._setup_model()
@@ -165,7 +165,7 @@ class Checkpoints(Parts):
             return
         source, resumed = find_source(self)
         if source is not None and resumed:
-            self._resume(place(source), resumed)
+            self._resume(as_path(source), resumed)
         elif source is not None:
             if not self._has_weights:
                 self.load_checkpoint(source)

@@ -65,19 +65,19 @@ def terminable() -> Iterator[Termination]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def tell_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
+def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     """Log the end of a run and call every hook's on_exception; errors of hooks are logged, not raised.
 
     Args:
         run: the run.
         error: the error that ended it.
-        has_place: True if training had loaded its start, so that epoch and iteration mean something.
+        has_begun: True if training had loaded its start, so that epoch and iteration mean something.
     """
     try:
         run.finish_saving()
     except CheckpointError as second:
         run.logger.error(str(second))
-    _log_how_it_ended(run, error, has_place)
+    _log_how_it_ended(run, error, has_begun)
     for method in run.hook_calls["on_exception"]:
         try:
             method(run, exception=error)
@@ -85,7 +85,7 @@ def tell_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
             run.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)
 
 
-def _log_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
+def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     """Log what ended the run and what to resume from; the traceback of a failure goes only to the log file.
 
     On the console the interpreter prints it, or the program has caught the exception.
@@ -98,7 +98,7 @@ def _log_how_it_ended(run: Run, error: BaseException, has_place: bool) -> None:
     elif isinstance(error, Exception):
         first_line = str(error).strip().partition("\n")[0]
         level, what, reason = logging.ERROR, "Failed", f": {type(error).__name__}: {first_line}"
-    if has_place:
+    if has_begun:
         what += f" after epoch {run.epoch}, iteration {run.iter}"
         if run.rank == 0:
             reason += f"; {_advice(run)}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from ..core.checkpoint import place
+from ..core.checkpoint import as_path
 from ..core.checkpoint.directory import replaced
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
@@ -152,7 +152,7 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
 
 def _is_there(path: str | Path) -> bool:
     try:
-        found = place(path)
+        found = as_path(path)
         with reaching(found):
             return found.exists() or replaced(found).exists()
     except CheckpointError as error:

@@ -18,7 +18,7 @@ from .options import FixedOptions
 from .reporting.message_hub import MessageHub
 
 
-class TrainingPlace(Protocol):
+class TrainingProgress(Protocol):
     """The training loop as others see it: the current position in training, and its end."""
 
     by_epoch: bool
@@ -201,7 +201,7 @@ class Run(Protocol):
         """The parameter schedulers: a list, or a dict of lists for several optimizers."""
 
     @property
-    def train_loop(self) -> TrainingPlace:
+    def train_loop(self) -> TrainingProgress:
         """The training loop."""
 
     @property

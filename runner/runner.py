@@ -201,7 +201,7 @@ class FlexibleRunner(Checkpoints):
                 self.call_hook("after_run")
             except BaseException as error:
                 reason = termination.end(error)
-                tell_how_it_ended(self, reason, has_place=self._started)
+                tell_how_it_ended(self, reason, has_begun=self._started)
                 if reason is error:
                     raise
                 raise reason from error

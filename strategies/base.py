@@ -117,7 +117,7 @@ class Strategy(CanonicalState):
             self._compile(self._model)
         if optim is not None:
             optim.build(self.module)
-            if found := first_difference(recipe_of(optim), kind=f"part {self.topology.place_in_model} of the model"):
+            if found := first_difference(recipe_of(optim), kind=f"part {self.topology.index_in_model} of the model"):
                 raise StrategyError(f"{found}; every process has to be configured alike")
             if self.topology.model is not None:
                 spread_updates(optim, self.named_parameters(), self.topology, self.device)

@@ -87,8 +87,8 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
         name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         own = _PORTS[zlib.crc32(name.encode()) % len(_PORTS)] if name else 29500
         init = f"tcp://{meeting}:{_int(env, 'MASTER_PORT', own)}"
-        place = _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-        return Launch("mpi", *place, init, f"Open MPI job {name}" if name else "")
+        ranks = _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+        return Launch("mpi", *ranks, init, f"Open MPI job {name}" if name else "")
     return Launch()
 
 

@@ -38,7 +38,7 @@ def spread_updates(
         }
         kinds = {parameter.dtype for parameter in own.values()}
         everyones = dist.all_gather_object((set(own), kinds), topology.model)
-        before = set().union(*(names for names, _ in everyones[: topology.place_in_model]))
+        before = set().union(*(names for names, _ in everyones[: topology.index_in_model]))
         dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
         elsewhere = [parameter for name, parameter in own.items() if name in before]
         wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))

@@ -51,8 +51,8 @@ class ShardedOptimizers:
     def _spread(self, whole: Tensor) -> Tensor:
         if whole.ndim == 0:
             return whole  # as FSDP leaves them
-        size, place = self._mesh.size(-1), self._mesh.get_local_rank(-1)
-        local = whole.chunk(size)[place].contiguous()
+        size, index = self._mesh.size(-1), self._mesh.get_local_rank(-1)
+        local = whole.chunk(size)[index].contiguous()
         spread = DTensor.from_local(
             local, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )

@@ -8,7 +8,7 @@ from .flat_shard import FlatShard
 from .load.checkpoint import Checkpoint
 from .load.weights import MatchReport, match_weights, open_weights
 from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
-from .paths import is_local, make_writable, place
+from .paths import as_path, is_local, make_writable
 from .save.saving import PendingSave, Staging, save_checkpoint, save_in_background
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "match_weights",
     "open_weights",
     "passed_over",
-    "place",
+    "as_path",
     "remove_checkpoint",
     "save_checkpoint",
     "save_in_background",

@@ -29,7 +29,7 @@ import xxhash
 
 from ..errors import CheckpointError
 from .manifest import FORMAT, MANIFEST, SHARD, VALUES, VERSION, FileEntry, Manifest
-from .paths import is_local, place, reaching, remove_tree
+from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
 
 LATEST = "latest"
@@ -37,7 +37,7 @@ LATEST = "latest"
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a complete checkpoint directory."""
-    return (place(path) / MANIFEST).is_file()
+    return (as_path(path) / MANIFEST).is_file()
 
 
 def temporary(path: Path) -> Path:
@@ -140,7 +140,7 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names a checkpoint that does not exist any more.
     """
-    pointer = place(folder) / LATEST
+    pointer = as_path(folder) / LATEST
     with reaching(pointer):
         # is_file returns False for storage that cannot be reached; exists raises.
         if not pointer.exists() or not pointer.is_file():
@@ -157,7 +157,7 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, its manifest first, so that no damaged one remains if this is interrupted."""
-    path = place(path)
+    path = as_path(path)
     (path / MANIFEST).unlink(missing_ok=True)
     remove_tree(path)
 
@@ -327,10 +327,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.model_validate_json(_manifest_text(file))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(
-            f"{path / MANIFEST}: is damaged at {place or 'its beginning'}, {one_line(reason)}"
-        ) from None
+        at, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at {at or 'its beginning'}, {one_line(reason)}") from None
     if manifest.format != FORMAT or manifest.version > VERSION:
         raise CheckpointError(
             f"{path / MANIFEST}: is {manifest.format} version {manifest.version}, this flextrain reads {FORMAT} {VERSION}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import CheckpointError, counted
 from .directory import is_checkpoint, read_manifest
 from .manifest import MANIFEST
-from .paths import place, reaching
+from .paths import as_path, reaching
 
 _NAMED = 3
 
@@ -24,14 +24,14 @@ def what_is_not_finite(keys: Sequence[str], noun: str = "tensor") -> str:
 def is_marked(path: str | os.PathLike[str]) -> bool:
     """Whether the checkpoint at ``path`` is marked; False if there is no complete one."""
     try:
-        return bool(read_manifest(place(path)).nonfinite)
+        return bool(read_manifest(as_path(path)).nonfinite)
     except CheckpointError:
         return False
 
 
 def passed_over(folder: str | os.PathLike[str], latest: Path | None) -> list[str]:
     """Names of the marked checkpoints in ``folder`` that are newer than ``latest`` (None: of all), oldest first."""
-    found = place(folder)
+    found = as_path(folder)
     with reaching(found):
         if not found.is_dir():
             return []

@@ -21,7 +21,7 @@ from .untrusted import one_line
 REMOTE = "://"
 
 
-def place(path: str | os.PathLike[str]) -> Path:
+def as_path(path: str | os.PathLike[str]) -> Path:
     """``path`` as an absolute Path; a URL as universal_pathlib's UPath, which has the same interface.
 
     Raises:

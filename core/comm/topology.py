@@ -41,10 +41,10 @@ class DataShard:
                 f"Topology.data.group: missing, {self.count} of the {dist.get_world_size()} processes train on other parts of "
                 "the data than this one"
             )
-        place = (dist.rank_in(self.group), dist.get_world_size(self.group))
-        if place != (self.index, self.count):
+        found = (dist.rank_in(self.group), dist.get_world_size(self.group))
+        if found != (self.index, self.count):
             raise StrategyError(
-                f"Topology.data.group: this process is number {place[0]} of {place[1]} there, and has part {self.index} of "
+                f"Topology.data.group: this process is number {found[0]} of {found[1]} there, and has part {self.index} of "
                 f"{self.count} of the data"
             )
 
@@ -113,7 +113,7 @@ class Topology:
         return self.data.count < self.world_size
 
     @property
-    def place_in_model(self) -> int:
+    def index_in_model(self) -> int:
         """Rank of this process in the ``model`` group; 0 if every process has all parameters."""
         return 0 if self.model is None else dist.rank_in(self.model)
 

@@ -74,11 +74,11 @@ def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentPa
     return action
 
 
-def _place(path: str) -> Path:
+def _as_path(path: str) -> Path:
     """A path, or a URL that fsspec knows."""
-    from ..core.checkpoint import place
+    from ..core.checkpoint import as_path
 
-    return place(path)
+    return as_path(path)
 
 
 def _check_directory(path: Path) -> None:
@@ -95,7 +95,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import is_checkpoint
     from ..core.checkpoint.paths import reaching
 
-    folder = _place(arguments.folder)
+    folder = _as_path(arguments.folder)
     with reaching(folder):
         _check_directory(folder)
         if is_checkpoint(folder):
@@ -251,7 +251,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint.directory import check_present, read_manifest
     from ..core.checkpoint.integrity import damages
 
-    path = _place(arguments.checkpoint)
+    path = _as_path(arguments.checkpoint)
     check_present(path)
     found = list(damages(path))
     nonfinite = [] if found else read_manifest(path).nonfinite

@@ -289,7 +289,7 @@ def _first(
     traces: Sequence[Trace],
     reference: Trace,
 ) -> FirstDifference | None:
-    places = {name: number for number, name in enumerate(reference.parameters)}
+    order = {name: number for number, name in enumerate(reference.parameters)}
     for step, differences in enumerate(measured):
         usual = floor[step] if floor else {}
         allowed = {entry: max(tolerance, MARGIN * usual.get(entry, 0.0)) for entry in differences}
@@ -297,9 +297,7 @@ def _first(
         if not wrong:
             continue
         # Weights come before optimizer state, parameters in the model's order, losses and norms last.
-        entry = min(
-            wrong, key=lambda entry: (places.get(_parameter(entry), len(places)), _quantity(entry) != "weights")
-        )
+        entry = min(wrong, key=lambda entry: (order.get(_parameter(entry), len(order)), _quantity(entry) != "weights"))
         hint = _hint(step, entry, wrong, traces, reference)
         return FirstDifference(step, _parameter(entry), entry, differences[entry], allowed[entry], hint, len(wrong) - 1)
     return None

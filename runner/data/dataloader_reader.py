@@ -99,11 +99,14 @@ class Feed:
     def _turns_from(self, seed: int, epoch: int, start: int) -> Iterator[Turn]:
         if self.repeatable is not None:
             index, shards = self.shard
-            return (Turn(seed, epoch, place * shards + index, shards, item) for place, item in self.repeatable.places())
+            return (
+                Turn(seed, epoch, position * shards + index, shards, item)
+                for position, item in self.repeatable.positions()
+            )
         order: Any = self._sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         stride, first = self._sampler.count, start + self._sampler.index
-        places = count(first, stride * self._batch_size)
-        return map(Turn, repeat(seed), repeat(epoch), places, repeat(stride), order)
+        positions = count(first, stride * self._batch_size)
+        return map(Turn, repeat(seed), repeat(epoch), positions, repeat(stride), order)
 
     def _from_workers(self) -> Iterator[Any]:
         for batch in self._read:

@@ -207,9 +207,9 @@ class TrainData:
         if is_alone() or self._has_met:
             return
         self._has_met = True
-        samples, lengths, deals, even, keeps_place = zip(
+        samples, lengths, deals, even, keeps_position = zip(
             *all_gather_object(
-                (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_place)
+                (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
             ),
             strict=True,
         )
@@ -223,7 +223,7 @@ class TrainData:
             )
         if not all(even):
             self._in_step = InStep(
-                "train_dataloader", processes=len(samples), ahead=not any(keeps_place), timeout_s=timeout_s
+                "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
             )
             self._least = None if None in lengths else min(lengths)
 
@@ -270,7 +270,7 @@ class TrainData:
     @property
     def stream_workers(self) -> int | None:
         """Number of workers that read a stream, whose order depends on it; None for other data."""
-        is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_place
+        is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_position
         return getattr(self.loader, "num_workers", None) if is_stream else None
 
     def position(self, epoch: int, window: int) -> int | None:
@@ -278,8 +278,8 @@ class TrainData:
         sampler = self.splittable
         if sampler is None:
             return None
-        place = self._place(epoch, window)
-        return place if self.infinite else min(place, sampler.num_samples)
+        position = self._position_at(epoch, window)
+        return position if self.infinite else min(position, sampler.num_samples)
 
     def resume_at(self, epoch: int, position: int) -> int:
         """Continue an epoch at a position, in windows of the current size, and return the window that begins there.
@@ -307,7 +307,7 @@ class TrainData:
         """Samples per window, over all processes."""
         return int(self.accumulate * self._batch_size * cast(ShardedSampler, self._sampler).count)
 
-    def _place(self, epoch: int, window: int) -> int:
+    def _position_at(self, epoch: int, window: int) -> int:
         first, position = self._origin[1:] if epoch == self._origin[0] else (0, 0)
         return position + (window - first) * self._stride
 
@@ -327,9 +327,9 @@ class TrainData:
         self._reader.load_state(state, begins)
 
     @property
-    def keeps_place(self) -> bool:
+    def keeps_position(self) -> bool:
         """True if the loader's own state determines the next batch."""
-        return self._reader is not None and self._reader.keeps_place
+        return self._reader is not None and self._reader.keeps_position
 
     # Reading
 
@@ -378,5 +378,5 @@ class TrainData:
             own = self._shard[0] if self.diff_rank_seed else 0
             return self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
         if self._feed.by_position:
-            start, stop = self._place(epoch, first), None if end is None else self._place(epoch, end)
+            start, stop = self._position_at(epoch, first), None if end is None else self._position_at(epoch, end)
         return self._feed.batches(self.seed, epoch, start, stop, diff_shard_seed=self.diff_rank_seed)

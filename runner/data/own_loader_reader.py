@@ -11,7 +11,7 @@ import torch
 from ...core.generators import RandomStream
 from ...core.json_values import pack, unpack
 from .samplers import ShardedSampler
-from .user_loaders import keeps_place, name_of
+from .user_loaders import keeps_position, name_of
 
 _END = object()
 
@@ -29,7 +29,7 @@ class Reader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.keeps_place = keeps_place(loader)
+        self.keeps_position = keeps_position(loader)
         self._is_placed = False
         self._has_begun, self._has_ended = False, True
 
@@ -71,7 +71,7 @@ class Reader:
         Raises:
             CheckpointError: the state holds something other than plain values and tensors.
         """
-        if not self.keeps_place:
+        if not self.keeps_position:
             return None
         where = f"train_dataloader ({name_of(self.loader)}.state_dict)"
         return {"state": pack(self.loader.state_dict(), where), "ended": self._has_ended}

@@ -79,11 +79,11 @@ class SeededDataset(Dataset[Any]):
         if self._at_once:
             samples = self._seeded(turn, 2 * turn.position, watch, self.dataset.__getitems__, turn.indices)
         elif self.in_batches:
-            places = range(turn.position, turn.position + turn.stride * len(turn.indices), turn.stride)
+            positions = range(turn.position, turn.position + turn.stride * len(turn.indices), turn.stride)
             read = self.dataset.__getitem__
             samples = [
-                self._seeded(turn, 2 * place, watch, read, index)
-                for place, index in zip(places, turn.indices, strict=True)
+                self._seeded(turn, 2 * position, watch, read, index)
+                for position, index in zip(positions, turn.indices, strict=True)
             ]
         else:
             samples = self._seeded(turn, 2 * turn.position, watch, self.dataset.__getitem__, turn.indices)

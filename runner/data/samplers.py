@@ -192,11 +192,11 @@ class Repeatable(Sampler[Any]):
         self._seed, self._start, self._stop = seed, start, stop
 
     def __iter__(self) -> Iterator[Any]:
-        return (item for _, item in self.places())
+        return (item for _, item in self.positions())
 
-    def places(self) -> Iterator[tuple[int, Any]]:
+    def positions(self) -> Iterator[tuple[int, Any]]:
         """Yield the items of the span, each with the number of samples before it."""
-        stream, place = RandomStream(self._seed), 0
+        stream, at = RandomStream(self._seed), 0
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             generator = getattr(sampler, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -209,8 +209,8 @@ class Repeatable(Sampler[Any]):
             if item is _END:
                 return
             if number >= self._start:
-                yield place, item
-            place += len(item) if isinstance(item, Sized) else 1
+                yield at, item
+            at += len(item) if isinstance(item, Sized) else 1
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def _only_counts(loader: DataLoader[Any]) -> bool:
     return (
         type(loader).__module__ == "torchdata.stateful_dataloader.stateful_dataloader"
         and not isinstance(loader.dataset, IterableDataset)
-        and not keeps_place(loader.dataset)
+        and not keeps_position(loader.dataset)
         and isinstance(loader.sampler, ShardedSampler)
         and type(loader.batch_sampler) in (BatchSampler, type(None))
     )
@@ -125,7 +125,7 @@ def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
     """Log how a custom loader resumes in the middle of an epoch."""
     if not goes_its_own_way(loader):
         return
-    if keeps_place(loader):
+    if keeps_position(loader):
         how = "goes on where its state_dict says, which is saved in checkpoints, among as many processes as there were"
     else:
         how = "reads it again from its beginning, and is exact if that gives the same batches on as many processes"
@@ -161,7 +161,7 @@ def from_elsewhere(
     return source if hasattr(source, "__iter__") else FromFunction(source, where)
 
 
-def keeps_place(loader: Any) -> bool:
+def keeps_position(loader: Any) -> bool:
     """True if the object's own state determines its next batch."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 

@@ -80,9 +80,9 @@ def _resolve(default_hooks: Any, custom_hooks: Any) -> list[tuple[str, Any]]:
             if name not in DEFAULT_HOOKS:
                 raise ConfigError(f"{key}: unknown key{suggest(name, DEFAULT_HOOKS)} or give it a type")
             cfg = {**DEFAULT_HOOKS[name], **cfg}
-        elif name not in DEFAULT_HOOKS and (twin := _default_of_its_class(cfg, key)):
+        elif name not in DEFAULT_HOOKS and (same_class := _default_of_its_class(cfg, key)):
             raise ConfigError(
-                f'{key}: unknown key, did you mean "{twin}"? A second hook of its class goes into custom_hooks'
+                f'{key}: unknown key, did you mean "{same_class}"? A second hook of its class goes into custom_hooks'
             )
         hooks[key] = cfg
     given = [(key, cfg) for key, cfg in hooks.items() if cfg is not None]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import (
+    as_path,
     find_latest,
     is_checkpoint,
     is_marked,
     make_writable,
-    place,
     remove_checkpoint,
     what_is_not_finite,
 )
@@ -116,7 +116,7 @@ class CheckpointHook(Hook):
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
-        self._parent = None if out_dir is None else place(out_dir)
+        self._parent = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept: list[int] = []
         self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
@@ -357,7 +357,7 @@ def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
     """Return True if the run resumed from a checkpoint outside ``folder``, so those in ``folder`` are not its own."""
     resumed = runner.options.resume_options
     source = None if resumed is None else resumed.path or runner.options.load_from
-    return source is not None and place(source).parent.resolve() != folder.resolve()
+    return source is not None and as_path(source).parent.resolve() != folder.resolve()
 
 
 def _is_latest(path: Path) -> bool:

@@ -152,7 +152,7 @@ class TrainLoop(BaseLoop):
         ``epoch`` and ``iter``: epochs and updates completed; ``inner`` and ``left``: updates done and left in the
         epoch, None for an endless one; ``validated``: epochs or iterations done at the last validation.
         """
-        epoch, inner = self._place()
+        epoch, inner = self._progress()
         length = self.data.length(epoch)
         left = None if length is None else max(0, length - inner)
         return {"epoch": epoch, "iter": self._done, "inner": inner, "left": left, "validated": self._validated}
@@ -166,7 +166,7 @@ class TrainLoop(BaseLoop):
         if usual is not None and length is not None:
             self._ahead = self._iter + (length - self._inner) - (self._epoch + 1) * usual
 
-    def _place(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int]:
         """Return the epoch, and the updates completed in it."""
         return self._epoch, self._inner
 
@@ -241,7 +241,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self._epoch += 1
         self._inner = 0
 
-    def _place(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int]:
         """Return the epoch and its updates; in the hooks after an epoch, the epoch is counted as completed."""
         return (self._epoch, self._inner) if self._in_epoch or not self._inner else (self._epoch + 1, 0)
 

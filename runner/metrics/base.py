@@ -211,11 +211,11 @@ def check_evaluator(cfg: Any, where: str) -> None:
     if isinstance(cfg, Evaluator):
         return
     for i, item in enumerate(_as_list(cfg)):
-        place = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+        key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
         if not isinstance(item, BaseMetric) and not _is_torchmetric(item):
-            kind = METRICS.check(item, place)
+            kind = METRICS.check(item, key)
             if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not _is_torchmetric_class(kind):
-                raise ConfigError(f"{place}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
+                raise ConfigError(f"{key}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
     if not _as_list(cfg):
         raise ConfigError(f"{where}: is empty, give at least one metric")
 
@@ -226,12 +226,12 @@ def build_evaluator(cfg: Any, where: str) -> Evaluator:
         return cfg
     built = []
     for i, item in enumerate(_as_list(cfg)):
-        place = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
-        metric = item if isinstance(item, BaseMetric) or _is_torchmetric(item) else METRICS.build(item, place)
+        key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+        metric = item if isinstance(item, BaseMetric) or _is_torchmetric(item) else METRICS.build(item, key)
         if _is_torchmetric(metric):
             metric = TorchMetric(metric)
         if not isinstance(metric, BaseMetric):
-            raise ConfigError(f"{place}.type: {type(metric).__name__} is no metric")
+            raise ConfigError(f"{key}.type: {type(metric).__name__} is no metric")
         built.append(metric)
     return Evaluator(built)
 

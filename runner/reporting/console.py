@@ -29,12 +29,12 @@ class LineFormatter(logging.Formatter):
     """Formats one line per record; the text is made once for all handlers, and the time once per second.
 
     Args:
-        place: text before the message.
+        prefix: text before the message.
     """
 
-    def __init__(self, place: str = "") -> None:
+    def __init__(self, prefix: str = "") -> None:
         super().__init__()
-        self._place = place
+        self._prefix = prefix
         self._second, self._stamp = -1, ""
         self._record: logging.LogRecord | None = None
         self._text = ""
@@ -45,7 +45,7 @@ class LineFormatter(logging.Formatter):
             second = int(record.created)
             if second != self._second:
                 self._second, self._stamp = second, time.strftime("%m/%d %H:%M:%S", time.localtime(second))
-            self._text = f"{self._stamp} - {NAME} - {record.levelname} - {self._place}{super().format(record)}"
+            self._text = f"{self._stamp} - {NAME} - {record.levelname} - {self._prefix}{super().format(record)}"
             self._record = record
         return self._text
 

@@ -290,9 +290,9 @@ def _numbers(tensors: list[Tensor]) -> list[float]:
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, _wide(tensor.dtype)), []).append(i)
-    for (_, dtype), places in groups.items():
-        read = torch.stack([tensors[i].reshape(()).to(dtype) for i in places]).tolist()
-        for i, number in zip(places, read, strict=True):
+    for (_, dtype), indices in groups.items():
+        read = torch.stack([tensors[i].reshape(()).to(dtype) for i in indices]).tolist()
+        for i, number in zip(indices, read, strict=True):
             numbers[i] = float(number)
     return numbers
 

@@ -59,17 +59,17 @@ class _Plan:
     size: int
     scalars: list[tuple[str, HistoryBuffer, bool]]
     """Name, values, and True if a mean is shown."""
-    place: int | None = None
+    at: int | None = None
     """The iteration of the newest line."""
     before: dict[str, int] = field(default_factory=dict)
     """The number of updates of each scalar at the line before the newest."""
     seen: dict[str, int] = field(default_factory=dict)
     """The number of updates of each scalar at the newest line."""
 
-    def updated(self, place: int) -> list[tuple[str, HistoryBuffer, bool]]:
-        """Return the scalars updated since the line before ``place``; after resuming, old scalars may no longer be."""
-        if place != self.place:  # a line may be made twice, for two callers
-            self.place, self.before = place, self.seen
+    def updated(self, at: int) -> list[tuple[str, HistoryBuffer, bool]]:
+        """Return the scalars updated since the line before ``at``; after resuming, old scalars may no longer be."""
+        if at != self.at:  # a line may be made twice, for two callers
+            self.at, self.before = at, self.seen
         self.seen = {name: buffer.updates for name, buffer, _ in self.scalars}
         return [scalar for scalar in self.scalars if self.seen[scalar[0]] != self.before.get(scalar[0], 0)]
 
@@ -238,12 +238,12 @@ class LogProcessor:
 
     def _header(self, runner: Run, mode: Mode, done: int, epoch: int) -> str:
         length = runner.max_iters if mode == "train" and not self.by_epoch else self._length(runner, mode)
-        place = f"[{done:>{len(str(length))}}/{length}]"
+        at = f"[{done:>{len(str(length))}}/{length}]"
         if not self.by_epoch:
-            return f"Iter({mode}) {place}"
+            return f"Iter({mode}) {at}"
         if mode == "test":
-            return f"Epoch(test) {place}"
-        return f"Epoch({mode}) [{epoch}]{place}"
+            return f"Epoch(test) {at}"
+        return f"Epoch({mode}) [{epoch}]{at}"
 
     def _epoch(self, runner: Run, mode: Mode) -> int:
         # Validation runs after its epoch was counted.

@@ -149,11 +149,11 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     with piece(path, "loop"):
         check_counts(values["loop"])
-        place = begin_epoch_anew(loop.data, values["loop"])
+        progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
         with piece(path, "data", "data"):
-            place = continue_epoch(runner, values["data"], values["loop"])
-            load_loader(runner, values.get("loader", ()), place)
+            progress = continue_epoch(runner, values["data"], values["loop"])
+            load_loader(runner, values.get("loader", ()), progress)
 
     hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
     source, extra = extra_template(runner, checkpoint)
@@ -171,7 +171,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         with piece(path, "scheduler", "param_scheduler"):
             load_schedulers(runner, values.get("scheduler", {}), set_values=not options.optimizer)
     with piece(path, "loop"):
-        loop.load_state_dict(place)
+        loop.load_state_dict(progress)
     if options.logs:
         with piece(path, "message_hub", "logs"):
             runner.message_hub.load_state_dict(values["message_hub"], values["own_losses"])
@@ -323,8 +323,8 @@ def _unflatten(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     for path, value in flat.items():
         if path.startswith(prefix + _SEPARATOR):
             *outer, last = map(_unescape, path.removeprefix(prefix + _SEPARATOR).split(_SEPARATOR))
-            place = nested
+            inner = nested
             for key in outer:
-                place = place.setdefault(key, {})
-            place[last] = value
+                inner = inner.setdefault(key, {})
+            inner[last] = value
     return nested

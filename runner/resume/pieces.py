@@ -210,9 +210,9 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
     data, (index, count) = runner.train_loop.data, runner.strategy.topology.shard
     states = states or [None] * count  # older checkpoints have no such key
     had_one = any(state is not None for state in states)
-    if not data.keeps_place and not had_one:
+    if not data.keeps_position and not had_one:
         return
-    if data.keeps_place and had_one and len(states) == count:
+    if data.keeps_position and had_one and len(states) == count:
         data.load_loader_state(states[index], begins=not loop["inner"])
         return
     if len(states) != count:

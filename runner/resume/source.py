@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.checkpoint import find_latest, passed_over, place
+from ...core.checkpoint import as_path, find_latest, passed_over
 from ...core.comm.collectives import broadcast_object
 from ...core.errors import CheckpointError
 from ..options import Resume
@@ -40,4 +40,4 @@ def _newest(run: Run) -> Path | None:
             f"{', '.join(marked)} in {run.checkpoint_dir}: passed over, with NaN or infinity in the weights; "
             f'resume="path" takes one of them all the same'
         )
-    return place(name) if name else None
+    return as_path(name) if name else None

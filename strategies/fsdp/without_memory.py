@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.comm import collectives as dist
-from ...core.deferred import DeferredInit, Place
+from ...core.deferred import DeferredInit, Destination
 from ...core.errors import StrategyError
 from ...core.random_state import drawing_from
 from ...core.rectangles import fill, full_tensor
@@ -64,13 +64,13 @@ class ModelWithoutMemory:
         home = torch.device("cpu") if on_host else device
         # Buffers have their memory already.
         apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
-        places: dict[int, Place] = {}
+        destinations: dict[int, Destination] = {}
         for name, built in self._built.items():
             target = model.get_parameter(name).detach()
-            places[storage_key(built)] = Place(built, partial(_gather, target), partial(_scatter, target))
+            destinations[storage_key(built)] = Destination(built, partial(_gather, target), partial(_scatter, target))
         if not self._keep_zeros:
             with drawing_from(dist.broadcast(torch.get_rng_state())):
-                self.context.replay(places)
+                self.context.replay(destinations)
         self._built = {}
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from flextrain.cli import main
 from flextrain.core.checkpoint import (
     Checkpoint,
+    as_path,
     directory,
     find_latest,
     is_checkpoint,
     mark_latest,
-    place,
     remove_checkpoint,
     save_checkpoint,
 )
@@ -63,10 +63,10 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A folder, empty at first."""
     if request.param == "s3":
         _set(monkeypatch, request.getfixturevalue("server"))
-        place("s3://runs").fs.invalidate_cache()  # type: ignore[attr-defined]
+        as_path("s3://runs").fs.invalidate_cache()  # type: ignore[attr-defined]
     url = f"{request.param}://runs/a"
     yield url
-    remove_tree(place(url))
+    remove_tree(as_path(url))
 
 
 def example(offset: float = 0.0) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_round_trip(root: str) -> None:
     assert Checkpoint.open(f"{root}/epoch_1").values == {"loop": {"iter": 1}}
     remove_checkpoint(f"{root}/epoch_1")
     assert not is_checkpoint(f"{root}/epoch_1")
-    assert not place(f"{root}/epoch_1").exists()
+    assert not as_path(f"{root}/epoch_1").exists()
 
 
 def test_the_commands_take_urls(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_the_commands_take_urls(root: str, tmp_path: Path, capsys: pytest.Captur
     assert (status, list(found["tensors"])) == (1, ["model.w"])
     run("export", f"{root}/epoch_1", str(tmp_path / "w.safetensors"))
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], example()["model.w"])
-    shard = place(f"{root}/epoch_2/rank-00000.safetensors")
+    shard = as_path(f"{root}/epoch_2/rank-00000.safetensors")
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     status, found = run("verify", f"{root}/epoch_2")
@@ -132,7 +132,7 @@ def test_one_replaces_another(root: str) -> None:
     save_checkpoint(f"{root}/b", example())
     save_checkpoint(f"{root}/b", example(1.0))
     assert same(load_all(f"{root}/b"), example(1.0))
-    assert {path.name for path in place(root).iterdir()} == {"b"}
+    assert {path.name for path in as_path(root).iterdir()} == {"b"}
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
@@ -151,7 +151,7 @@ def test_a_replacement_that_was_killed_is_carried_on(root: str, moved: int, monk
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(f"{root}/c", example(1.0))
     assert same(load_all(f"{root}/c"), example(1.0))
-    assert {path.name for path in place(root).iterdir()} == {"c"}
+    assert {path.name for path in as_path(root).iterdir()} == {"c"}
 
 
 def test_a_save_that_was_killed_is_no_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(root: str, monkeypatch: pytest.
 
 def test_damage_is_found(root: str) -> None:
     save_checkpoint(f"{root}/e", example())
-    shard = place(f"{root}/e/rank-00000.safetensors")
+    shard = as_path(f"{root}/e/rank-00000.safetensors")
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"e/rank-00000.safetensors: is damaged, its checksum is"):
@@ -180,7 +180,7 @@ def test_damage_is_found(root: str) -> None:
 
 def test_latest_names_what_is_there(root: str) -> None:
     save_checkpoint(f"{root}/f", example())
-    mark_latest(place(f"{root}/f"))
+    mark_latest(as_path(f"{root}/f"))
     remove_checkpoint(f"{root}/f")
     with pytest.raises(CheckpointError, match='latest: names "f", which is no complete checkpoint'):
         find_latest(root)
@@ -193,7 +193,7 @@ def test_a_run_saves_there_and_goes_on(root: str, tmp_path: Path) -> None:
     make_runner(tmp_path / "run", train_cfg=dict(max_epochs=2), **options).train()
     resumed = make_runner(tmp_path / "run", train_cfg=dict(max_epochs=4), resume=True, **options)
     resumed.train()
-    assert {path.name for path in place(f"{root}/run").iterdir()} == {"epoch_3", "epoch_4", "latest"}
+    assert {path.name for path in as_path(f"{root}/run").iterdir()} == {"epoch_3", "epoch_4", "latest"}
     ours, theirs = (
         {key: value for key, value in whole_state(runner).items() if isinstance(value, Tensor)}
         for runner in (resumed, expected)
@@ -222,7 +222,7 @@ def test_two_processes_write_their_parts(
 ) -> None:
     workers2.run(save_sharded, server, tmp_path / "run")
     _set(monkeypatch, server)
-    names = {path.name for path in place("s3://runs/sharded/run/epoch_1").iterdir()}
+    names = {path.name for path in as_path("s3://runs/sharded/run/epoch_1").iterdir()}
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} < names
     make_runner(tmp_path / "alone", resume="s3://runs/sharded/run/epoch_1", train_cfg=dict(max_epochs=2)).train()
 

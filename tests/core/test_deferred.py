@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.init import orthogonal_ as orthogonal
 from torch.nn.init import trunc_normal_
 
-from flextrain.core.deferred import DeferredInit, Place, storage_key
+from flextrain.core.deferred import DeferredInit, Destination, storage_key
 from flextrain.core.errors import StrategyError
 from flextrain.core.random_state import drawing_from
 
@@ -75,11 +75,11 @@ def construct(kind: Any) -> tuple[nn.Module, dict[str, Tensor], int]:
     def write(name: str, value: Tensor) -> None:
         values[name] = value.clone()
 
-    places = {
-        storage_key(p): Place(p.detach(), lambda n=name: values[n], lambda value, n=name: write(n, value))
+    destinations = {
+        storage_key(p): Destination(p.detach(), lambda n=name: values[n], lambda value, n=name: write(n, value))
         for name, p in model.named_parameters()
     }
-    context.replay(places)
+    context.replay(destinations)
     return model, values, largest
 
 

@@ -502,4 +502,4 @@ def test_torchdata_s_loader_goes_on_at_any_position_where_its_state_is_no_more()
     for loader in (stateful(Remembering(12)), stateful(Batched(Samples(12)))):
         data = TrainData(build(loader), 1, seed=0)
         assert data.splittable is None
-        assert data.keeps_place
+        assert data.keeps_position

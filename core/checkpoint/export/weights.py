@@ -195,8 +195,8 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTens
                 _write(pending, shard, _fetch(reader.read))
     if len(shards) > 1:
         total = sum(weight.nbytes for weight in weights)
-        places = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        file_of = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         with Pending(folder / _INDEX) as pending:
             pending.write_bytes(text.encode())
         files.append(folder / _INDEX)

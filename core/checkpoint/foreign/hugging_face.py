@@ -46,7 +46,7 @@ def open_index(path: Path) -> Checkpoint:
         index = _Index.model_validate(read_json(path))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: is no index of weights at {place or 'its beginning'}, {first['msg']}") from None
+        at = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: is no index of weights at {at or 'its beginning'}, {first['msg']}") from None
     files = {name: sibling(path, name) for name in dict.fromkeys(index.weight_map.values())}
     return joined(path, {name: open_file(file) for name, file in files.items()}, index.weight_map)

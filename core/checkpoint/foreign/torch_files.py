@@ -103,7 +103,7 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size
-        self._places: dict[str, int] = {}
+        self._begins: dict[str, int] = {}
         try:
             with path.open("rb") as file:
                 if file.read(2) == b"PK":
@@ -128,7 +128,7 @@ class TorchFile:
 
         def tensor(stored: StoredTensor) -> Tensor:
             storage = stored.storage
-            begin = self._places[storage.key] + storage.offset * storage.dtype.itemsize
+            begin = self._begins[storage.key] + storage.offset * storage.dtype.itemsize
             part = data[begin : begin + storage.nbytes]
             if begin % stored.dtype.itemsize:  # the old format does not align tensors
                 part = part.clone()
@@ -156,7 +156,7 @@ class TorchFile:
             for name, record in records.items():
                 if name.startswith(f"{root}/data/"):
                     key = name.removeprefix(f"{root}/data/")
-                    self._places[key], sizes[key] = _begin(data, record), record.file_size
+                    self._begins[key], sizes[key] = _begin(data, record), record.file_size
             data.seek(_begin(data, records[f"{root}/data.pkl"]))
             return describe(data, self._known, lambda given: self._storage(given, sizes))  # type: ignore[arg-type]
 
@@ -182,9 +182,9 @@ class TorchFile:
                 begin, nbytes = data.tell(), storages[str(key)].nbytes
                 if numel != storages[str(key)].numel or begin + nbytes > self.size:
                     raise CheckpointError(f"a tensor of {nbytes} bytes is not all in its {self.size} bytes")
-                self._places[str(key)] = begin
+                self._begins[str(key)] = begin
                 data.seek(begin + nbytes)
-            if storages.keys() - self._places.keys():
+            if storages.keys() - self._begins.keys():
                 raise ValueError("a storage that is not there")
             return content
 

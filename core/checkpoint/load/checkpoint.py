@@ -20,7 +20,7 @@ from ...comm.together import gather_differing, raising_together
 from ...errors import CheckpointError
 from .. import directory
 from ..manifest import DTYPES, VALUES, FileEntry, TensorEntry
-from ..paths import place
+from ..paths import as_path
 from ..planners import ShardLoadPlanner
 from ..storage import ChunkReader, Source, checkpoint_source
 from ..untrusted import read_json
@@ -66,7 +66,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint is missing, incomplete or damaged.
         """
-        path = place(path)
+        path = as_path(path)
         manifest = directory.read_manifest(path)
         directory.check_file(path / VALUES, manifest.files[VALUES])
         values = read_json(path / VALUES)

@@ -18,7 +18,7 @@ from ..foreign import deepspeed, hugging_face
 from ..foreign.single_file import open_file
 from ..foreign.stored_tensors import MODEL
 from ..manifest import TensorEntry
-from ..paths import is_local, place
+from ..paths import as_path, is_local
 from .checkpoint import Checkpoint
 
 
@@ -36,7 +36,7 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: the file does not exist, or has no weights that can be read safely.
     """
-    return _with_extra_state(_open(place(path)))
+    return _with_extra_state(_open(as_path(path)))
 
 
 def _open(path: Path) -> Checkpoint:

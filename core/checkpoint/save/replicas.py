@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import counted
 
-_Place = tuple[int, int]  # hashes of the tensor's name and of the shard's coordinates
+_ReplicaId = tuple[int, int]  # hashes of the tensor's name and of the shard's coordinates
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024
 _BLOCK, _SHARES = 64 * 2**10, 4
@@ -35,28 +35,28 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], share: int | None = None) -> None:
         self._share = share
         self._open = {key: part for key, tensor in tensors.items() if (part := _replica(tensor)) is not None}
-        self._prints: dict[_Place, int] = {}
+        self._prints: dict[_ReplicaId, int] = {}
         self._names = {_number(key): key for key in tensors}
-        self._later: dict[str, _Place] = {}
+        self._later: dict[str, _ReplicaId] = {}
 
     def look(self, later: Iterable[str] = ()) -> None:
         """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
         # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
-        places = {key: (_number(key), _number(str(part))) for key, (_, part) in self._open.items()}
-        self._later = {key: places[key] for key in waiting}
+        replicas = {key: (_number(key), _number(str(part))) for key, (_, part) in self._open.items()}
+        self._later = {key: replicas[key] for key in waiting}
         now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
-        self._prints |= {places[key]: value for key, value in fingerprints(now, self._share).items()}
+        self._prints |= {replicas[key]: value for key, value in fingerprints(now, self._share).items()}
         self._open.clear()
 
     def look_at(self, key: str, tensor: Tensor) -> None:
         """Compute a fingerprint that ``look`` has left for later, from a copy on the host."""
-        if (place := self._later.pop(key, None)) is not None:
-            self._prints[place] = _of_bytes(tensor, self._share)
+        if (replica := self._later.pop(key, None)) is not None:
+            self._prints[replica] = _of_bytes(tensor, self._share)
 
     def packed(self) -> bytes:
         """The fingerprints as bytes; equal on processes with equal replicas."""
-        rows = [(*place, value) for place, value in sorted(self._prints.items())]
+        rows = [(*replica, value) for replica, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 
     def difference(self, everyones: Sequence[bytes], keys: Iterable[str] = ()) -> str | None:
@@ -69,7 +69,7 @@ class Replicas:
         ranks: dict[bytes, list[int]] = {}
         for rank, packed in enumerate(everyones):
             ranks.setdefault(packed, []).append(rank)
-        held: dict[_Place, dict[int, list[int]]] = {}
+        held: dict[_ReplicaId, dict[int, list[int]]] = {}
         for packed, owners in ranks.items():
             for key, part, value in np.frombuffer(packed, dtype=np.uint64).reshape(-1, 3).tolist():
                 held.setdefault((key, part), {}).setdefault(value, []).extend(owners)

@@ -27,7 +27,7 @@ from ...finite import nonfinite
 from ...host_memory import HostBuffer
 from .. import directory
 from ..manifest import DTYPE_NAMES, VALUES, FileEntry, Manifest
-from ..paths import is_local, place
+from ..paths import as_path, is_local
 from ..planners import ShardSavePlanner, layout_of
 from ..storage import write_shard
 from .participants import Peers
@@ -197,7 +197,7 @@ class _Save:
         staging: Staging,
         finite: Collection[str],
     ) -> None:
-        self.path = self._folder = place(path)
+        self.path = self._folder = as_path(path)
         self._is_latest, self._verify = is_latest, verify
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {key: value for key, value in state.items() if key not in self._tensors}
@@ -221,7 +221,7 @@ class _Save:
         """
         folder, as_before, known = self._peers.round(lambda: self._offer(copy), self._begin)
         # Not rank 0's path for a local folder: if storage is not shared, this process must see that it is missing.
-        self._folder = directory.temporary(self.path) if is_local(self.path) else place(folder)
+        self._folder = directory.temporary(self.path) if is_local(self.path) else as_path(folder)
         if known is not None:
             with self._cleared_away():
                 self._peers.round(lambda: (self._plain.own, self._plain.beyond(known)), self._put_together)

@@ -55,9 +55,9 @@ def _can_run(facts: Facts, machine: Machine) -> tuple[bool, str]:
         if not devices:
             return False, f"no device of type {facts['device']} was found"
     for package in facts["packages"]:
-        if place := machine.probes[package].get("accelerator"):  # the package chooses the device by itself
-            return True, f"on {place}"
-    place = ", ".join(f"{len(names)} x {kind}" for kind, names in devices.items()) or "the CPU"
+        if where := machine.probes[package].get("accelerator"):  # the package chooses the device by itself
+            return True, f"on {where}"
+    where = ", ".join(f"{len(names)} x {kind}" for kind, names in devices.items()) or "the CPU"
     if not facts["distributed"]:
-        return True, f"on {place}"
-    return True, f"on {place}, one per process" if devices else f"on {place}, any number of processes"
+        return True, f"on {where}"
+    return True, f"on {where}, one per process" if devices else f"on {where}, any number of processes"
