@@ -5,7 +5,7 @@
     work_dir/
         latest                      the name of the newest complete checkpoint with finite weights
         epoch_3/
-            manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and pieces
+            manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and chunks
             values.json             everything that is not a tensor
             rank-00000.safetensors  what rank 0 wrote, and so on; read by any safetensors reader
 

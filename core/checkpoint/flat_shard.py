@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..torch_private import TO_COPY, wrapper_subclass
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a rectangle."""
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk."""
 
 
-def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Yield the flat range [start, end) of a row-major tensor as rectangles, in memory order.
+def chunks_of_range(shape: Sequence[int], start: int, end: int) -> Iterator[Chunk]:
+    """Yield the flat range [start, end) of a row-major tensor as chunks, in memory order.
 
     There are at most 2n - 1 in n dimensions, each contiguous in memory. An empty range has none.
     """
@@ -39,8 +39,8 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
         yield from _in_row(shape, last, 0, end % row)
 
 
-def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[Box]:
-    for offsets, sizes in boxes(shape[1:], start, end):
+def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[Chunk]:
+    for offsets, sizes in chunks_of_range(shape[1:], start, end):
         yield (row, *offsets), (1, *sizes)
 
 
@@ -83,13 +83,13 @@ class FlatShard(Tensor):
             dist.all_reduce(whole)
         return whole.view(self.shape)
 
-    def parts(self) -> dict[tuple[int, ...], Tensor]:
-        """This process's range as rectangles: offsets to a view."""
+    def chunks(self) -> dict[tuple[int, ...], Tensor]:
+        """This process's range as chunks: offsets to a view."""
         if self.numel() == 0:  # a checkpoint needs the shape of a tensor without elements too
             return {(0,) * self.dim(): self._local.view(self.shape)}
         found: dict[tuple[int, ...], Tensor] = {}
         position = 0
-        for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + self._local.numel()):
+        for offsets, sizes in chunks_of_range(tuple(self.shape), self.start, self.start + self._local.numel()):
             length = math.prod(sizes)
             found[offsets] = self._local.narrow(0, position, length).view(sizes)
             position += length

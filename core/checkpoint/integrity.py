@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .directory import check_file, read_manifest
-from .manifest import DTYPE_NAMES, Chunk, TensorEntry
+from .manifest import DTYPE_NAMES, StoredChunk, TensorEntry
 from .safetensors_file import SafetensorsFile
 
 
@@ -23,24 +23,24 @@ def damages(path: Path) -> Iterator[str]:
             check_file(path / file, written)
         except CheckpointError as error:
             yield str(error)
-    by_file: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {}
+    by_file: dict[str, list[tuple[str, TensorEntry, StoredChunk]]] = {}
     for key, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             by_file.setdefault(chunk.file, []).append((key, entry, chunk))
-    for file, pieces in by_file.items():
-        yield from _file_damages(path / file, pieces)
+    for file, chunks in by_file.items():
+        yield from _file_damages(path / file, chunks)
 
 
-def _file_damages(path: Path, pieces: list[tuple[str, TensorEntry, Chunk]]) -> Iterator[str]:
+def _file_damages(path: Path, chunks: list[tuple[str, TensorEntry, StoredChunk]]) -> Iterator[str]:
     try:
         with path.open("rb") as file:
             tensors = SafetensorsFile(path, file).tensors
     except (CheckpointError, OSError) as error:
         yield str(error) if isinstance(error, CheckpointError) else f"{path}: cannot be read, {error.strerror or error}"
         return
-    for key, entry, chunk in pieces:
+    for key, entry, chunk in chunks:
         if chunk.name not in tensors:
-            yield f"{path}: lacks {chunk.name}, a piece of {key}"
+            yield f"{path}: lacks {chunk.name}, a chunk of {key}"
             continue
         dtype, shape = DTYPE_NAMES[tensors[chunk.name][0]], tensors[chunk.name][1]
         if (dtype, shape) != (entry.dtype, chunk.shape):

@@ -1,4 +1,4 @@
-"""Manifest, the index of a checkpoint: its files, and for each tensor dtype, shape and the stored rectangles."""
+"""Manifest, the index of a checkpoint: its files, and for each tensor dtype, shape and the stored chunks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class _Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
-class Chunk(_Strict):
-    """A rectangle of a tensor, with its file and its name there."""
+class StoredChunk(_Strict):
+    """A chunk of a tensor, with its file and its name there."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
     name: str
-    """Name of the rectangle in the file."""
+    """Name of the chunk in the file."""
 
     @pydantic.field_validator("file")
     @classmethod
@@ -54,12 +54,12 @@ class Chunk(_Strict):
 
 
 class TensorEntry(_Strict):
-    """Dtype, shape and pieces of a tensor of the checkpoint."""
+    """Dtype, shape and chunks of a tensor of the checkpoint."""
 
     dtype: str
     """A name in DTYPES."""
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
     @pydantic.field_validator("dtype")
     @classmethod
@@ -71,13 +71,13 @@ class TensorEntry(_Strict):
     @pydantic.model_validator(mode="after")
     def _whole(self) -> TensorEntry:
         check_shape(self.shape)
-        # Elements that no piece covers would stay uninitialised.
+        # Elements that no chunk covers would stay uninitialised.
         if sum(math.prod(chunk.shape) for chunk in self.chunks) != math.prod(self.shape):
-            raise ValueError("its pieces are not all there")
+            raise ValueError("its chunks are not all there")
         for chunk in self.chunks:
             ends = zip(chunk.offsets, chunk.shape, self.shape, strict=True)
             if any(offset < 0 or length < 0 or offset + length > size for offset, length, size in ends):
-                raise ValueError("a piece lies outside of it")
+                raise ValueError("a chunk lies outside of it")
         check_disjoint([(chunk.offsets, chunk.shape) for chunk in self.chunks])
         return self
 

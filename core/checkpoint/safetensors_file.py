@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .directory import check_length, write_file
-from .load.partial_read import Fetch, Part
+from .load.partial_read import Fetch, Slices
 from .manifest import DTYPE_NAMES, DTYPES, FileEntry
 from .untrusted import MAX_JSON_BYTES, one_line
 
@@ -80,7 +80,7 @@ class SafetensorsFile(Fetch):
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        super().__init__(path, self._part)
+        super().__init__(path, self._read_slices)
         self._file = file
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
@@ -111,41 +111,41 @@ class SafetensorsFile(Fetch):
         """Name to dtype and shape, for all tensors."""
         return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
 
-    def _part(self, name: str, part: Part) -> Tensor:
+    def _read_slices(self, name: str, slices: Slices) -> Tensor:
         entry = self._find(name)
-        shape = [piece.stop - piece.start for piece in part]
+        shape = [one.stop - one.start for one in slices]
         found = torch.empty(shape, dtype=entry.dtype)
-        self._fill(entry, part, found)
+        self._fill(entry, slices, found)
         return found
 
-    def fill(self, name: str, part: Part, target: Tensor) -> None:
+    def fill(self, name: str, slices: Slices, target: Tensor) -> None:
         """See Fetch. Takes no memory besides ``target`` if rows, dtype and device are those of the file."""
-        self._fill(self._find(name), part, target)
+        self._fill(self._find(name), slices, target)
 
     def _find(self, name: str) -> _Entry:
         if name not in self._entries:
             raise CheckpointError(f"{self.path}: is damaged, it does not contain {name}")
         return self._entries[name]
 
-    def _fill(self, entry: _Entry, part: Part, target: Tensor) -> None:
-        shape = tuple(piece.stop - piece.start for piece in part)
-        if len(part) != len(entry.shape) or any(piece.stop > n for piece, n in zip(part, entry.shape, strict=True)):
+    def _fill(self, entry: _Entry, slices: Slices, target: Tensor) -> None:
+        shape = tuple(one.stop - one.start for one in slices)
+        if len(slices) != len(entry.shape) or any(one.stop > n for one, n in zip(slices, entry.shape, strict=True)):
             raise CheckpointError(f"{self.path}: is damaged, it has another shape of {entry.name}")
         if tuple(target.shape) != shape:
             target = target.view(shape)
         if target.numel() == 0:
             return
         row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        begin = entry.begin + (part[0].start * row if part else 0)
+        begin = entry.begin + (slices[0].start * row if slices else 0)
         if shape[1:] == entry.shape[1:] and entry.dtype == target.dtype and target.is_cpu and target.is_contiguous():
             self._read_bytes(begin, target)
             return
-        if not part:
+        if not slices:
             scalar = torch.empty((), dtype=entry.dtype)
             self._read_bytes(begin, scalar)
             target.copy_(scalar)
             return
-        inner = (slice(None), *part[1:])
+        inner = (slice(None), *slices[1:])
         rows = max(1, _BLOCK_BYTES // row)
         for first in range(0, shape[0], rows):
             count = min(rows, shape[0] - first)

@@ -1,6 +1,6 @@
 """Storage for torch.distributed.checkpoint (DCP) without pickles: one safetensors file per rank, and JSON.
 
-DCP plans which rank reads and writes which rectangle of a tensor; the code here only moves bytes.
+DCP plans which rank reads and writes which chunk of a tensor; the code here only moves bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .safetensors_file import SafetensorsFile, write_safetensors
 
 
 def name_in_file(item: WriteItem) -> str:
-    """Name of a rectangle in its file: the tensor's key, with the offsets if it is not the whole tensor."""
+    """Name of a chunk in its file: the tensor's key, with the offsets if it is not the whole tensor."""
     data = item.tensor_data
     assert data is not None
     whole = data.chunk.sizes == data.size
@@ -45,13 +45,13 @@ def name_in_file(item: WriteItem) -> str:
 
 
 def write_shard(path: Path, items: Sequence[WriteItem], tensors: Iterable[Tensor]) -> FileEntry:
-    """Write rectangles of tensors to one safetensors file, with one of them in memory at a time."""
-    pieces = {}
+    """Write chunks of tensors to one safetensors file, with one of them in memory at a time."""
+    chunks = {}
     for item in items:
         data = item.tensor_data
         assert data is not None
-        pieces[name_in_file(item)] = data.properties.dtype, tuple(data.chunk.sizes)
-    return write_safetensors(path, pieces, tensors)
+        chunks[name_in_file(item)] = data.properties.dtype, tuple(data.chunk.sizes)
+    return write_safetensors(path, chunks, tensors)
 
 
 Source = Callable[[str], AbstractContextManager[Fetch]]
@@ -59,16 +59,16 @@ Source = Callable[[str], AbstractContextManager[Fetch]]
 
 
 class ChunkReader(StorageReader):
-    """DCP reader for rectangles of tensors that are stored in pieces.
+    """DCP reader for chunks of tensors that are stored in chunks.
 
     Args:
-        entries: the tensors and their pieces.
-        source: opens the files with the pieces.
+        entries: the tensors and their chunks.
+        source: opens the files with the chunks.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], source: Source) -> None:
         self.source = source
-        self.places = {
+        self.chunks = {
             MetadataIndex(key, torch.Size(chunk.offsets)): chunk
             for key, entry in entries.items()
             for chunk in entry.chunks
@@ -106,13 +106,13 @@ class ChunkReader(StorageReader):
         """Fill this rank's tensors, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            by_file.setdefault(self.places[item.storage_index].file, []).append(item)
+            by_file.setdefault(self.chunks[item.storage_index].file, []).append(item)
         for file, items in by_file.items():
             with self.source(file) as fetch:
                 for item in items:
-                    part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    slices = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                     target = planner.resolve_tensor(item).detach()
-                    fetch.fill(self.places[item.storage_index].name, part, target)
+                    fetch.fill(self.chunks[item.storage_index].name, slices, target)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -146,7 +146,7 @@ def mapped_source(folder: Path) -> Source:
                 # get_slice does not work for a 0-dim tensor.
                 yield Fetch(
                     folder / file,
-                    lambda name, part: opened.get_slice(name)[part] if part else opened.get_tensor(name),
+                    lambda name, slices: opened.get_slice(name)[slices] if slices else opened.get_tensor(name),
                 )
         except SafetensorError as error:
             raise CheckpointError(f"{folder / file}: is damaged, {error}") from None

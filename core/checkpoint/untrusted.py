@@ -69,25 +69,25 @@ def check_shape(shape: Sequence[int]) -> None:
         raise ValueError("it has more elements than any memory")
 
 
-def check_disjoint(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raise ValueError if two of the rectangles, given as (offsets, sizes), share an element.
+def check_disjoint(chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Raise ValueError if two of the chunks, given as (offsets, sizes), share an element.
 
     Their sizes add up to that of the tensor, so an overlap would leave other elements uninitialised.
     """
-    filled = [piece for piece in pieces if 0 not in piece[1]]
+    filled = [chunk for chunk in chunks if 0 not in chunk[1]]
     if len(filled) < 2:
         return
     dimensions = range(len(filled[0][0]))
     if not dimensions:
-        raise ValueError("two of its pieces overlap")
-    # Sorted along the dimension with the most cuts, few pieces have to be compared.
+        raise ValueError("two of its chunks overlap")
+    # Sorted along the dimension with the most cuts, few chunks have to be compared.
     along = max(dimensions, key=lambda d: len({offsets[d] for offsets, _ in filled}))
-    open_pieces: list[tuple[Sequence[int], Sequence[int]]] = []
-    for piece in sorted(filled, key=lambda piece: piece[0][along]):
-        open_pieces = [other for other in open_pieces if other[0][along] + other[1][along] > piece[0][along]]
-        if any(_overlap(piece, other) for other in open_pieces):
-            raise ValueError("two of its pieces overlap")
-        open_pieces.append(piece)
+    open_chunks: list[tuple[Sequence[int], Sequence[int]]] = []
+    for chunk in sorted(filled, key=lambda chunk: chunk[0][along]):
+        open_chunks = [other for other in open_chunks if other[0][along] + other[1][along] > chunk[0][along]]
+        if any(_overlap(chunk, other) for other in open_chunks):
+            raise ValueError("two of its chunks overlap")
+        open_chunks.append(chunk)
 
 
 def _overlap(a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]) -> bool:

@@ -176,9 +176,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.pattern and not found["tensors"] and not found["values"]:
         raise _unlike("show", arguments.pattern, checkpoint)
     out = console()
-    table = folding_table("tensor", "shape", "dtype", "size", "pieces", title=str(checkpoint.path))
+    table = folding_table("tensor", "shape", "dtype", "size", "chunks", title=str(checkpoint.path))
     for key, info in found["tensors"].items():
-        table.add_row(key, shape_text(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["pieces"]))
+        table.add_row(key, shape_text(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["chunks"]))
     if found["tensors"]:
         out.print(table)
     totals = folding_table("", "tensors", "elements", "size", title="totals")
@@ -207,7 +207,7 @@ def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, An
             "shape": list(info.shape),
             "dtype": str(info.dtype).removeprefix("torch."),
             "bytes": math.prod(info.shape) * info.dtype.itemsize,
-            "pieces": len(checkpoint.entries[key].chunks),
+            "chunks": len(checkpoint.entries[key].chunks),
         }
         for key, info in checkpoint.tensors.items()
         if _matches(key, pattern)

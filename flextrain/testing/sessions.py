@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.checkpoint import Checkpoint, FlatShard, save_checkpoint
 from ..core.comm import collectives as dist
-from ..core.rectangles import full_tensor
+from ..core.dtensor_chunks import full_tensor
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy

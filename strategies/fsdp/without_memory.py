@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ...core.comm import collectives as dist
 from ...core.deferred import DeferredInit, Destination
+from ...core.dtensor_chunks import fill, full_tensor
 from ...core.errors import StrategyError
 from ...core.random_state import drawing_from
-from ...core.rectangles import fill, full_tensor
 from ...core.torch_private import apply_to_tensors, storage_key
 
 

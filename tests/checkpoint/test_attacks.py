@@ -320,7 +320,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-@pytest.mark.parametrize("where", ["files", "piece"])
+@pytest.mark.parametrize("where", ["files", "chunk"])
 def test_a_manifest_that_leads_elsewhere(checkpoint: Path, secret: Path, name: str, where: str) -> None:
     def change(manifest: Any) -> None:
         if where == "files":
@@ -375,9 +375,9 @@ def one_terabyte(manifest: Any) -> None:
 
 def many_small_pieces(manifest: Any) -> None:
     entry = manifest["tensors"]["model.w"]
-    piece = {**entry["chunks"][0], "shape": [1, 2]}
+    chunk = {**entry["chunks"][0], "shape": [1, 2]}
     entry["shape"] = [1000, 2]
-    entry["chunks"] = [{**piece, "offsets": [row, 0]} for row in range(1000)]
+    entry["chunks"] = [{**chunk, "offsets": [row, 0]} for row in range(1000)]
 
 
 def one_terabyte_on_paper(manifest: Any) -> None:
@@ -397,7 +397,7 @@ def shape(*sizes: int) -> Callable[[Any], None]:
 
 
 def twice(manifest: Any) -> None:
-    """The pieces have the right size together, and the second half of the tensor is in none of them."""
+    """The chunks have the right size together, and the second half of the tensor is in none of them."""
     entry = manifest["tensors"]["model.w"]
     entry["shape"] = [6, 2]
     entry["chunks"] *= 2
@@ -411,7 +411,7 @@ def twice(manifest: Any) -> None:
         (many_small_pieces, "would hold tensors of 8000"),
         (one_terabyte_on_paper, f"bytes instead of {TERABYTE + 1000}"),
         (unlisted, f"model.w is in {SHARD}, which is not listed"),
-        (twice, "two of its pieces overlap"),
+        (twice, "two of its chunks overlap"),
         (shape(0, -1), "it has a shape that no tensor has"),
         (shape(0, *[1] * 100), "it has a shape that no tensor has"),
         (shape(0, 10**30), "it has more elements than any memory"),

@@ -117,7 +117,7 @@ def test_ls_of_a_checkpoint_and_of_a_file(path: Path, capsys: Capture) -> None:
 
 def test_show(path: Path, capsys: Capture) -> None:
     found = run_json(capsys, "show", path)
-    assert found["tensors"]["model.weight"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24, "pieces": 1}
+    assert found["tensors"]["model.weight"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24, "chunks": 1}
     assert found["totals"] == {
         "model": {"tensors": 2, "elements": 9, "bytes": 36},
         "optimizer": {"tensors": 1, "elements": 6, "bytes": 24},

@@ -326,8 +326,8 @@ def test_a_plan_is_made_once(workers2: WorkerGroup, tmp_path: Path) -> None:
     assert workers2.run(thrice, tmp_path) == [([1, 0, 0, 1], True)] * 2
 
 
-def in_pieces(whole: Tensor, column: int, mesh: DeviceMesh) -> DTensor:
-    """Half of the rows of (4, 4), of a class that says itself which pieces it holds: those up to a column, and the rest."""
+def in_chunks(whole: Tensor, column: int, mesh: DeviceMesh) -> DTensor:
+    """Half of the rows of (4, 4), of a class that says itself which chunks it holds: those up to a column, and the rest."""
     begin = 2 * dist.get_rank()
     rows = whole[begin : begin + 2]
     local = LocalShardsWrapper([rows[:, :column].clone(), rows[:, column:].clone()], [(begin, 0), (begin, column)])
@@ -352,7 +352,7 @@ def moved(path: Path, case: str) -> None:
                 **alike,
                 "flat": FlatShard(whole.flatten()[begin:end].clone(), whole.shape, begin),
                 "sharded": DTensor.from_local(half.clone(), mesh, [placement], run_check=False),
-                "in pieces": in_pieces(whole, column, in_order),
+                "in chunks": in_chunks(whole, column, in_order),
             }
 
         save_in_background(path, state(), staging=staging).wait()
@@ -364,7 +364,7 @@ def moved(path: Path, case: str) -> None:
             placement = Shard(1)
         elif case == "mesh":
             mesh = DeviceMesh("cpu", [1, 0])
-        elif case == "in other pieces":
+        elif case == "in other chunks":
             column = 3
         elif case == "one has less":
             large = {}
@@ -387,7 +387,7 @@ def moved(path: Path, case: str) -> None:
         "as long, elsewhere",
         "placement",
         "mesh",
-        "in other pieces",
+        "in other chunks",
         "one has less",
         "one forgot",
         "one has another plan",
@@ -396,9 +396,9 @@ def moved(path: Path, case: str) -> None:
 def test_a_plan_is_made_anew_by_all_if_one_needs_it(workers2: WorkerGroup, tmp_path: Path, case: str) -> None:
     workers2.run(moved, tmp_path / "a", case)
     found = load_all(tmp_path / "a")
-    assert found.keys() == {"flat", "sharded", "in pieces", "p", "q", *(["large"] if case != "one has less" else [])}
+    assert found.keys() == {"flat", "sharded", "in chunks", "p", "q", *(["large"] if case != "one has less" else [])}
     expected = torch.arange(100.0, 116).view(4, 4)
-    assert all(torch.equal(found[key], expected) for key in ("flat", "sharded", "in pieces"))
+    assert all(torch.equal(found[key], expected) for key in ("flat", "sharded", "in chunks"))
 
 
 def in_another_group(folder: Path) -> None:

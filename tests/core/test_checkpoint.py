@@ -186,7 +186,7 @@ def test_what_would_be_too_long_to_read_is_not_written(
     with pytest.raises(CheckpointError, match=f"{file}: would have .* bytes, more than 1000 are not read"):
         save_checkpoint(tmp_path / "a", state)
     assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
-    # The index is longer than any other file, as it has every piece's place.
+    # The index is longer than any other file, as it has every chunk's place.
     monkeypatch.setattr(directory, "MAX_JSON_BYTES", 10_000)
     if bulky == "tensors":
         with pytest.raises(CheckpointError, match=f"{MANIFEST}: would have .* bytes, more than 10000 are not read"):
@@ -342,12 +342,12 @@ def test_latest_names_a_neighbour(tmp_path: Path, name: str) -> None:
 
 
 def change(part: str, **values: Any) -> Callable[[Path], None]:
-    """Change the manifest: at its top, at the tensor model.weight, or at that tensor's piece."""
+    """Change the manifest: at its top, at the tensor model.weight, or at that tensor's chunk."""
 
     def damage(path: Path) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         tensor = manifest["tensors"]["model.weight"]
-        {"top": manifest, "tensor": tensor, "piece": tensor["chunks"][0]}[part].update(values)
+        {"top": manifest, "tensor": tensor, "chunk": tensor["chunks"][0]}[part].update(values)
         seal(path, manifest)
 
     return damage
@@ -407,14 +407,14 @@ def outside_file(path: Path) -> None:
         (change("top", format="zip"), "is zip version 1"),
         (change("top", unknown=1), "is damaged at unknown"),
         (change("tensor", dtype="F4"), "is damaged at tensors.model.weight.dtype, tensors of F4 cannot be read"),
-        (change("tensor", chunks=[]), "is damaged at tensors.model.weight, its pieces are not all there"),
-        (change("piece", shape=[2, 4]), "is damaged at tensors.model.weight, its pieces are not all there"),
-        (change("piece", offsets=[1, 0]), "is damaged at tensors.model.weight, a piece lies outside of it"),
-        (change("piece", offsets=[-1, 0]), "is damaged at tensors.model.weight, a piece lies outside of it"),
-        (change("piece", offsets=[0]), "is damaged at tensors.model.weight"),
-        (change("piece", name="other"), "is damaged, it does not contain other"),
-        (change("piece", file="../b.safetensors"), '"../b.safetensors" is no name of a shard'),
-        (change("piece", file="/etc/passwd"), '"/etc/passwd" is no name of a shard'),
+        (change("tensor", chunks=[]), "is damaged at tensors.model.weight, its chunks are not all there"),
+        (change("chunk", shape=[2, 4]), "is damaged at tensors.model.weight, its chunks are not all there"),
+        (change("chunk", offsets=[1, 0]), "is damaged at tensors.model.weight, a chunk lies outside of it"),
+        (change("chunk", offsets=[-1, 0]), "is damaged at tensors.model.weight, a chunk lies outside of it"),
+        (change("chunk", offsets=[0]), "is damaged at tensors.model.weight"),
+        (change("chunk", name="other"), "is damaged, it does not contain other"),
+        (change("chunk", file="../b.safetensors"), '"../b.safetensors" is no name of a shard'),
+        (change("chunk", file="/etc/passwd"), '"/etc/passwd" is no name of a shard'),
         (outside_file, '"../../secret" is no name of a file of a checkpoint'),
     ],
 )  # fmt: skip

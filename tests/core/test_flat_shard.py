@@ -1,4 +1,4 @@
-"""FlatShard: rectangles of a flat range, saved and loaded in place under any other split."""
+"""FlatShard: chunks of a flat range, saved and loaded in place under any other split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
-from flextrain.core.checkpoint.flat_shard import boxes
+from flextrain.core.checkpoint.flat_shard import chunks_of_range
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
@@ -32,14 +32,14 @@ def test_rectangles_are_the_range_for_every_range(shape: tuple[int, ...]) -> Non
     whole = numbers(shape)
     flat = whole.reshape(-1)
     for start, end in itertools.combinations_with_replacement(range(flat.numel() + 1), 2):
-        found = list(boxes(shape, start, end))
+        found = list(chunks_of_range(shape, start, end))
         assert len(found) <= max(1, 2 * len(shape) - 1)
-        parts = []
+        chunks = []
         for offsets, sizes in found:
             place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            parts.append(whole[place].reshape(-1))
+            chunks.append(whole[place].reshape(-1))
             assert all(n > 0 for n in sizes)
-        assert torch.equal(torch.cat([*parts, torch.empty(0)]), flat[start:end])
+        assert torch.equal(torch.cat([*chunks, torch.empty(0)]), flat[start:end])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -49,10 +49,10 @@ def test_parts_are_views(shape: tuple[int, ...]) -> None:
         local = torch.zeros(end - start)
         shard = FlatShard(local, shape, start)
         assert tuple(shard.shape) == shape
-        for part in shard.parts().values():
+        for part in shard.chunks().values():
             part += 1
         assert local.tolist() == [1.0] * (end - start)
-        assert sum(part.numel() for part in shard.parts().values()) == end - start
+        assert sum(part.numel() for part in shard.chunks().values()) == end - start
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..flat_shard import boxes
+from ..flat_shard import chunks_of_range
 from ..load.checkpoint import Checkpoint
 from ..load.partial_read import Fetch
-from ..manifest import Chunk, TensorEntry
+from ..manifest import StoredChunk, TensorEntry
 from ..untrusted import one_line, read_name, sibling
 from .stored_tensors import MODEL, dtype_name, entry, label
 from .torch_files import StoredTensor, TorchFile
@@ -28,7 +28,7 @@ _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
-Slice = tuple[int, StoredTensor]
+Shard = tuple[int, StoredTensor]
 """(index of the file, one-dimensional tensor in it)."""
 
 
@@ -84,7 +84,7 @@ class _Reader:
         self.folder = folder
         self.files: list[TorchFile] = []
         self.entries: dict[str, TensorEntry] = {}
-        self.places: dict[tuple[str, str], tuple[StoredTensor, int, int, tuple[int, ...]]] = {}
+        self.views: dict[tuple[str, str], tuple[StoredTensor, int, int, tuple[int, ...]]] = {}
         self.models = [self._open(path) for path in _model_states(folder)]
         self.optims = [self._open(path) for path in _by_rank(folder, _OPTIM_STATES)]
 
@@ -101,7 +101,7 @@ class _Reader:
         if states and shapes:
             self._check_world(states)
             if "fp32_flat_groups" in states[0]:
-                self._add_frozen_parts()
+                self._add_frozen_shards()
                 self._add_stage_3(model, [state["fp32_flat_groups"] for state in states])
             else:
                 groups = [state["single_partition_of_fp32_groups"] for state in states]
@@ -133,22 +133,22 @@ class _Reader:
             if isinstance(tensor, StoredTensor):
                 self._add(name, tensor.shape, [(self.models[0], tensor, 0, 0, math.prod(tensor.shape))])
 
-    def _add_frozen_parts(self) -> None:
+    def _add_frozen_shards(self) -> None:
         """Add the frozen parameters of ZeRO-3: every process has a shard of each."""
         models = [self.files[index].content for index in self.models]
         for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-            parts = [(i, m["frozen_param_fragments"][name]) for i, m in zip(self.models, models, strict=True)]
-            self._add(name, shape, _consecutive(parts, 0, math.prod(shape)))
+            shards = [(i, m["frozen_param_fragments"][name]) for i, m in zip(self.models, models, strict=True)]
+            self._add(name, shape, _consecutive(shards, 0, math.prod(shape)))
 
     def _add_stages_1_and_2(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]], paddings: Any) -> None:
         """Add the parameters of ZeRO-1 and 2: those of a group are concatenated, then cut into one part per process."""
         for number, shapes in enumerate(model["param_shapes"]):
-            parts = [(file, groups[number]) for file, groups in zip(self.optims, ranks, strict=True)]
+            shards = [(file, groups[number]) for file, groups in zip(self.optims, ranks, strict=True)]
             padding = paddings[number] if paddings else [0] * len(shapes)
             offset = 0
             for (name, shape), behind in zip(shapes.items(), padding, strict=True):
                 numel = math.prod(shape)
-                self._add(name, shape, _consecutive(parts, offset, numel))
+                self._add(name, shape, _consecutive(shards, offset, numel))
                 offset += numel + behind
 
     def _add_stage_3(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> None:
@@ -158,30 +158,30 @@ class _Reader:
         for name, shape in shapes.items():
             numel = math.prod(shape)
             share = -(-numel // len(ranks))
-            pieces = []
+            ranges = []
             for rank, (file, groups) in enumerate(zip(self.optims, ranks, strict=True)):
                 begin, end = min(rank * share, numel), min((rank + 1) * share, numel)
                 own = _consecutive([(file, group) for group in groups], offset, end - begin)
-                pieces += [(f, tensor, start, at + begin, length) for f, tensor, start, at, length in own]
-            self._add(name, shape, pieces)
+                ranges += [(f, tensor, start, at + begin, length) for f, tensor, start, at, length in own]
+            self._add(name, shape, ranges)
             offset += share
 
     # Pieces
 
-    def _add(self, name: str, shape: Sequence[int], pieces: Sequence[tuple[int, StoredTensor, int, int, int]]) -> None:
-        """Add a tensor of pieces: (file, stored tensor, offset in it, offset in the flattened tensor, length)."""
+    def _add(self, name: str, shape: Sequence[int], ranges: Sequence[tuple[int, StoredTensor, int, int, int]]) -> None:
+        """Add a tensor of chunks: (file, stored tensor, offset in it, offset in the flattened tensor, length)."""
         shape = tuple(shape)
         chunks, dtype = [], None
-        for file, tensor, start, at, length in pieces:
+        for file, tensor, start, at, length in ranges:
             path = self.files[file].path
             dtype = dtype_name(path, name, tensor)
             flat = math.prod(tensor.shape)
             if math.prod(shape) and not 0 <= start <= start + length <= flat:
                 raise CheckpointError(f"{path}: lacks a part of {name}")
-            for offsets, sizes in boxes(shape, at, at + length):
+            for offsets, sizes in chunks_of_range(shape, at, at + length):
                 own = f"{name}@{','.join(map(str, offsets))}"
-                chunks.append(Chunk(offsets=offsets, shape=sizes, file=label(file), name=own))
-                self.places[label(file), own] = (tensor, start, math.prod(sizes), sizes)
+                chunks.append(StoredChunk(offsets=offsets, shape=sizes, file=label(file), name=own))
+                self.views[label(file), own] = (tensor, start, math.prod(sizes), sizes)
                 start += math.prod(sizes)
         if dtype is None and not math.prod(shape):
             dtype = "F32"
@@ -193,18 +193,18 @@ class _Reader:
         number = next(index for index in range(len(self.files)) if label(index) == file)
         tensor_of = self.files[number].map()
 
-        def fetch(name: str, part: tuple[slice, ...]) -> Any:
-            stored, start, length, sizes = self.places[file, name]
-            return tensor_of(stored).reshape(-1)[start : start + length].view(sizes)[part]
+        def fetch(name: str, slices: tuple[slice, ...]) -> Any:
+            stored, start, length, sizes = self.views[file, name]
+            return tensor_of(stored).reshape(-1)[start : start + length].view(sizes)[slices]
 
         yield Fetch(self.folder / file, fetch)
 
 
-def _consecutive(parts: Sequence[Slice], offset: int, length: int) -> list[tuple[int, StoredTensor, int, int, int]]:
-    """The range [offset, offset + length) of concatenated tensors, as pieces whose positions count from ``offset``."""
+def _consecutive(shards: Sequence[Shard], offset: int, length: int) -> list[tuple[int, StoredTensor, int, int, int]]:
+    """The range [offset, offset + length) of concatenated tensors, as chunks whose positions count from ``offset``."""
     found = []
     begin = 0
-    for file, tensor in parts:
+    for file, tensor in shards:
         end = begin + math.prod(tensor.shape)
         low, high = max(offset, begin), min(offset + length, end)
         if low < high:

@@ -33,8 +33,8 @@ def _open_safetensors(path: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             entries = {
-                MODEL + name: whole(path, name, piece.get_dtype(), tuple(piece.get_shape()))
-                for name, piece in slices.items()
+                MODEL + name: whole(path, name, stored.get_dtype(), tuple(stored.get_shape()))
+                for name, stored in slices.items()
             }
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is no safetensors file, {error}") from None
@@ -60,7 +60,7 @@ def _open_torch(path: Path) -> Checkpoint:
     @contextmanager
     def source(_: str) -> Iterator[Fetch]:
         tensor_of = file.map()
-        yield Fetch(path, lambda name, part: tensor_of(tensors[name])[part])
+        yield Fetch(path, lambda name, slices: tensor_of(tensors[name])[slices])
 
     return Checkpoint(path, entries, values, source)
 

@@ -9,7 +9,7 @@ import pydantic
 
 from ...errors import CheckpointError
 from ..load.checkpoint import Checkpoint
-from ..manifest import DTYPE_NAMES, DTYPES, Chunk, TensorEntry
+from ..manifest import DTYPE_NAMES, DTYPES, StoredChunk, TensorEntry
 from ..untrusted import one_line
 from .torch_files import StoredTensor
 
@@ -17,27 +17,27 @@ MODEL = "model."
 
 
 def label(index: int) -> str:
-    """The name that pieces use for file number ``index``: real names of foreign files are not valid in a checkpoint."""
+    """The name that chunks use for file number ``index``: real names of foreign files are not valid in a checkpoint."""
     return f"rank-{index:05d}.safetensors"
 
 
 def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    """The entry of a tensor that is one piece in the first file.
+    """The entry of a tensor that is one chunk in the first file.
 
     Raises:
         CheckpointError: checkpoints do not support the dtype.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
-    chunk = Chunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
+    chunk = StoredChunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
     return entry(path, name, dtype, shape, [chunk])
 
 
-def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> TensorEntry:
-    """The entry of a tensor of pieces.
+def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> TensorEntry:
+    """The entry of a tensor of chunks.
 
     Raises:
-        CheckpointError: the shape is impossible, or the pieces do not make up the tensor.
+        CheckpointError: the shape is impossible, or the chunks do not make up the tensor.
     """
     try:
         return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))

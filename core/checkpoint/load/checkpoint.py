@@ -39,9 +39,9 @@ class Checkpoint:
 
     Args:
         path: its origin, for messages.
-        entries: the tensors and their pieces.
+        entries: the tensors and their chunks.
         values: everything that is not a tensor.
-        source: opens the files with the pieces.
+        source: opens the files with the chunks.
         files: files whose checksums are compared before anything is read from them.
         nonfinite: keys of tensors with NaN or infinity, for which the checkpoint was marked when it was saved.
     """

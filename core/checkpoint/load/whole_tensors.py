@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..manifest import DTYPES, Chunk
+from ..manifest import DTYPES, StoredChunk
 from .checkpoint import Checkpoint
 from .partial_read import Fetch
 
@@ -20,7 +20,7 @@ _CLOSE_AFTER_BYTES = 8 * 2**20
 class TensorReader:
     """Reads whole tensors of a checkpoint by key, in one process; not a collective.
 
-    It keeps no tensor, and at most about 8 MiB of mapped files besides the last piece.
+    It keeps no tensor, and at most about 8 MiB of mapped files besides the last chunk.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -40,23 +40,23 @@ class TensorReader:
             raise CheckpointError(f"{path}: has no tensor {key}")
         own = DTYPES[entry.dtype]
         if len(entry.chunks) == 1 and dtype in (None, own):
-            return self._piece(key, entry.chunks[0], own).contiguous()
+            return self._read_chunk(key, entry.chunks[0], own).contiguous()
         whole = torch.empty(entry.shape, dtype=dtype or own)
         for chunk in entry.chunks:
-            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
-            whole[place].copy_(self._piece(key, chunk, own))
+            slices = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
+            whole[slices].copy_(self._read_chunk(key, chunk, own))
         return whole
 
-    def _piece(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    def _read_chunk(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         if self._bytes > _CLOSE_AFTER_BYTES:
             self.close()
-        piece = self._file(chunk.file)(chunk.name, tuple(slice(0, n) for n in chunk.shape))
-        if tuple(piece.shape) != chunk.shape or piece.dtype != dtype:
+        tensor = self._file(chunk.file)(chunk.name, tuple(slice(0, n) for n in chunk.shape))
+        if tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {key} is damaged, {chunk.file} has another shape or dtype of it"
             )
-        self._bytes += piece.nbytes
-        return piece
+        self._bytes += tensor.nbytes
+        return tensor
 
     def _file(self, name: str) -> Fetch:
         if name not in self._files:

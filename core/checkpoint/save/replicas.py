@@ -34,7 +34,7 @@ class Replicas:
 
     def __init__(self, tensors: Mapping[str, Tensor], share: int | None = None) -> None:
         self._share = share
-        self._open = {key: part for key, tensor in tensors.items() if (part := _replica(tensor)) is not None}
+        self._open = {key: shard for key, tensor in tensors.items() if (shard := _replica(tensor)) is not None}
         self._prints: dict[_ReplicaId, int] = {}
         self._names = {_number(key): key for key in tensors}
         self._later: dict[str, _ReplicaId] = {}
@@ -43,7 +43,7 @@ class Replicas:
         """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
         # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
-        replicas = {key: (_number(key), _number(str(part))) for key, (_, part) in self._open.items()}
+        replicas = {key: (_number(key), _number(str(shard))) for key, (_, shard) in self._open.items()}
         self._later = {key: replicas[key] for key in waiting}
         now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
         self._prints |= {replicas[key]: value for key, value in fingerprints(now, self._share).items()}
@@ -71,8 +71,8 @@ class Replicas:
             ranks.setdefault(packed, []).append(rank)
         held: dict[_ReplicaId, dict[int, list[int]]] = {}
         for packed, owners in ranks.items():
-            for key, part, value in np.frombuffer(packed, dtype=np.uint64).reshape(-1, 3).tolist():
-                held.setdefault((key, part), {}).setdefault(value, []).extend(owners)
+            for key, shard, value in np.frombuffer(packed, dtype=np.uint64).reshape(-1, 3).tolist():
+                held.setdefault((key, shard), {}).setdefault(value, []).extend(owners)
         split: dict[int, list[list[int]]] = {}
         for (key, _), kinds in held.items():
             if len(kinds) > 1:

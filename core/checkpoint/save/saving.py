@@ -135,7 +135,7 @@ class _Plan:
     made_for: tuple[int, int, dict[str, Any]] | None = None
     """The rank, the world size, and the layout of each tensor of this process."""
     items: Sequence[WriteItem] = ()
-    """The rectangles that this process writes."""
+    """The chunks that this process writes."""
     index: WrittenIndex = field(default_factory=WrittenIndex)
     """The index of what all processes write; on rank 0."""
 

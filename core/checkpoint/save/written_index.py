@@ -1,11 +1,11 @@
-"""Index of what all processes write: the rectangles of every tensor, and their files."""
+"""Index of what all processes write: the chunks of every tensor, and their files."""
 
 from __future__ import annotations
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ..manifest import DTYPE_NAMES, Chunk, TensorEntry
+from ..manifest import DTYPE_NAMES, StoredChunk, TensorEntry
 from ..storage import name_in_file
 
 
@@ -33,15 +33,15 @@ def file_of(rank: int) -> str:
 
 
 def _entries(plans: list[SavePlan], metadata: Metadata) -> dict[str, TensorEntry]:
-    """The entry of every tensor: its pieces, and the files that they will be in."""
-    chunks: dict[str, list[Chunk]] = {key: [] for key in metadata.state_dict_metadata}
+    """The entry of every tensor: its chunks, and the files that they will be in."""
+    chunks: dict[str, list[StoredChunk]] = {key: [] for key in metadata.state_dict_metadata}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             assert item.tensor_data is not None
-            piece = item.tensor_data.chunk
+            chunk = item.tensor_data.chunk
             chunks[item.index.fqn].append(
-                Chunk(
-                    offsets=tuple(piece.offsets), shape=tuple(piece.sizes), file=file_of(rank), name=name_in_file(item)
+                StoredChunk(
+                    offsets=tuple(chunk.offsets), shape=tuple(chunk.sizes), file=file_of(rank), name=name_in_file(item)
                 )
             )
     entries = {}

@@ -1,4 +1,4 @@
-"""DTensors whose part is several rectangles: found, saved, loaded into every other layout, put together and cut."""
+"""DTensors whose part is several chunks: found, saved, loaded into every other layout, put together and cut."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.comm import collectives as dist
+from flextrain.core.dtensor_chunks import _own_spans, chunks_of, fill, full_tensor
 from flextrain.core.errors import CheckpointError
-from flextrain.core.rectangles import _own_runs, fill, full_tensor, rectangles
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed
@@ -57,7 +57,7 @@ def test_indices_are_those_of_cutting_one_axis_after_the_other(size: int, dp: in
             expected = chunks(packed(factor, tp)(whole)[index], dp)[rank]
             own = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
             placements = [_StridedShard(0, split_factor=tp), own]
-        runs = _own_runs(size, 0, placements, (dp, tp), (rank, index))
+        runs = _own_spans(size, 0, placements, (dp, tp), (rank, index))
         assert [i for begin, end in runs for i in range(begin, end)] == expected
         assert all(end > begin for begin, end in runs)
         assert all(before[1] != after[0] for before, after in itertools.pairwise(runs)), "neighbours are one"
@@ -138,8 +138,8 @@ def wholes() -> dict[str, Tensor]:
 
 
 def check(tensor: DTensor, whole: Tensor, where: Any) -> None:
-    """This process's rectangles are those of the whole."""
-    for offsets, view in rectangles(tensor).items():
+    """This process's chunks are those of the whole."""
+    for offsets, view in chunks_of(tensor).items():
         cut = whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
         assert torch.equal(bits(view), bits(cut)), where
 
@@ -149,7 +149,7 @@ def write(path: Path) -> None:
         for name, make in layouts().items():
             state = {key: make(whole.clone()) for key, whole in wholes().items()}
             for key, whole in wholes().items():
-                assert sum(v.numel() for v in rectangles(state[key]).values()) == state[key].to_local().numel()
+                assert sum(v.numel() for v in chunks_of(state[key]).values()) == state[key].to_local().numel()
                 check(state[key], whole, (name, key))
                 assert torch.equal(bits(full_tensor(state[key])), bits(whole)), (name, key)
             save_checkpoint(path / name, state)

@@ -1,9 +1,9 @@
-"""The rectangles of a whole tensor that a process holds of a DTensor: several for strided shards (``_StridedShard``).
+"""The chunks of a whole tensor that a process holds of a DTensor: several for strided shards (``_StridedShard``).
 
 torch uses ``_StridedShard(dim, split_factor)`` for two reasons:
 
 - Tensor parallelism shards a dimension first and FSDP shards the pieces, but the mesh has FSDP's axis first. The split
-  factor is then the number of pieces that the axes to the right have made.
+  factor is then the number of parts that the axes to the right have made.
 - A projection holds several matrices (gate and up; query, key and value), and every process gets a shard of each. The
   split factor is then the number of matrices.
 
@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-Run = tuple[int, int]
+Span = tuple[int, int]
 """Begin and end of consecutive indices."""
 Offsets = tuple[int, ...]
 
@@ -35,8 +35,8 @@ def cut_more_than_once(tensor: DTensor) -> bool:
     return sum(_split_factor(placement) for placement in tensor.placements if not placement.is_replicate()) > 1
 
 
-def rectangles(tensor: DTensor) -> dict[Offsets, Tensor]:
-    """The local shard as rectangles: offsets in the whole tensor to a view of the local tensor.
+def chunks_of(tensor: DTensor) -> dict[Offsets, Tensor]:
+    """The local shard as chunks: offsets in the whole tensor to a view of the local tensor.
 
     Raises:
         ValueError: the shape of the local tensor does not match the placements.
@@ -45,23 +45,23 @@ def rectangles(tensor: DTensor) -> dict[Offsets, Tensor]:
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:  # this process is not in the mesh
         return {}
-    runs = [
-        _own_runs(size, dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
+    spans = [
+        _own_spans(size, dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
         for dim, size in enumerate(tensor.shape)
     ]
     if tensor.numel() == 0:  # a checkpoint needs the shape of a tensor without elements too
         return {(0,) * tensor.dim(): local.new_empty(tensor.shape)}
-    shape = tuple(sum(end - begin for begin, end in own) for own in runs)
+    shape = tuple(sum(end - begin for begin, end in own) for own in spans)
     if math.prod(shape) == local.numel() == 0:  # FSDP may give an empty shard any shape
         return {}
     if tuple(local.shape) != shape:
         raise ValueError(f"has a part of shape {tuple(local.shape)} where {tensor.placements} gives {shape}")
     views: dict[Offsets, Tensor] = {}
-    for box in itertools.product(*(zip(own, _begins(own), strict=True) for own in runs)):
+    for chunk in itertools.product(*(zip(own, _begins(own), strict=True) for own in spans)):
         view = local
-        for dim, ((begin, end), at) in enumerate(box):
+        for dim, ((begin, end), at) in enumerate(chunk):
             view = view.narrow(dim, at, end - begin)
-        views[tuple(begin for (begin, _), _ in box)] = view
+        views[tuple(begin for (begin, _), _ in chunk)] = view
     return views
 
 
@@ -75,7 +75,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
         return tensor.full_tensor()
     # Along the sharding axes, one process has each element and the others have 0: the sum of the bytes is exact.
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    for offsets, view in rectangles(tensor).items():
+    for offsets, view in chunks_of(tensor).items():
         _cut(whole, offsets, view.shape).copy_(view)
     data = whole.view(-1).view(torch.uint8)
     for axis, placement in enumerate(tensor.placements):
@@ -90,7 +90,7 @@ def fill(tensor: DTensor, whole: Tensor) -> None:
     Raises:
         ValueError: the shape of the local tensor does not match its placements.
     """
-    for offsets, view in rectangles(tensor).items():
+    for offsets, view in chunks_of(tensor).items():
         view.copy_(_cut(whole, offsets, view.shape))
 
 
@@ -105,14 +105,14 @@ def _split_factor(placement: Placement) -> int:
     return int(getattr(placement, "split_factor", 1))
 
 
-def _own_runs(
+def _own_spans(
     size: int, dim: int, placements: Sequence[Placement], mesh: Sequence[int], coordinates: Sequence[int]
-) -> list[Run]:
+) -> list[Span]:
     """The indices along one dimension that this process holds."""
-    runs = [(0, size)] if size else []
+    spans = [(0, size)] if size else []
     for axis, split_factor in _cuts(dim, placements, mesh):
-        runs = _dealt(runs, split_factor, mesh[axis], coordinates[axis])
-    return runs
+        spans = _dealt(spans, split_factor, mesh[axis], coordinates[axis])
+    return spans
 
 
 def _cuts(dim: int, placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[int, int]]:
@@ -123,45 +123,45 @@ def _cuts(dim: int, placements: Sequence[Placement], mesh: Sequence[int]) -> lis
         if getattr(placement, "dim", None) != dim:
             continue
         factor = _split_factor(placement)
-        pieces = [math.prod(mesh[other] for other, _ in order[:n]) for n in range(len(order) + 1)]
-        if factor in pieces:
-            order.insert(pieces.index(factor), (axis, 1))
+        counts = [math.prod(mesh[other] for other, _ in order[:n]) for n in range(len(order) + 1)]
+        if factor in counts:
+            order.insert(counts.index(factor), (axis, 1))
         else:
             order.insert(0, (axis, factor))
     return order
 
 
-def _dealt(runs: list[Run], split_factor: int, count: int, index: int) -> list[Run]:
-    """Part ``index`` of ``count`` of each of ``split_factor`` pieces of the indices."""
-    length = sum(end - begin for begin, end in runs)
-    found: list[Run] = []
+def _dealt(spans: list[Span], split_factor: int, count: int, index: int) -> list[Span]:
+    """Part ``index`` of ``count`` of each of ``split_factor`` equal parts of the indices."""
+    length = sum(end - begin for begin, end in spans)
+    found: list[Span] = []
     for number in range(split_factor):
-        begin, end = _chunk(length, split_factor, number)
-        first, last = _chunk(end - begin, count, index)
-        for run in _between(runs, begin + first, begin + last):
-            if found and found[-1][1] == run[0]:
-                found[-1] = (found[-1][0], run[1])
+        begin, end = _share(length, split_factor, number)
+        first, last = _share(end - begin, count, index)
+        for span in _between(spans, begin + first, begin + last):
+            if found and found[-1][1] == span[0]:
+                found[-1] = (found[-1][0], span[1])
             else:
-                found.append(run)
+                found.append(span)
     return found
 
 
-def _chunk(length: int, count: int, index: int) -> Run:
+def _share(length: int, count: int, index: int) -> Span:
     """Begin and end of chunk ``index``, as torch.chunk makes it: all have one size, but the last ones."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def _between(runs: list[Run], first: int, last: int) -> list[Run]:
-    """The indices at the positions [first, last) of ``runs``."""
+def _between(spans: list[Span], first: int, last: int) -> list[Span]:
+    """The indices at the positions [first, last) of ``spans``."""
     found = []
-    for (begin, end), at in zip(runs, _begins(runs), strict=True):
+    for (begin, end), at in zip(spans, _begins(spans), strict=True):
         low, high = max(first, at), min(last, at + end - begin)
         if low < high:
             found.append((begin + low - at, begin + high - at))
     return found
 
 
-def _begins(runs: list[Run]) -> list[int]:
+def _begins(spans: list[Span]) -> list[int]:
     """Where each run begins in the local part."""
-    return list(itertools.accumulate((end - begin for begin, end in runs[:-1]), initial=0))[: len(runs)]
+    return list(itertools.accumulate((end - begin for begin, end in spans[:-1]), initial=0))[: len(spans)]
