@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core.comm import collectives as dist
 from ..core.errors import StrategyError
-from ..optim.adapters.trial import Samples, why_not_spread
+from ..optim.adapters.trial import Samples, why_not_dtensors
 from ..optim.wrapper import OptimWrapper
 
 _ROWS_EACH = 16
@@ -41,7 +41,7 @@ class ShardedOptimizers:
             return
         # Not divisible, since a model's parameters need not be; and with a part for every process.
         samples = Samples.like(wrapper.optimizer, rows=_ROWS_EACH * self._mesh.size(-1) - 1)
-        reason, self._layouts[id(wrapper)] = why_not_spread(wrapper.make_another, samples, self._spread)
+        reason, self._layouts[id(wrapper)] = why_not_dtensors(wrapper.make_another, samples, self._spread)
         if found := next((one for one in dist.all_gather_object(reason) if one is not None), None):
             raise StrategyError(
                 f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {found}; FSDP spreads every parameter over "

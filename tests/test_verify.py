@@ -175,9 +175,9 @@ class Noisy(Dataset[Any]):
         return 23
 
 
-def load(cfg: Any, shard: tuple[int, int] = (0, 1), in_parts: bool = False) -> DataLoader[Any]:
+def load(cfg: Any, shard: tuple[int, int] = (0, 1), one_by_one: bool = False) -> DataLoader[Any]:
     log = logging.getLogger("flextrain")
-    return shared_loader(cfg, processes=2, shard=shard, in_parts=in_parts, seed=3, logger=log)
+    return shared_loader(cfg, processes=2, shard=shard, one_by_one=one_by_one, seed=3, logger=log)
 
 
 def epoch(*args: Any, **kwargs: Any) -> list[list[float]]:
@@ -195,8 +195,8 @@ def test_the_parts_of_all_processes_are_the_global_batch_with_the_same_random_nu
     assert [len(batch) for batch in whole] == [8, 8]  # 7 samples are left, which do not make two full batches
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
     assert learning_rate_size(cfg) == 8
-    assert learning_rate_size(cfg, (0, 2)) == learning_rate_size(cfg, in_parts=True) == 4
-    assert epoch(cfg, in_parts=True) == [part for pair in zip(first, second, strict=True) for part in pair]
+    assert learning_rate_size(cfg, (0, 2)) == learning_rate_size(cfg, one_by_one=True) == 4
+    assert epoch(cfg, one_by_one=True) == [part for pair in zip(first, second, strict=True) for part in pair]
 
 
 def test_a_built_dataloader_can_be_divided_too() -> None:

@@ -75,8 +75,8 @@ class Trace:
     notes: list[str] = field(default_factory=list)
 
 
-def train_alone(job: Job, in_parts: bool) -> Trace | None:
-    """The reference, trained on a single device by rank 0; with ``in_parts``, the same batches in parts compared with it.
+def train_alone(job: Job, one_by_one: bool) -> Trace | None:
+    """The reference, trained on a single device by rank 0; with ``one_by_one``, the same batches in parts compared with it.
 
     The two differ only in the order of summation, so their difference shows the effect of rounding. None in the other
     processes, and for an optim_wrapper whose accumulation cannot be changed.
@@ -88,10 +88,10 @@ def train_alone(job: Job, in_parts: bool) -> Trace | None:
             return None
         for name in job.strategies:  # the script may register some; a mistyped name must raise at once
             _spec(name, given, job)
-        if in_parts and not _is_plain(given["optim_wrapper"]):
+        if one_by_one and not _is_plain(given["optim_wrapper"]):
             return None
         strategy = build_strategy(_spec(REFERENCE, given, job))
-        return _train(job, given, strategy, None if not in_parts else Reference(Path(job.folder)), in_parts)
+        return _train(job, given, strategy, None if not one_by_one else Reference(Path(job.folder)), one_by_one)
 
 
 def train_with(job: Job, name: str) -> Trace | None:
@@ -104,7 +104,7 @@ def train_with(job: Job, name: str) -> Trace | None:
                 return None
             stack.enter_context(alone())
         strategy = build_strategy(spec)
-        return _train(job, given, strategy, Reference(Path(job.folder)), in_parts=False)
+        return _train(job, given, strategy, Reference(Path(job.folder)), one_by_one=False)
 
 
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     return {**spec, "type": kind, "device": job.device}
 
 
-def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, in_parts: bool) -> Trace:
+def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, one_by_one: bool) -> Trace:
     trace = Trace()
     observer = _Observer(job.steps, trace, reference, Path(job.folder))
     try:
         strategy.setup_environment()
-        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, in_parts))
+        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, one_by_one))
         with contextlib.suppress(_EnoughError):
             runner.train()
         if len(trace.losses) < job.steps:
@@ -140,7 +140,7 @@ def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Refer
     return trace
 
 
-def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, in_parts: bool) -> dict[str, Any]:
+def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, one_by_one: bool) -> dict[str, Any]:
     """The runner's arguments for the user's training: shared batches, and no hooks, logs or checkpoints of the user's."""
     if given["train_dataloader"] is None or given["optim_wrapper"] is None:
         raise ConfigError(
@@ -153,7 +153,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         without_workers(given["train_dataloader"]),
         processes=job.processes,
         shard=strategy.topology.shard,
-        in_parts=in_parts,
+        one_by_one=one_by_one,
         seed=seed,
         logger=logging.getLogger("flextrain"),
     )
@@ -166,7 +166,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         work_dir=str(Path(job.folder) / "work_dir"),
         train_dataloader=loader,
         train_cfg={**given["train_cfg"], **validation},
-        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if in_parts else 1),
+        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if one_by_one else 1),
         default_hooks={**dict.fromkeys(set(DEFAULT_HOOKS) - {"param_scheduler", "sampler_seed"}), **kept},
         custom_hooks=[observer],
         randomness=randomness,

@@ -18,7 +18,7 @@ WHERE = "train_dataloader"
 
 
 def shared_loader(
-    cfg: Any, *, processes: int, shard: tuple[int, int], in_parts: bool, seed: int, logger: logging.Logger
+    cfg: Any, *, processes: int, shard: tuple[int, int], one_by_one: bool, seed: int, logger: logging.Logger
 ) -> DataLoader[Any]:
     """A loader of global batches, each of ``processes`` configured batches; this process collates its part of each.
 
@@ -28,7 +28,7 @@ def shared_loader(
     Args:
         cfg: the runner's ``train_dataloader``.
         shard: (index, count) of the part; (0, 1) is the whole.
-        in_parts: give the configured batches one by one instead, in the order of the processes that would get them.
+        one_by_one: give the configured batches one by one instead, in the order of the processes that would get them.
 
     Raises:
         ConfigError: the data cannot be divided.
@@ -43,13 +43,13 @@ def shared_loader(
     if single.batch_sampler is None:
         raise ConfigError(f"{WHERE}.batch_size: None makes no batches to divide, give a number")
     size = single.batch_size or getattr(single.batch_sampler, "batch_size", None)
-    whole = shard[1] == 1 and not in_parts
+    whole = shard[1] == 1 and not one_by_one
     return DataLoader(
         SameDraws(single.dataset, seed),
         batch_sampler=GlobalBatches(
-            single.batch_sampler, processes, in_parts, size * processes if size and whole else size
+            single.batch_sampler, processes, one_by_one, size * processes if size and whole else size
         ),
-        collate_fn=PartOf(single.collate_fn, (0, 1) if in_parts else shard),
+        collate_fn=ShardOf(single.collate_fn, (0, 1) if one_by_one else shard),
     )
 
 
@@ -73,7 +73,7 @@ class SameDraws(Dataset[Any]):
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Groups of ``count`` batches of another batch sampler, each joined to one batch, or one by one with ``in_parts``.
+    """Groups of ``count`` batches of another batch sampler, each joined to one batch, or one by one with ``one_by_one``.
 
     Incomplete groups at the end of an epoch and batches of unequal size are left out: the mean over unequal parts is not
     the mean over the whole.
@@ -82,8 +82,8 @@ class GlobalBatches(Sampler[list[Any]]):
         batch_size: number of samples that one process computes at a time, for the runner's auto_scale_lr.
     """
 
-    def __init__(self, batches: Iterable[list[Any]], count: int, in_parts: bool, batch_size: int | None) -> None:
-        self.batches, self.count, self.in_parts, self.batch_size = batches, count, in_parts, batch_size
+    def __init__(self, batches: Iterable[list[Any]], count: int, one_by_one: bool, batch_size: int | None) -> None:
+        self.batches, self.count, self.one_by_one, self.batch_size = batches, count, one_by_one, batch_size
         # The runner asks the sampler of a batch sampler whether it ends, and gives it the epoch.
         self.sampler = getattr(batches, "sampler", None)
 
@@ -98,14 +98,14 @@ class GlobalBatches(Sampler[list[Any]]):
             if len(group) < self.count:
                 continue
             if len({len(part) for part in group}) == 1:
-                yield from group if self.in_parts else [[index for part in group for index in part]]
+                yield from group if self.one_by_one else [[index for part in group for index in part]]
             group = []
 
     def __len__(self) -> int:
-        return len(self.batches) // self.count * (self.count if self.in_parts else 1)  # type: ignore[arg-type]
+        return len(self.batches) // self.count * (self.count if self.one_by_one else 1)  # type: ignore[arg-type]
 
 
-class PartOf:
+class ShardOf:
     """Collates one part of the samples of a global batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int]) -> None:

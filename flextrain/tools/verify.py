@@ -190,7 +190,7 @@ def _fill(
     on_progress("one device")
     try:
         reference = group.run(train_alone, job, False)[0]
-        in_parts = group.run(train_alone, job, True)[0]
+        one_by_one = group.run(train_alone, job, True)[0]
     except WorkerError as error:
         if isinstance(error.__cause__, FlexTrainError):
             raise error.__cause__ from None
@@ -198,9 +198,9 @@ def _fill(
     assert reference is not None
     report.notes, report.steps = reference.notes, len(reference.losses)
     floor: list[dict[str, float]] = []
-    if in_parts is not None:
-        measured = _measured([in_parts], reference)
-        if measured[1].get("loss", 0.0) <= _tolerance(in_parts, tolerance):
+    if one_by_one is not None:
+        measured = _measured([one_by_one], reference)
+        if measured[1].get("loss", 0.0) <= _tolerance(one_by_one, tolerance):
             report.rounding, floor = _largest(measured), _running_largest(measured)
         else:
             report.notes.append(

@@ -224,18 +224,18 @@ def resumes(make: Make, samples: Samples) -> bool:
     return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
 
 
-def why_not_in_pieces(make: Make, samples: Samples) -> str | None:
-    """Return why an optimizer cannot train pieces of flattened parameters; None if it updates element by element.
+def why_not_flat_shards(make: Make, samples: Samples) -> str | None:
+    """Return why an optimizer cannot train shards of flattened parameters; None if it updates element by element.
 
     Its state is checked too: it must have one value per element, or not depend on the elements.
     """
-    reason = _why_not_in_pieces(make, samples)
+    reason = _why_not_flat_shards(make, samples)
     if reason is None and (larger := samples.larger) is not None:
-        return _why_not_in_pieces(make, larger)
+        return _why_not_flat_shards(make, larger)
     return reason
 
 
-def _why_not_in_pieces(make: Make, samples: Samples) -> str | None:
+def _why_not_flat_shards(make: Make, samples: Samples) -> str | None:
     try:
         whole = samples.run(make, lambda tensor: tensor)
     except TrialError as error:
@@ -244,15 +244,15 @@ def _why_not_in_pieces(make: Make, samples: Samples) -> str | None:
         first = samples.run(make, lambda tensor: tensor.flatten()[: _cut(tensor)])
         second = samples.run(make, lambda tensor: tensor.flatten()[_cut(tensor) :] if tensor.ndim else None)
     except TrialError as error:
-        return f"cannot update a piece of a flattened parameter, {error}"
+        return f"cannot update a shard of a flattened parameter, {error}"
     rest = iter(zip(second.values, second.states, strict=True))
     apart = False
     for i, value in enumerate(whole.values):
-        pieces = [(first.values[i], first.states[i]), *([next(rest)] if value.ndim else [])]
-        reason = _state_by_element(value, whole.states[i], [state for _, state in pieces])
+        shards = [(first.values[i], first.states[i]), *([next(rest)] if value.ndim else [])]
+        reason = _state_by_element(value, whole.states[i], [state for _, state in shards])
         if reason is not None:
             return reason
-        joined = torch.cat([piece for piece, _ in pieces]).view(value.shape)
+        joined = torch.cat([shard for shard, _ in shards]).view(value.shape)
         apart |= not _close(joined, value, value - whole.before[i], _TOLERANCE)
     return "computes with a parameter as a whole, a norm of it, say, or a product of matrices" if apart else None
 
@@ -262,15 +262,15 @@ def _cut(tensor: Tensor) -> int:
     return tensor.numel() // 2 + 3 if tensor.numel() > 8 else tensor.numel()
 
 
-def _state_by_element(value: Tensor, whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> str | None:
+def _state_by_element(value: Tensor, whole: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> str | None:
     for key, kept in whole.items():
-        found = [piece.get(key) for piece in pieces]
+        found = [shard.get(key) for shard in shards]
         if isinstance(kept, Tensor) and kept.numel() > 1:
             if kept.shape != value.shape or any(not isinstance(part, Tensor) for part in found):
                 return f'keeps "{key}" of shape {tuple(kept.shape)} of a parameter of shape {tuple(value.shape)}'
             parts = [part.flatten() for part in found if isinstance(part, Tensor)]
             if sum(part.numel() for part in parts) != kept.numel():
-                return f'keeps "{key}" in another shape for each piece of a parameter'
+                return f'keeps "{key}" in another shape for each shard of a parameter'
             if not _close(torch.cat(parts).view(kept.shape), kept, kept, _TOLERANCE):
                 return f'keeps "{key}", which it computes from a parameter as a whole'
         elif _is_nested(kept):
@@ -280,7 +280,7 @@ def _state_by_element(value: Tensor, whole: Mapping[str, Any], pieces: Sequence[
     return None
 
 
-def why_not_spread(
+def why_not_dtensors(
     make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
 ) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
     """Return why an optimizer cannot train DTensors; None if the result is that of whole tensors.
@@ -294,14 +294,14 @@ def why_not_spread(
         The reason, and the placements of state that is a DTensor, by the parameter's number of dimensions and the
         state's key.
     """
-    reason, layouts = _why_not_spread(make, samples, spread)
+    reason, layouts = _why_not_dtensors(make, samples, spread)
     if reason is None and (larger := samples.larger) is not None:
-        reason, of_larger = _why_not_spread(make, larger, spread)
+        reason, of_larger = _why_not_dtensors(make, larger, spread)
         layouts |= of_larger
     return reason, layouts
 
 
-def _why_not_spread(
+def _why_not_dtensors(
     make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
 ) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
     try:

@@ -59,13 +59,13 @@ class EngineState:
 
     def parameters(self) -> dict[str, Tensor]:
         """Masters of trainable parameters, and frozen parameters, by name."""
-        masters = {part.name: part.cut(part.flat) for part in self.fragments}
+        masters = {fragment.name: fragment.cut(fragment.flat) for fragment in self.fragments}
         return {name: masters.get(name, self._untrained(name, p)) for name, p in self.module.named_parameters()}
 
     def _untrained(self, name: str, parameter: Tensor) -> Tensor:
         if name in self.originals:
             return self.originals[name]
-        return state.own_part(parameter) if state.is_partitioned(parameter) else parameter.detach()
+        return state.own_shard(parameter) if state.is_partitioned(parameter) else parameter.detach()
 
     def optimizer_state(self) -> dict[str, Any]:
         """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``.
@@ -75,16 +75,16 @@ class EngineState:
         """
         found: dict[str, Any] = {}
         optimizer = self.optimizer
-        for part in self.fragments:
-            for key, value in self.adapter.state_of(part.flat).items():
-                one_each = isinstance(value, Tensor) and value.shape == part.flat.shape and key not in _COUNTERS
+        for fragment in self.fragments:
+            for key, value in self.adapter.state_of(fragment.flat).items():
+                one_each = isinstance(value, Tensor) and value.shape == fragment.flat.shape and key not in _COUNTERS
                 if isinstance(value, Tensor) and not one_each and value.numel() > 1:
                     raise CheckpointError(
-                        f"{STATE}{part.name}.{key}: has shape {tuple(value.shape)} for {part.flat.numel()} elements, "
+                        f"{STATE}{fragment.name}.{key}: has shape {tuple(value.shape)} for {fragment.flat.numel()} elements, "
                         "under ZeRO only state that is kept element by element can be saved"
                     )
-                found[f"{STATE}{part.name}.{key}"] = part.cut(value) if one_each else value
-            found |= hyper_parameters(self.adapter, optimizer.param_groups[part.group], part.name)
+                found[f"{STATE}{fragment.name}.{key}"] = fragment.cut(value) if one_each else value
+            found |= hyper_parameters(self.adapter, optimizer.param_groups[fragment.group], fragment.name)
         for name, group in self._frozen_groups.items():
             found |= hyper_parameters(self.adapter, group, name)
         return found
@@ -95,27 +95,27 @@ class EngineState:
         Raises:
             CheckpointError: state that does not belong to the elements of a parameter one by one.
         """
-        parts = {part.name: part for part in self.fragments}
+        fragments = {fragment.name: fragment for fragment in self.fragments}
         template: dict[str, Tensor] = {}
         self._incoming = {}
-        counters = _COUNTERS | _numbers(saved, parts)
+        counters = _COUNTERS | _numbers(saved, fragments)
         for full_key, info in saved.items():
             prefix, name, key = split_key(full_key)
-            if prefix != STATE or name not in parts or not hasattr(info, "shape"):
+            if prefix != STATE or name not in fragments or not hasattr(info, "shape"):
                 continue
-            part = parts[name]
+            fragment = fragments[name]
             if key in counters:
                 template[full_key] = torch.empty(info.shape, dtype=info.dtype)
                 continue
-            if tuple(info.shape) != tuple(part.shape):
+            if tuple(info.shape) != tuple(fragment.shape):
                 raise CheckpointError(
-                    f"{full_key}: has shape {tuple(info.shape)}, the parameter's is {tuple(part.shape)}; DeepSpeed can "
+                    f"{full_key}: has shape {tuple(info.shape)}, the parameter's is {tuple(fragment.shape)}; DeepSpeed can "
                     "take up only state that is kept element by element"
                 )
-            place = (id(part.flat), key)
-            if place not in self._incoming:
-                self._incoming[place] = torch.zeros_like(part.flat, dtype=info.dtype, requires_grad=False)
-            template[full_key] = part.cut(self._incoming[place])
+            slot = (id(fragment.flat), key)
+            if slot not in self._incoming:
+                self._incoming[slot] = torch.zeros_like(fragment.flat, dtype=info.dtype, requires_grad=False)
+            template[full_key] = fragment.cut(self._incoming[slot])
         return template
 
     def load_optimizer(self, values: Mapping[str, Any]) -> None:
@@ -128,8 +128,10 @@ class EngineState:
         optimizer = self.optimizer
         counters: dict[int, dict[str, tuple[str, Any]]] = {}
         settings: dict[str, dict[str, Any]] = {}
-        groups = {part.name: optimizer.param_groups[part.group] for part in self.fragments} | self._frozen_groups
-        flats = {part.name: part.flat for part in self.fragments}
+        groups = {
+            fragment.name: optimizer.param_groups[fragment.group] for fragment in self.fragments
+        } | self._frozen_groups
+        flats = {fragment.name: fragment.flat for fragment in self.fragments}
         for full_key, value in values.items():
             prefix, name, key = split_key(full_key)
             if prefix == GROUP:
@@ -144,8 +146,8 @@ class EngineState:
                     )
         for name in [name for name in settings if name in groups]:
             groups[name].update(restored_hyper_parameters(self.adapter, groups[name], settings[name]))
-        for flat in {id(part.flat): part.flat for part in self.fragments}.values():
-            adopted = {key: tensor for (place, key), tensor in self._incoming.items() if place == id(flat)}
+        for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
+            adopted = {key: tensor for (owner, key), tensor in self._incoming.items() if owner == id(flat)}
             adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
             optimizer.state.pop(flat, None)
             if adopted:
@@ -159,19 +161,19 @@ class EngineState:
         for name, parameter in self.module.named_parameters():
             original = self.originals.get(name)
             if isinstance(original, FlatShard):
-                state.own_part(parameter).to_local().copy_(original.to_local())
+                state.own_shard(parameter).to_local().copy_(original.to_local())
             elif original is not None:
                 parameter.detach().copy_(original)
         state.refresh(self.engine, self.fragments)
 
 
-def _numbers(saved: Mapping[str, Any], parts: Mapping[str, Fragment]) -> set[str]:
+def _numbers(saved: Mapping[str, Any], fragments: Mapping[str, Fragment]) -> set[str]:
     """Names of state that a checkpoint has once for a parameter with elements: counters, whatever they are called."""
     found = set()
     for full_key, info in saved.items():
         prefix, name, key = split_key(full_key)
-        if prefix == STATE and getattr(info, "shape", None) == () and name in parts:
-            found |= {key} if parts[name].shape else set()
+        if prefix == STATE and getattr(info, "shape", None) == () and name in fragments:
+            found |= {key} if fragments[name].shape else set()
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
-from ...optim.adapters.trial import Samples, why_not_in_pieces, why_not_usable
+from ...optim.adapters.trial import Samples, why_not_flat_shards, why_not_usable
 from ...optim.wrapper import OptimWrapper
 
 _HOMES = {
@@ -27,7 +27,7 @@ _REFUSED = {
     "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose torch's Muon, at stage 0",
 }
 _REFUSED_ZERO = {
-    "FusedLamb": "needs norms of whole parameters, ZeRO gives it pieces; choose FusedAdam, or stage 0",
+    "FusedLamb": "needs norms of whole parameters, ZeRO gives it shards; choose FusedAdam, or stage 0",
     "Adagrad": "is rebuilt by DeepSpeed without its parameter groups; choose AdamW, or stage 0",
     "SparseAdam": "takes sparse gradients, which ZeRO does not; choose AdamW, or stage 0",
 }
@@ -68,7 +68,7 @@ def _with_params(cls: Any) -> Any:
 def check_supported(wrapper: OptimWrapper, stage: int) -> None:
     """Raise StrategyError if DeepSpeed's engine cannot run this optimizer as it is meant.
 
-    ZeRO gives an optimizer pieces of flattened parameters, so it must treat every element alike: it is tried.
+    ZeRO gives an optimizer shards of flattened parameters, so it must treat every element alike: it is tried.
     """
     optimizer = wrapper.optimizer
     kind = type(optimizer)
@@ -82,8 +82,8 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
     if stage == 0:
         if reason := why_not_usable(wrapper.make_another, samples):
             raise StrategyError(f"{wrapper.where}.optimizer: {kind.__name__} {reason}")
-    elif reason := why_not_in_pieces(wrapper.make_another, samples):
+    elif reason := why_not_flat_shards(wrapper.make_another, samples):
         raise StrategyError(
-            f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it pieces of flattened parameters, choose "
+            f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it shards of flattened parameters, choose "
             "AdamW, stage 0, or DDPStrategy"
         )

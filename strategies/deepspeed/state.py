@@ -2,9 +2,9 @@
 
 - Stage 0 in float32 updates the model's parameters themselves. In half precision ``FP16_UnfusedOptimizer`` keeps a float32
   master of each parameter, ``FP16_Optimizer`` (for FusedAdam) one flat master of each group.
-- Stages 1 and 2 flatten each group and give every process one piece of it: ``p._hp_mapping`` says which part of the
+- Stages 1 and 2 flatten each group and give every process one shard of it: ``p._hp_mapping`` says which part of the
   parameter lies where in ``single_partition_of_fp32_groups``.
-- Stage 3 cuts every parameter into equal pieces (``p.ds_tensor``, the last one padded); the masters of a sub-group's pieces
+- Stage 3 cuts every parameter into equal shards (``p.ds_tensor``, the last one padded); the masters of a sub-group's shards
   are ``fp32_partitioned_groups_flat[i]``, and ``grad_position`` says where in it each begins.
 
 The torch optimizer's state belongs to the flat tensors, so all parameters of one share a step counter.
@@ -62,38 +62,38 @@ class Fragment:
         return local.view(self.shape) if self.is_whole else FlatShard(local, self.shape, self.start)
 
     def take(self, whole: Tensor) -> None:
-        """Fill the part from the whole parameter, or from this process's piece of it."""
-        part = self.cut(self.flat)
-        if isinstance(part, FlatShard) and isinstance(whole, FlatShard):
-            part.copy_(whole)
-        elif isinstance(part, FlatShard):
-            part.to_local().copy_(whole.detach().reshape(-1)[self.start : self.start + self.numel])
+        """Fill the part from the whole parameter, or from this process's shard of it."""
+        fragment = self.cut(self.flat)
+        if isinstance(fragment, FlatShard) and isinstance(whole, FlatShard):
+            fragment.copy_(whole)
+        elif isinstance(fragment, FlatShard):
+            fragment.to_local().copy_(whole.detach().reshape(-1)[self.start : self.start + self.numel])
         else:
-            part.copy_(whole)
+            fragment.copy_(whole)
 
     def copy_in_model(self) -> Tensor:
         """What the model computes with of the part."""
         if is_partitioned(self.parameter):
-            return own_part(self.parameter).to_local()
+            return own_shard(self.parameter).to_local()
         flat = self.parameter.detach().reshape(-1)
         return flat[self.start : self.start + self.numel]
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether the parameter is cut into pieces, as stage 3 does."""
+    """Whether the parameter is cut into shards, as stage 3 does."""
     return hasattr(parameter, "ds_tensor")
 
 
-def own_part(parameter: Any) -> FlatShard:
-    """This process's piece of a parameter of stage 3, in the precision that the model computes in."""
-    piece = parameter.ds_tensor.detach().view(-1)
-    size, count = piece.numel(), int(parameter.ds_numel)
+def own_shard(parameter: Any) -> FlatShard:
+    """This process's shard of a parameter of stage 3, in the precision that the model computes in."""
+    shard = parameter.ds_tensor.detach().view(-1)
+    size, count = shard.numel(), int(parameter.ds_numel)
     start = min(size * dist.rank_in(parameter.ds_process_group), count)
-    return FlatShard(piece.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
+    return FlatShard(shard.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
 
 
-def cast_part(parameter: Any, dtype: torch.dtype) -> None:
-    """Keep the pieces of a parameter that is already cut in another precision."""
+def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
+    """Keep the shards of a parameter that is already cut in another precision."""
     parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
     parameter.data = parameter.data.to(dtype)
 
@@ -128,11 +128,11 @@ def _stage_3(optimizer: Any, names: Mapping[int, str]) -> list[Fragment]:
     for number, sub_group in enumerate(optimizer.fp16_groups):
         flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
         for parameter in sub_group:
-            part = own_part(parameter)
+            shard = own_shard(parameter)
             _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            numel = part.to_local().numel()
+            numel = shard.to_local().numel()
             name = names[id(parameter)]
-            found.append(Fragment(name, parameter, part.shape, part.start, numel, flat, int(offset), group, False))
+            found.append(Fragment(name, parameter, shard.shape, shard.start, numel, flat, int(offset), group, False))
     return found
 
 
@@ -235,20 +235,20 @@ def forget_trial_step(engine: Any) -> None:
     inner_optimizer(engine).state.clear()
 
 
-def check_layout(parts: Iterable[Fragment]) -> None:
+def check_layout(fragments: Iterable[Fragment]) -> None:
     """Raise StrategyError unless every master is its copy in the model, to rounding: the map of who keeps what is right."""
-    for part in parts:
-        copy = part.copy_in_model()
-        master = part.cut(part.flat)
+    for fragment in fragments:
+        copy = fragment.copy_in_model()
+        master = fragment.cut(fragment.flat)
         local = master.to_local() if isinstance(master, FlatShard) else master.reshape(-1)
         if not torch.equal(local.to(copy), copy.reshape(-1)):
             raise StrategyError(
-                f"DeepSpeed: the master weights of {part.name} are not where they are looked for, its version is not "
+                f"DeepSpeed: the master weights of {fragment.name} are not where they are looked for, its version is not "
                 "one that flextrain knows; install deepspeed 0.19.8"
             )
 
 
-def refresh(engine: Any, parts: Iterable[Fragment]) -> None:
+def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
     """Make the model's weights those of the masters, on all processes; collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -260,13 +260,13 @@ def refresh(engine: Any, parts: Iterable[Fragment]) -> None:
     elif hasattr(optimizer, "partition_all_parameters"):
         optimizer.partition_all_parameters()  # stage 3 for evaluation: they are gathered anew when they are needed
     else:
-        for part in parts:
-            part.parameter.detach().copy_(part.cut(part.flat))
+        for fragment in fragments:
+            fragment.parameter.detach().copy_(fragment.cut(fragment.flat))
 
 
 @contextlib.contextmanager
 def _all_split(optimizer: Any) -> Iterator[None]:
-    """No parameter is whole inside; small ones, which always are, become so again from the new pieces."""
+    """No parameter is whole inside; small ones, which always are, become so again from the new shards."""
     optimizer.checkpoint_event_prologue()
     yield
     optimizer.checkpoint_event_epilogue()

@@ -210,7 +210,7 @@ class DeepSpeedStrategy(Strategy):
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
-        trained = {part.name for part in fragments}
+        trained = {fragment.name for fragment in fragments}
         frozen = {name: _as_kept(model, name, value) for name, value in originals.items() if name not in trained}
         adapter = self._wrapper.adapter if self._wrapper else None
         self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups)
@@ -250,9 +250,9 @@ class DeepSpeedStrategy(Strategy):
         assert self._wrapper is not None
         state.forget_trial_step(self._engine)
         fragments = state.fragments(self._engine, model)
-        for part in fragments:
-            if part.name in originals:
-                part.take(originals[part.name])
+        for fragment in fragments:
+            if fragment.name in originals:
+                fragment.take(originals[fragment.name])
         state.check_layout(fragments)
         marks = not self._engine_is_unmanaged()
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
@@ -354,14 +354,14 @@ class DeepSpeedStrategy(Strategy):
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
-        parts = self._engine_state.fragments
+        fragments = self._engine_state.fragments
         optimizer = self._engine_state.optimizer if self._wrapper else None
         states = [value for kept in optimizer.state.values() for value in kept.values()] if optimizer else []
         sent = self.config.communication_data_type
         return PrecisionReport(
             compute=(self._request.dtype,),
             parameters=dtypes(trainable),
-            masters=dtypes([part.flat for part in parts if part.flat is not part.parameter]),
+            masters=dtypes([fragment.flat for fragment in fragments if fragment.flat is not fragment.parameter]),
             gradients=(DTYPES[sent] if sent else self._request.dtype,),
             optimizer_state=dtypes([value for value in states if isinstance(value, Tensor) and value.dim() > 0]),
         )
@@ -390,7 +390,7 @@ def _deepspeed() -> Any:
 
 
 def _originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor]:
-    """Parameters in float32, as they are before the engine casts them; pieces that exist already are cast here.
+    """Parameters in float32, as they are before the engine casts them; shards that exist already are cast here.
 
     In the host's memory: those of trainable parameters are needed for a moment, those of frozen ones for checkpoints alone.
     """
@@ -400,10 +400,10 @@ def _originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) 
             continue
         split = state.is_partitioned(parameter)
         if name not in left_out:
-            own = state.own_part(parameter) if split else parameter.detach()
+            own = state.own_shard(parameter) if split else parameter.detach()
             found[name] = own.to("cpu", torch.float32, copy=True)
         if split:
-            state.cast_part(parameter, dtype)
+            state.cast_shard(parameter, dtype)
     return found
 
 
@@ -412,6 +412,6 @@ def _as_kept(model: nn.Module, name: str, original: Tensor) -> Tensor:
     parameter = model.get_parameter(name)
     if not state.is_partitioned(parameter) or isinstance(original, FlatShard):
         return original
-    part = state.own_part(parameter)
-    size = part.to_local().numel()
-    return FlatShard(original.reshape(-1)[part.start : part.start + size].clone(), part.shape, part.start)
+    shard = state.own_shard(parameter)
+    size = shard.to_local().numel()
+    return FlatShard(original.reshape(-1)[shard.start : shard.start + size].clone(), shard.shape, shard.start)

@@ -187,7 +187,7 @@ REFUSED_SPREAD = {
 }
 REFUSED_PIECES = {
     "Adafactor": 'Adafactor keeps "row_var" of shape (16, 1) of a parameter of shape (16, 24)',
-    "Muon": "Muon cannot update a piece of a flattened parameter, ConfigError: optim_wrapper.optimizer: Muon only supports 2D",
+    "Muon": "Muon cannot update a shard of a flattened parameter, ConfigError: optim_wrapper.optimizer: Muon only supports 2D",
     "HuggingFace": 'Adafactor keeps "RMS", one number that it computes from a parameter as a whole',
     "Lars": 'Lars keeps "momentum_buffer", which it computes from a parameter as a whole',
     "Lamb": "Lamb computes with a parameter as a whole",
