@@ -232,6 +232,6 @@ class Parts:
 
     def _setup_schedulers(self) -> None:
         # Before schedulers are built: an epoch may be shorter than this process's data.
-        self.train_loop.data.meet(float(self.strategy.config.timeout_s))
+        self.train_loop.data.compare_lengths(float(self.strategy.config.timeout_s))
         if not self.schedulers and self.optim_wrapper is not None:
             self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)

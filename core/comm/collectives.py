@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rendezvous import meet
+from .rendezvous import store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
 # An interpreter that exits meanwhile aborts ("terminate called without an active exception"). torch before 2.8
@@ -263,12 +263,12 @@ def group_backend() -> str:
 def init_process_group(
     backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
 ) -> None:
-    """Join the default process group. It can be joined again after it was left. The arguments are those of ``meet``.
+    """Join the default process group. It can be joined again after it was left. The arguments are those of ``store_of_group``.
 
     Raises:
         LaunchError: not all processes joined within ``timeout_s`` seconds.
     """
-    store = meet(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
+    store = store_of_group(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
     side_group(timeout_s)  # made now, while all are here: waiting for a missing process later would have no time limit
 

@@ -29,7 +29,7 @@ class _Endpoint:
 _endpoint: _Endpoint | None = None
 
 
-def meet(init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "") -> Any:
+def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "") -> Any:
     """Wait for all processes, and return the job's store under a prefix for the process group that is made next.
 
     The store still holds the addresses of a group that was left, and a process that comes early would try them.

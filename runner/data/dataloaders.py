@@ -131,7 +131,7 @@ class TrainData:
     the place is a number of batches, whose order cannot be split anew. The same holds for custom loaders, which a
     Reader reads.
 
-    Processes whose data may differ in length end their epochs together, after ``meet`` was called.
+    Processes whose data may differ in length end their epochs together, after ``compare_lengths`` was called.
 
     Args:
         loader: result of ``build_dataloader``.
@@ -155,7 +155,7 @@ class TrainData:
         self._in_step: InStep | None = None
         self._least: int | None = None  # batches of an epoch on the process with the fewest
         self._first_samples: Any = _UNKNOWN
-        self._has_met = self._said_length = False
+        self._has_compared = self._said_length = False
         # An epoch resumed with another window size: its number, one of its windows, and the position of that window.
         self._origin = (-1, 0, 0)
         self._shard = shard
@@ -193,7 +193,7 @@ class TrainData:
 
     # Several processes
 
-    def meet(self, timeout_s: float | None = None) -> None:
+    def compare_lengths(self, timeout_s: float | None = None) -> None:
         """Compare the lengths of all processes' data, and let their epochs end together if they may differ.
 
         A collective, to be called before training; a second call does nothing.
@@ -204,9 +204,9 @@ class TrainData:
         Raises:
             ConfigError: a sampler splits the dataset, and its length differs between processes.
         """
-        if is_alone() or self._has_met:
+        if is_alone() or self._has_compared:
             return
-        self._has_met = True
+        self._has_compared = True
         samples, lengths, deals, even, keeps_position = zip(
             *all_gather_object(
                 (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
@@ -357,9 +357,9 @@ class TrainData:
         if window:
             yield window
         if number != stop and number + len(window) != start:
-            self._compare_length(number * size + len(window))
+            self._warn_of_length(number * size + len(window))
 
-    def _compare_length(self, found: int) -> None:
+    def _warn_of_length(self, found: int) -> None:
         """Warn once if an epoch did not have as many batches as ``len`` of the data."""
         said = self._own_length
         if self.splittable is None and said is not None and said != found and not self._said_length:
