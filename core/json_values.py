@@ -86,7 +86,7 @@ def pack(value: Any, where: str, word: Callable[[Any], Word | None] = as_text) -
     Raises:
         CheckpointError: the value contains something else; the message names the place.
     """
-    if value is None or type(value) in _PLAIN:
+    if value is None or type(value) in _PLAIN_TYPES:
         return value
     if type(value) is list:
         return [pack(item, f"{where}[{i}]", word) for i, item in enumerate(value)]
@@ -126,7 +126,7 @@ def unpack(packed: Any, meaning: Callable[[str, Any], Any] = from_text) -> Any:
     return meaning(kind, content)
 
 
-_PLAIN = (bool, int, float, str)
+_PLAIN_TYPES = (bool, int, float, str)
 
 
 def _text(data: bytes) -> str:

@@ -35,8 +35,8 @@ def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parame
     """Return a parameter's entries in a checkpoint: hyper-parameters of its group and class of its optimizer."""
     values = {key: value for key, value in adapter.settings_of(group).items() if key not in _IMPLEMENTATION_KEYS}
     # torch accepts a 0-dim tensor as learning rate; the next run may use a number.
-    plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-    return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name} | plain).items()}
+    plain_values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name} | plain_values).items()}
 
 
 def restored_hyper_parameters(

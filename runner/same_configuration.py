@@ -24,7 +24,7 @@ _ALIKE = (
 _PRESENT = ("train_dataloader", "val_dataloader", "test_dataloader", "load_from")
 # A single process may have these hooks: they use no collectives and change nothing.
 _LOOK_ON = (ProfilerHook, EmptyCacheHook)
-_PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
+_PLAIN_TYPES = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 
 def check_agreement(given: Mapping[str, Any], checked: Checked) -> None:
@@ -68,7 +68,11 @@ def _of_hooks(hooks: list[Hook]) -> Iterator[tuple[str, str]]:
         counts[kind.__name__] = number = counts.get(kind.__name__, 0) + 1
         name = kind.__name__ if number == 1 else f"{kind.__name__} {number}"
         yield name, "a hook"
-        own = {key: value for key, value in vars(hook).items() if not key.startswith("_") and isinstance(value, _PLAIN)}
+        own = {
+            key: value
+            for key, value in vars(hook).items()
+            if not key.startswith("_") and isinstance(value, _PLAIN_TYPES)
+        }
         yield from _flat(name, own)
 
 
@@ -84,7 +88,7 @@ def _flat(key: str, value: Any, leave_out: tuple[str, ...] = ()) -> Iterator[tup
         yield key, f"of length {len(value)}"
         for i, item in enumerate(value):
             yield from _flat(f"{key}[{i}]", item)
-    elif isinstance(value, _PLAIN):
+    elif isinstance(value, _PLAIN_TYPES):
         if not (isinstance(value, str) and ("/" in value or "\\" in value)):  # a path
             yield key, repr(value)
     else:

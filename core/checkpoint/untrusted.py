@@ -19,7 +19,7 @@ _MAX_NAME = 255
 _MAX_NUMEL = 2**62
 
 
-def is_plain_name(name: str) -> bool:
+def is_name_in_folder(name: str) -> bool:
     """Whether ``name`` is a valid name of an entry directly in a directory."""
     is_special = name in ("", ".", "..") or len(name) > _MAX_NAME or bool(set(name) & {"\0", "\\", "\n"})
     return not is_special and name == Path(name).name
@@ -31,7 +31,7 @@ def sibling(path: Path, name: str) -> Path:
     Raises:
         CheckpointError: the name or a link leads out of the folder, or the file does not exist.
     """
-    if not is_plain_name(name):
+    if not is_name_in_folder(name):
         raise CheckpointError(f"{path}: names {name[:200]!r}, which is no file beside it")
     file = path.with_name(name)
     if not file.is_file():
@@ -58,7 +58,7 @@ def read_name(path: Path) -> str | None:
     """The name in a small text file; None if it is not a valid name of an entry directly in a directory."""
     with path.open("rb") as file:
         name = file.read(4096).decode(errors="replace").strip()
-    return name if is_plain_name(name) else None
+    return name if is_name_in_folder(name) else None
 
 
 def check_shape(shape: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ def train_alone(job: Job, one_by_one: bool) -> Trace | None:
             return None
         for name in job.strategies:  # the script may register some; a mistyped name must raise at once
             _spec(name, given, job)
-        if one_by_one and not _is_plain(given["optim_wrapper"]):
+        if one_by_one and not _is_one_optimizer(given["optim_wrapper"]):
             return None
         strategy = build_strategy(_spec(REFERENCE, given, job))
         return _train(job, given, strategy, None if not one_by_one else Reference(Path(job.folder)), one_by_one)
@@ -176,14 +176,14 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
     return {**given, **changes, **dict.fromkeys((*unused, "compile", "cfg", "experiment_name"))}
 
 
-def _is_plain(optim_wrapper: Any) -> bool:
+def _is_one_optimizer(optim_wrapper: Any) -> bool:
     """Whether it describes one optimizer, whose accumulation and clipping can be changed."""
     return isinstance(optim_wrapper, Mapping) and "optimizer" in optim_wrapper
 
 
 def _optim_wrapper(given: Any, parts: int) -> Any:
     """``given`` with the norm of gradients computed, and with ``parts`` micro-batches in place of each."""
-    if not _is_plain(given):
+    if not _is_one_optimizer(given):
         return given
     changed = {**given, "accumulative_counts": given.get("accumulative_counts", 1) * parts}
     kind = OPTIM_WRAPPERS.get(given.get("type", "OptimWrapper"), "optim_wrapper.type")

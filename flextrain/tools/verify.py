@@ -95,7 +95,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values; an infinite difference (a missing or non-finite value) is the string "inf"."""
-        return {**_plain(dataclasses.asdict(self)), "exit_status": self.exit_status}
+        return {**_finite_or_text(dataclasses.asdict(self)), "exit_status": self.exit_status}
 
     def __rich__(self) -> Group:
         title = f"{Path(self.script).name}: {self.steps} steps on {self.processes} processes against one device"
@@ -325,10 +325,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def _plain(value: Any) -> Any:
+def _finite_or_text(value: Any) -> Any:
     """``value`` with the string "inf" for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _finite_or_text(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [_finite_or_text(part) for part in value]
     return "inf" if isinstance(value, float) and not math.isfinite(value) else value

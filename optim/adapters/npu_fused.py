@@ -38,7 +38,7 @@ NEAREST = {
 }
 """The other fused optimizers, with the most similar one of torch's."""
 
-_PLAIN_FORMATS = (-1, 0, 1, 2, 27, 30)
+_USUAL_FORMATS = (-1, 0, 1, 2, 27, 30)
 """torch_npu's numbers of the layouts without padding."""
 
 _NAMES = sorted({**TWINS, **NEAREST})
@@ -121,8 +121,8 @@ class FusedAdapter(TwinAdapter):
             raise self.refuse(f"takes float32 and float16 only and {name} is {parameter.dtype}")
         if not parameter.is_contiguous():
             raise self.refuse(f"takes contiguous parameters only and {name} is not")
-        plain = importlib.import_module("torch_npu").get_npu_format(parameter) in _PLAIN_FORMATS
-        if plain and not _is_alone(parameter):
+        is_usual = importlib.import_module("torch_npu").get_npu_format(parameter) in _USUAL_FORMATS
+        if is_usual and not _is_alone(parameter):
             raise self.refuse(f"moves parameters to memory of its own and {name} shares its memory with others")
 
     def _name_of(self, parameter: Tensor) -> str:

@@ -100,12 +100,12 @@ class TorchScheduler(ParamScheduler):
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"{self.scheduler.__name__}: {' '.join(str(error).split())}") from error
         self._groups.step()  # torch warns when a scheduler steps before the optimizer
-        self._fresh = json.dumps(_plain(self._inner.state_dict()))
+        self._fresh = json.dumps(_plain_values(self._inner.state_dict()))
         return self._inner
 
     def _progress(self, inner: lr_scheduler.LRScheduler) -> dict[str, Any]:
         fresh = json.loads(self._fresh)
-        state = _plain(inner.state_dict())
+        state = _plain_values(inner.state_dict())
         return {name: value for name, value in state.items() if name == "base_lrs" or value != fresh.get(name)}
 
 
@@ -143,16 +143,16 @@ def _copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()} for group in groups]
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
+def _plain_values(state: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of ``state`` that JSON keeps unchanged."""
-    plain = {}
+    values = {}
     for name, value in state.items():
         try:
             if json.loads(json.dumps(value)) == value:
-                plain[name] = value
+                values[name] = value
         except (TypeError, ValueError):
             continue
-    return plain
+    return values
 
 
 def _names() -> list[str]:

@@ -27,7 +27,7 @@ def adopt(
         if shard[1] > 1:
             logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
         return loader
-    if not _is_plain(loader) or _holds_on_to_itself(loader):
+    if not _samples_by_default(loader) or _holds_on_to_itself(loader):
         if shard[1] > 1 and not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), ShardedSampler):
             name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
             own_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
@@ -50,14 +50,14 @@ def adopt(
 
 
 # torchdata has its own RandomSampler and BatchSampler, which keep a state.
-_PLAIN_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+_DEFAULT_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
+def _samples_by_default(loader: DataLoader[Any]) -> bool:
     """True if the samplers are those of ``shuffle`` and ``batch_size``: every sample of the dataset once, in turn."""
     sampler: Any = loader.sampler
     kind, batches = (
-        type(part).__name__ if type(part).__module__ in _PLAIN_SAMPLERS else None
+        type(part).__name__ if type(part).__module__ in _DEFAULT_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
     )
     once = kind == "SequentialSampler" or (

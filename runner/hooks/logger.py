@@ -15,7 +15,7 @@ from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
 from ..reporting.log_processor import num_batches
 from ..reporting.progress import ProgressBar, is_interactive
-from ..reporting.reporter import describe, plain
+from ..reporting.reporter import describe, plain_value
 from .hook import Hook
 from .unsupported import refuse
 
@@ -173,7 +173,7 @@ class LoggerHook(Hook):
         if runner.rank == 0:
             path = Path(runner.log_dir) / f"{runner.timestamp}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(plain(record)) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(plain_value(record)) + "\n", encoding="utf-8")
 
     def after_run(self, runner: Run) -> None:
         """Close the reporters and the bar, and copy the logs if ``out_dir`` is given."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...core.registry import REPORTERS
-from .reporter import Reporter, plain
+from .reporter import Reporter, plain_value
 
 
 @REPORTERS.register_module(["JsonLinesReporter", "LocalVisBackend"])
@@ -31,7 +31,7 @@ class JsonLinesReporter(Reporter):
         self._config_path = self.save_dir / config_save_file
         self._scalar_path = self.save_dir / scalar_save_file
         self._file: TextIO | None = None
-        self._encode = json.JSONEncoder(default=plain).encode
+        self._encode = json.JSONEncoder(default=plain_value).encode
 
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Open the files."""

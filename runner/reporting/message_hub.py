@@ -153,7 +153,7 @@ class MessageHub:
         self.fetch()
         return {
             "scalars": {key: buffer.state_dict() for key, buffer in self._scalars.items()},
-            "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain(v)},
+            "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain_value(v)},
         }
 
     def own_losses(self) -> list[float]:
@@ -190,9 +190,9 @@ def _checked(key: str, value: Any) -> float | Tensor:
         raise ConfigError(f"{key}: {value!r} is no scalar, give a number or a tensor with one element") from None
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_plain_value(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_value, value))
     return value is None or isinstance(value, (str, int, float, bool))

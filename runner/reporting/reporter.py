@@ -68,12 +68,12 @@ def numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in scalars.items() if isinstance(value, (int, float))}
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return ``value`` as JSON can represent it: arrays as lists, unknown objects as text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -160,9 +160,9 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     source.load({**template, **hooks, **extra})
 
     with piece(path, "optim", "optimizer"):
-        plain = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
+        plain_values = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
         with telling_what_differs(runner), nullcontext() if options.param_scheduler else schedules_anew(runner):
-            strategy.load_state_dict({**plain, **template})
+            strategy.load_state_dict({**plain_values, **template})
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
                 runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
@@ -302,8 +302,8 @@ def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     for key, item in value.items():
         if not isinstance(key, str):
             raise CheckpointError(f"{prefix}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
-        for plain, escaped in _ESCAPED:
-            key = key.replace(plain, escaped)
+        for raw, escaped in _ESCAPED:
+            key = key.replace(raw, escaped)
         path = f"{prefix}{_SEPARATOR}{key}"
         if isinstance(item, Mapping) and _has_tensor(item):
             flat.update(_flatten(item, path))
@@ -313,8 +313,8 @@ def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _unescape(key: str) -> str:
-    for plain, escaped in reversed(_ESCAPED):
-        key = key.replace(escaped, plain)
+    for raw, escaped in reversed(_ESCAPED):
+        key = key.replace(escaped, raw)
     return key
 
 

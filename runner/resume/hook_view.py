@@ -10,7 +10,7 @@ from ...core.errors import CheckpointError
 
 _WHERE = "before_save_checkpoint"
 _MODEL, _OPTIMIZER = "model.", "optim."
-_PLAIN = {"meta": "meta", "param_schedulers": "scheduler", "message_hub": "message_hub"}
+_PLAIN_VALUES = {"meta": "meta", "param_schedulers": "scheduler", "message_hub": "message_hub"}
 _OWN_KEY = 'give what is to be saved a key of its own: checkpoint["..."] = value'
 
 
@@ -28,7 +28,7 @@ class SavedView:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
-        self.checkpoint: dict[str, Any] = {key: state[name] for key, name in _PLAIN.items() if name in state}
+        self.checkpoint: dict[str, Any] = {key: state[name] for key, name in _PLAIN_VALUES.items() if name in state}
         self._weights, self._optimizer = _part(state, _MODEL), _part(state, _OPTIMIZER)
         self.checkpoint["state_dict"] = dict(self._weights)
         if self._optimizer:
@@ -41,7 +41,7 @@ class SavedView:
             CheckpointError: a change cannot be saved.
         """
         found = dict(self.checkpoint)
-        for key, name in _PLAIN.items():
+        for key, name in _PLAIN_VALUES.items():
             if key in found:
                 self._state[name] = found.pop(key)
             else:

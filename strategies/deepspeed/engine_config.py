@@ -141,8 +141,8 @@ def check_wrapper(optim: object) -> OptimWrapper:
         StrategyError: several optimizers, or a wrapper with arithmetic of its own.
     """
     own = ", ".join(overridden(optim, *_CALLED))
-    plain = type(optim) in (OptimWrapper, AmpOptimWrapper) and not own
-    if not plain and not isinstance(optim, DeepSpeedOptimWrapper):
+    is_ours = type(optim) in (OptimWrapper, AmpOptimWrapper) and not own
+    if not is_ours and not isinstance(optim, DeepSpeedOptimWrapper):
         kind = type(optim).__name__
         several = "has several optimizers, DeepSpeed's engine has one" if isinstance(optim, Mapping) else ""
         reason = several or (

@@ -226,10 +226,10 @@ def pairs(items: Any) -> dict[Any, Any]:
     Hashing other keys is not safe: for a tuple that has another tuple twice, which has a third one twice, and so on, it
     never finishes.
     """
-    return {key: value for key, value in items if isinstance(key, _PLAIN)}
+    return {key: value for key, value in items if isinstance(key, _PLAIN_TYPES)}
 
 
-_PLAIN = (str, bytes, int, float, type(None))
+_PLAIN_TYPES = (str, bytes, int, float, type(None))
 _LITERALS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),

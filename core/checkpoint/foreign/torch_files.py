@@ -162,7 +162,7 @@ class TorchFile:
 
     def _read_legacy(self, file: IO[bytes]) -> Any:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            described = [self._plain(data) for _ in range(3)]
+            described = [self._without_storages(data) for _ in range(3)]
             if described[:2] != [_MAGIC, _PROTOCOL]:
                 raise ValueError("no file of torch.save")
             if isinstance(described[2], dict):
@@ -177,7 +177,7 @@ class TorchFile:
                 return found
 
             content = describe(data, self._known, storage)  # type: ignore[arg-type]
-            for key in self._plain(data):
+            for key in self._without_storages(data):
                 (numel,) = struct.unpack("<q", data.read(8))
                 begin, nbytes = data.tell(), storages[str(key)].nbytes
                 if numel != storages[str(key)].numel or begin + nbytes > self.size:
@@ -188,7 +188,7 @@ class TorchFile:
                 raise ValueError("a storage that is not there")
             return content
 
-    def _plain(self, data: mmap.mmap) -> Any:
+    def _without_storages(self, data: mmap.mmap) -> Any:
         return describe(data, self._known, _no_storage)  # type: ignore[arg-type]
 
     def _storage(self, given: Any, sizes: Mapping[str, int]) -> Storage:

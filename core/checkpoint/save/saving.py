@@ -202,7 +202,7 @@ class _Save:
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {key: value for key, value in state.items() if key not in self._tensors}
         own = get_rank() if number is None else number
-        self._plain = PlainValues(values, own, per_rank or {}, joined or {})
+        self._plain_values = PlainValues(values, own, per_rank or {}, joined or {})
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
@@ -224,7 +224,9 @@ class _Save:
         self._folder = directory.temporary(self.path) if is_local(self.path) else as_path(folder)
         if known is not None:
             with self._cleared_away():
-                self._peers.round(lambda: (self._plain.own, self._plain.beyond(known)), self._put_together)
+                self._peers.round(
+                    lambda: (self._plain_values.own, self._plain_values.beyond(known)), self._put_together
+                )
         if not as_before:
             self._staged = None  # an early copy would keep the old memory while new memory is allocated
             with self._cleared_away():
@@ -240,27 +242,27 @@ class _Save:
         for key, tensor in self._tensors.items():
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
-        fingerprint = self._plain.fingerprint()
+        fingerprint = self._plain_values.fingerprint()
         self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
         if self._staging.plan.made_for != self._layouts():
-            return None, self._plain.own, fingerprint
+            return None, self._plain_values.own, fingerprint
         self._plan = self._staging.plan
         if copy:
             self._copy()
-        return self._plan.mark, self._plain.own, fingerprint
+        return self._plan.mark, self._plain_values.own, fingerprint
 
     def _begin(self, offers: list[tuple[str | None, Own, int]]) -> list[tuple[str, bool, list[str] | None]]:
         marks, own, fingerprints = zip(*offers, strict=True)
-        known = None if len(set(fingerprints)) == 1 else self._plain.keys()
+        known = None if len(set(fingerprints)) == 1 else self._plain_values.keys()
         if known is None:
-            self._keep_text(self._plain.text(own))
+            self._keep_text(self._plain_values.text(own))
         as_before = len(set(marks)) == 1 and None not in marks
         return [(str(directory.begin(self.path)), as_before, known)] * len(offers)
 
     def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> list[None]:
         """Merge the values of processes that have different keys."""
         own, others = zip(*offers, strict=True)
-        self._keep_text(self._plain.text(own, others))
+        self._keep_text(self._plain_values.text(own, others))
         return [None] * len(offers)
 
     def _keep_text(self, text: bytes) -> None:
