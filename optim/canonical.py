@@ -33,7 +33,9 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parameter: str) -> dict[str, Any]:
     """Return a parameter's entries in a checkpoint: hyper-parameters of its group and class of its optimizer."""
-    values = {key: value for key, value in adapter.settings_of(group).items() if key not in _IMPLEMENTATION_KEYS}
+    values = {
+        key: value for key, value in adapter.hyper_parameters_of(group).items() if key not in _IMPLEMENTATION_KEYS
+    }
     # torch accepts a 0-dim tensor as learning rate; the next run may use a number.
     plain_values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
     return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name} | plain_values).items()}
@@ -58,7 +60,7 @@ def restored_hyper_parameters(
             f"optimizer: the checkpoint's is {kind}, the configuration's is {type(adapter.optimizer).__name__}; resume with "
             "the same one, or start from the weights alone with load_from"
         )
-    own = adapter.own_settings({key: value for key, value in saved.items() if key != KIND})
+    own = adapter.own_hyper_parameters({key: value for key, value in saved.items() if key != KIND})
     return {key: _like(group.get(key), value) for key, value in own.items()}
 
 

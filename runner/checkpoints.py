@@ -84,9 +84,9 @@ class Checkpoints(Parts):
         """
         return self._saver.finish(self, wait)
 
-    def is_marked(self, path: str | Path) -> bool:
+    def was_marked(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
-        return self._saver.is_marked(path)
+        return self._saver.was_marked(path)
 
     def load_checkpoint(
         self,

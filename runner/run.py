@@ -246,7 +246,7 @@ class Run(Protocol):
     def finish_saving(self, wait: bool = True) -> bool:
         """Wait for the save in progress in the background."""
 
-    def is_marked(self, path: str | Path) -> bool:
+    def was_marked(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
 
     def use_data_seed(self, seed: int) -> None:

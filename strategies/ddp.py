@@ -43,7 +43,7 @@ class WrapperOptions(Config):
     """Size of the messages in MiB."""
 
 
-class WrapperConfig(WrapperOptions):
+class DDPWrapperConfig(WrapperOptions):
     """MMEngine's ``model_wrapper``."""
 
     type: Any = None
@@ -53,7 +53,7 @@ class WrapperConfig(WrapperOptions):
 class DDPConfig(StrategyConfig, WrapperOptions):
     """Options of DDPStrategy."""
 
-    model_wrapper: WrapperConfig | None = None
+    model_wrapper: DDPWrapperConfig | None = None
     """MMEngine's place for the arguments of DistributedDataParallel."""
     sync_bn: Literal["torch"] | None = None
     """Batch normalisation over the batch of all processes; "torch" turns it on."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Machine, Report, examine, look
+from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, examine, look
 from flextrain.tools.doctor.package_probe import strategy_facts
 
 ROOT = Path(__file__).parents[1]
@@ -240,12 +240,12 @@ HERE = Machine(
 NPU = {**HERE.probes, "torch_npu": {"version": "own", "devices": {"npu": ["Ascend910B"]}}}
 
 
-def findings(**changes: Any) -> tuple[Report, list[str]]:
+def findings(**changes: Any) -> tuple[Diagnosis, list[str]]:
     report = examine(dataclasses.replace(HERE, **changes))
     return report, [f"{finding.level}: {finding.what}; {finding.advice}" for finding in report.findings]
 
 
-def reasons(report: Report) -> dict[str, str]:
+def reasons(report: Diagnosis) -> dict[str, str]:
     return {status.name: status.reason for status in report.strategies}
 
 

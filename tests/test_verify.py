@@ -20,7 +20,7 @@ from flextrain.runner.data.user_loaders import batch_size
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.tools.script import runner_arguments
 from flextrain.tools.shared_batches import shared_loader
-from flextrain.tools.verify import FirstDifference, Report, Row, verify
+from flextrain.tools.verify import FirstDifference, Row, VerifyReport, verify
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_classifier.py"
 WorkerFactory = Callable[[int], WorkerGroup]
@@ -344,7 +344,7 @@ def test_wrong_numbers(script: str, wrong: dict[str, int]) -> None:
 def test_the_table_fits_a_narrow_terminal() -> None:
     first = FirstDifference(3, "net.weight", "model.net.weight", float("inf"), 1e-5, others=2)
     differences = dict(loss=1e-7, grad_norm=None, weights=float("inf"), optimizer=0.0)
-    report = Report(
+    report = VerifyReport(
         "train.py", 2, 20, ["a note"], dict(differences), [Row("ddp", "differs", "float32", 1e-5, differences, first)]
     )
     text = str(report)

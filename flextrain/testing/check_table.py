@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kit:
+class StrategyUnderTest:
     """The strategy under test, inside one of its processes.
 
     Attributes:
@@ -66,7 +66,7 @@ class RefusedError(FlexTrainError):
     """The strategy refused a request that it is allowed to refuse."""
 
 
-Check = Callable[[Kit], None]
+Check = Callable[[StrategyUnderTest], None]
 CHECKS: dict[str, tuple[str, Check]] = {}
 
 

@@ -18,7 +18,7 @@ from ..core.registry import STRATEGIES
 from ..optim.amp import AmpOptimWrapper
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
-from .check_table import Kit, check
+from .check_table import StrategyUnderTest, check
 from .checks_training import SAMPLES, Decay, batches, one_each, sgd
 from .compare import CheckFailedError, require, same_tensors
 from .loop import learning_rates
@@ -27,17 +27,18 @@ from .sessions import Session, run
 
 
 @check("rank, world size, device and data shards are right, and module is the user's own model")
-def facts(kit: Kit) -> None:
-    with kit.session(sgd()) as session:
+def facts(tested: StrategyUnderTest) -> None:
+    with tested.session(sgd()) as session:
         strategy = session.strategy
         strategy.setup_environment()  # a second call must change nothing
-        require(strategy.rank == kit.rank, f"rank is {strategy.rank}, the launcher said {kit.rank}")
+        require(strategy.rank == tested.rank, f"rank is {strategy.rank}, the launcher said {tested.rank}")
         require(
-            strategy.world_size == kit.world_size, f"world_size is {strategy.world_size}, {kit.world_size} were started"
+            strategy.world_size == tested.world_size,
+            f"world_size is {strategy.world_size}, {tested.world_size} were started",
         )
         require(isinstance(strategy.device, torch.device), f"device is {strategy.device!r}, give a torch.device")
         topology = strategy.topology
-        shards = kit.all_gather((*topology.shard, topology.reports))
+        shards = tested.all_gather((*topology.shard, topology.reports))
         count = shards[0][1]
         require(
             all(shard[1] == count for shard in shards) and {index for index, *_ in shards} == set(range(count)),
@@ -52,16 +53,16 @@ def facts(kit: Kit) -> None:
             isinstance(module, ConformanceNet), f"module is a {type(module).__name__}, the user's is a ConformanceNet"
         )
         names = {name for name, _ in ConformanceNet().named_parameters()}
-        held = set().union(*kit.all_gather({name for name, _ in module.named_parameters()}))
+        held = set().union(*tested.all_gather({name for name, _ in module.named_parameters()}))
         require(held == names, "module's parameter names are not the user's")
         require(len(session.optim.param_groups) > 0, "the wrapper that setup returned has no param_groups")
 
 
 @check("float32 is float32, and bfloat16 under AmpOptimWrapper computes in it and keeps float32 weights, as reported")
-def precision(kit: Kit) -> None:
-    with kit.session(sgd()) as session:
+def precision(tested: StrategyUnderTest) -> None:
+    with tested.session(sgd()) as session:
         _require_dtypes(session, compute=torch.float32)
-    with kit.session_or_refused(AmpOptimWrapper(dict(type="AdamW", lr=1e-3), dtype="bfloat16")) as session:
+    with tested.session_or_refused(AmpOptimWrapper(dict(type="AdamW", lr=1e-3), dtype="bfloat16")) as session:
         computed: list[torch.dtype] = []
         # A layer in the middle of the model, because the model's outputs may be cast back.
         layer = session.strategy.module.get_submodule("norm")
@@ -95,17 +96,17 @@ def _require_dtypes(session: Session, compute: torch.dtype) -> None:
 
 
 @check("gradients that overflow on one rank skip the update on all, and neither weights nor schedule move")
-def overflow(kit: Kit) -> None:
+def overflow(tested: StrategyUnderTest) -> None:
     windows = [[_strained(batch, number == 2)] for number, batch in enumerate(batches(5))]
     wrapper = AmpOptimWrapper(
         dict(type="SGD", lr=0.05, momentum=0.9), dtype="float16", loss_scale=dict(init_scale=256.0),
         clip_grad=dict(max_norm=5.0),
     )  # fmt: skip
-    with kit.session_or_refused(wrapper) as session:
+    with tested.session_or_refused(wrapper) as session:
         base = learning_rates(session.optim)
         result = run(session, windows, [Decay(session.optim)])
-        outcomes = kit.all_gather((result.trace.skipped, learning_rates(session.optim)))
-        parts = kit.all_gather(result.weights)
+        outcomes = tested.all_gather((result.trace.skipped, learning_rates(session.optim)))
+        parts = tested.all_gather(result.weights)
     for rank, (skipped, lrs) in enumerate(outcomes):
         require(
             skipped == [False, False, True, False, False],
@@ -133,10 +134,12 @@ def _strained(batch: Batch, overflowing: bool) -> Batch:
 
 
 @check("impossible requests are refused: unknown options, an optimizer with another model's parameters")
-def refusals(kit: Kit) -> None:
-    described = isinstance(kit.spec, (str, Mapping)) or (isinstance(kit.spec, type) and issubclass(kit.spec, Strategy))
+def refusals(tested: StrategyUnderTest) -> None:
+    described = isinstance(tested.spec, (str, Mapping)) or (
+        isinstance(tested.spec, type) and issubclass(tested.spec, Strategy)
+    )
     if described:
-        config: dict[str, Any] = dict(kit.spec) if isinstance(kit.spec, Mapping) else {"type": kit.spec}
+        config: dict[str, Any] = dict(tested.spec) if isinstance(tested.spec, Mapping) else {"type": tested.spec}
         try:
             STRATEGIES.build({**config, "no_such_option": 1}, "strategy")
         except ConfigError as error:
@@ -145,7 +148,7 @@ def refusals(kit: Kit) -> None:
             raise CheckFailedError("an unknown option was accepted, it must raise ConfigError")
     foreign = OptimWrapper(torch.optim.SGD(ConformanceNet().parameters(), lr=0.1))
     try:
-        with kit.session(foreign):
+        with tested.session(foreign):
             pass
     except (ConfigError, StrategyError):
         return
@@ -158,9 +161,9 @@ def refusals(kit: Kit) -> None:
     "after teardown, which may be called twice, no process group, thread, variable or model is left, and a new job can "
     "start"
 )
-def teardown(kit: Kit) -> None:
+def teardown(tested: StrategyUnderTest) -> None:
     variables, threads = dict(os.environ), set(threading.enumerate())
-    models = [weakref.ref(_trained_and_left(kit)) for _ in range(2)]
+    models = [weakref.ref(_trained_and_left(tested)) for _ in range(2)]
     gc.collect()
     require(not any(model() for model in models), "the model is still in memory after teardown")
     own = ("MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR")  # set by this kit, and by torch
@@ -170,14 +173,14 @@ def teardown(kit: Kit) -> None:
     require(not left, f"threads were left running: {', '.join(left)}")
 
 
-def _trained_and_left(kit: Kit) -> nn.Module:
+def _trained_and_left(tested: StrategyUnderTest) -> nn.Module:
     """A model after a few updates and teardown."""
     module = ConformanceNet()
-    strategy = kit.strategy()
+    strategy = tested.strategy()
     try:
         strategy.setup_environment()
         joined = dist.is_initialized()
-        require(joined or kit.world_size == 1, "setup_environment did not join a process group")
+        require(joined or tested.world_size == 1, "setup_environment did not join a process group")
         model, optim = strategy.setup(module, sgd())
         assert optim is not None
         run(Session(strategy, model, optim), one_each(batches(3)))  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .check_table import Kit, check
+from .check_table import StrategyUnderTest, check
 from .checks_training import adamw, batches, one_each
 from .compare import require, same_keys, same_numbers, same_tensors
 from .loop import learning_rates
@@ -15,13 +15,13 @@ AFTER = 4
 
 
 @check("the state has single-device's keys, shapes and dtypes, before the first update and after")
-def state_keys(kit: Kit) -> None:
+def state_keys(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(2))
-    with kit.reference(adamw()) as single:
+    with tested.reference(adamw()) as single:
         expected = [whole_state(single.strategy)]
         run(single, windows)
         expected.append(whole_state(single.strategy))
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         found = [whole_state(session.strategy)]
         run(session, windows)
         found.append(whole_state(session.strategy))
@@ -40,52 +40,52 @@ def _kind(value: object) -> str:
 
 
 @check("training from a single device's checkpoint continues under the strategy as on that device")
-def resume_from_single(kit: Kit) -> None:
+def resume_from_single(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(BEFORE + AFTER))
-    path = kit.folder / "single"
-    with kit.reference(adamw()) as single:
+    path = tested.folder / "single"
+    with tested.reference(adamw()) as single:
         run(single, windows[:BEFORE])
-        if kit.rank == 0:
+        if tested.rank == 0:
             save(single, path)
         expected = _continue(single, windows)
         state = whole_state(single.strategy)
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         run(session, windows[AFTER:])  # other updates first, so that everything must come from the checkpoint
         load(session, path)
-        _compare(kit, session, _continue(session, windows), expected, state)
+        _compare(tested, session, _continue(session, windows), expected, state)
 
 
 @check("training from the strategy's checkpoint continues on a single device as it would have without the strategy")
-def resume_to_single(kit: Kit) -> None:
+def resume_to_single(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(BEFORE + AFTER))
-    path = kit.folder / "strategy"
-    with kit.session(adamw()) as session:
+    path = tested.folder / "strategy"
+    with tested.session(adamw()) as session:
         run(session, windows[:BEFORE])
         save(session, path)
-    with kit.reference(adamw()) as single:
+    with tested.reference(adamw()) as single:
         run(single, windows[:BEFORE])
         expected = _continue(single, windows)
         state = whole_state(single.strategy)
-    with kit.reference(adamw()) as single:
+    with tested.reference(adamw()) as single:
         load(single, path)
-        _compare(kit, single, _continue(single, windows), expected, state)
+        _compare(tested, single, _continue(single, windows), expected, state)
 
 
 @check(
     "training from the strategy's own checkpoint continues as without interruption: bit for bit on up to two processes"
 )
-def resume_itself(kit: Kit) -> None:
+def resume_itself(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(BEFORE + AFTER))
-    path = kit.folder / "itself"
-    with kit.session(adamw()) as session:
+    path = tested.folder / "itself"
+    with tested.session(adamw()) as session:
         run(session, windows[:BEFORE])
         save(session, path)
         expected = _continue(session, windows)
         state = whole_state(session.strategy)
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         load(session, path)
         # A sum over three processes depends on the order, which may change between the first calls of a back end.
-        tolerance = 0.0 if kit.world_size <= 2 else kit.tolerance
+        tolerance = 0.0 if tested.world_size <= 2 else tested.tolerance
         same_numbers(_continue(session, windows), expected, "after resuming, the loss", tolerance)
         same_tensors(whole_state(session.strategy), state, "state at the end", tolerance)
 
@@ -94,7 +94,9 @@ def _continue(session: Session, windows: list) -> list[float]:  # type: ignore[t
     return run(session, windows[BEFORE:]).trace.losses
 
 
-def _compare(kit: Kit, session: Session, found: list[float], expected: list[float], state: dict[str, object]) -> None:
-    same_numbers(found, expected, "after resuming, the loss", kit.tolerance)
-    same_tensors(whole_state(session.strategy), state, "state at the end of the resumed training", kit.tolerance)
+def _compare(
+    tested: StrategyUnderTest, session: Session, found: list[float], expected: list[float], state: dict[str, object]
+) -> None:
+    same_numbers(found, expected, "after resuming, the loss", tested.tolerance)
+    same_tensors(whole_state(session.strategy), state, "state at the end of the resumed training", tested.tolerance)
     require(bool(learning_rates(session.optim)), "no parameter group is left after resuming")

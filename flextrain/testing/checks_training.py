@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..optim.wrapper import OptimWrapper
-from .check_table import Kit, check
+from .check_table import StrategyUnderTest, check
 from .compare import CheckFailedError, multiple, relative_difference, require, same_numbers, same_tensors
 from .loop import evaluate, learning_rates
 from .models import Batch, ConformanceNet
-from .sessions import Run, run
+from .sessions import TrainedSession, run
 
 SAMPLES = 8  # in a global micro-batch
 UPDATES = 6
@@ -40,7 +40,7 @@ def adamw(**kwargs: Any) -> OptimWrapper:
     return OptimWrapper(dict(type="AdamW", lr=3e-3, weight_decay=0.1), paramwise_cfg=paramwise, **kwargs)
 
 
-def assert_same_run(found: Run, expected: Run, tolerance: float) -> None:
+def assert_same_run(found: TrainedSession, expected: TrainedSession, tolerance: float) -> None:
     """Raise CheckFailedError at the first update whose weights, loss or gradient norm differ from the expected ones."""
     for number in range(1, len(expected.weights)):
         _same_update(found, expected, number, tolerance)
@@ -48,7 +48,7 @@ def assert_same_run(found: Run, expected: Run, tolerance: float) -> None:
     same_numbers(found.trace.grad_norms, expected.trace.grad_norms, "the gradient norm", tolerance)
 
 
-def _same_update(found: Run, expected: Run, number: int, tolerance: float) -> None:
+def _same_update(found: TrainedSession, expected: TrainedSession, number: int, tolerance: float) -> None:
     try:
         same_tensors(found.weights[number], expected.weights[number], f"weights after update {number - 1}", tolerance)
     except CheckFailedError as error:
@@ -61,24 +61,26 @@ def _update(weights: Sequence[dict[str, Tensor]], number: int) -> Tensor:
     return torch.cat([(after[key] - before[key]).double().flatten() for key in sorted(before)])
 
 
-def both(kit: Kit, optim: Callable[[], OptimWrapper], windows: Sequence[Sequence[Batch]]) -> tuple[Run, Run]:
+def both(
+    tested: StrategyUnderTest, optim: Callable[[], OptimWrapper], windows: Sequence[Sequence[Batch]]
+) -> tuple[TrainedSession, TrainedSession]:
     """The same training by the strategy and by a single device."""
-    with kit.reference(optim()) as single:
+    with tested.reference(optim()) as single:
         expected = run(single, windows)
-    with kit.session(optim()) as session:
+    with tested.session(optim()) as session:
         return run(session, windows), expected
 
 
 @check("processes that were seeded differently train with rank 0's weights and buffers")
-def initial_weights(kit: Kit) -> None:
-    with kit.reference(sgd()) as single:
+def initial_weights(tested: StrategyUnderTest) -> None:
+    with tested.reference(sgd()) as single:
         expected = run(single, []).weights[0]
-    with kit.session(sgd()) as session:
+    with tested.session(sgd()) as session:
         module = dict(session.strategy.module.named_parameters())
         found = run(session, []).weights[0]
         same_tensors(found, expected, "weights after setup")
         # The weights that each process computes with, not only those that it would save.
-        parts = kit.all_gather({name: p.detach().cpu() for name, p in module.items() if type(p.detach()) is Tensor})
+        parts = tested.all_gather({name: p.detach().cpu() for name, p in module.items() if type(p.detach()) is Tensor})
         for rank, part in enumerate(parts):
             for name, value in part.items():
                 require(
@@ -87,53 +89,53 @@ def initial_weights(kit: Kit) -> None:
 
 
 @check("gradients, and therefore SGD's updates, are those of the mean loss over the whole batch")
-def gradients(kit: Kit) -> None:
-    found, expected = both(kit, sgd, one_each(batches(UPDATES)))
-    assert_same_run(found, expected, kit.tolerance)
+def gradients(tested: StrategyUnderTest) -> None:
+    found, expected = both(tested, sgd, one_each(batches(UPDATES)))
+    assert_same_run(found, expected, tested.tolerance)
 
 
 @check("losses and weights under AdamW with parameter groups equal those of a single device")
-def losses(kit: Kit) -> None:
-    found, expected = both(kit, adamw, one_each(batches(UPDATES)))
-    same_numbers(found.trace.losses, expected.trace.losses, "the loss", kit.tolerance)
-    same_tensors(found.weights[-1], expected.weights[-1], "final weights", kit.tolerance)
+def losses(tested: StrategyUnderTest) -> None:
+    found, expected = both(tested, adamw, one_each(batches(UPDATES)))
+    same_numbers(found.trace.losses, expected.trace.losses, "the loss", tested.tolerance)
+    same_tensors(found.weights[-1], expected.weights[-1], "final weights", tested.tolerance)
 
 
 @check("a window of micro-batches gives the same update as one large batch, also a shorter last window")
-def accumulation(kit: Kit) -> None:
+def accumulation(tested: StrategyUnderTest) -> None:
     micro = batches(7)
     windows = [micro[:3], micro[3:6], micro[6:]]
     large = [[{name: torch.cat([batch[name] for batch in window]) for name in window[0]}] for window in windows]
-    with kit.reference(sgd()) as single:
+    with tested.reference(sgd()) as single:
         expected = run(single, large)
-    with kit.session(sgd(accumulative_counts=3)) as session:
+    with tested.session(sgd(accumulative_counts=3)) as session:
         found = run(session, windows)
-    assert_same_run(found, expected, kit.tolerance)
+    assert_same_run(found, expected, tested.tolerance)
 
 
 @check("gradients are clipped by their norm over all processes; the reported norm is that before clipping")
-def clipping(kit: Kit) -> None:
+def clipping(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(UPDATES))
-    found, expected = both(kit, lambda: sgd(clip_grad=dict(max_norm=0.3)), windows)
-    same_numbers(found.trace.grad_norms, expected.trace.grad_norms, "the gradient norm", kit.tolerance)
-    assert_same_run(found, expected, kit.tolerance)
+    found, expected = both(tested, lambda: sgd(clip_grad=dict(max_norm=0.3)), windows)
+    same_numbers(found.trace.grad_norms, expected.trace.grad_norms, "the gradient norm", tested.tolerance)
+    assert_same_run(found, expected, tested.tolerance)
 
 
 @check("gradients are clipped element by element after averaging, if the strategy supports it")
-def clipping_by_value(kit: Kit) -> None:
+def clipping_by_value(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(UPDATES))
     clip = dict(type="value", clip_value=0.01)
-    with kit.reference(sgd(clip_grad=clip)) as single:
+    with tested.reference(sgd(clip_grad=clip)) as single:
         expected = run(single, windows)
-    with kit.session_or_refused(sgd(clip_grad=clip)) as session:
+    with tested.session_or_refused(sgd(clip_grad=clip)) as session:
         found = run(session, windows)
-    assert_same_run(found, expected, kit.tolerance)
+    assert_same_run(found, expected, tested.tolerance)
 
 
 @check("frozen parameters and buffers keep their values, bit for bit")
-def frozen(kit: Kit) -> None:
+def frozen(tested: StrategyUnderTest) -> None:
     names = [f"model.frozen.{name}" for name in ("weight", "bias")] + ["model.scale"]
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         weights = run(session, one_each(batches(3))).weights
     for name in names:
         require(name in weights[0], f"{name} is missing from the state")
@@ -141,8 +143,8 @@ def frozen(kit: Kit) -> None:
 
 
 @check("a tied weight stays one tensor and is stored once, under the first of its names")
-def tied(kit: Kit) -> None:
-    with kit.session(sgd()) as session:
+def tied(tested: StrategyUnderTest) -> None:
+    with tested.session(sgd()) as session:
         weights = run(session, one_each(batches(3))).weights[-1]
         module = session.strategy.module
         first, second = module.get_parameter("tokens.weight"), module.get_parameter("head.weight")
@@ -164,10 +166,10 @@ class Decay:
 
 
 @check("the learning rate changes only when the scheduler steps: once per update, not per micro-batch")
-def schedule(kit: Kit) -> None:
+def schedule(tested: StrategyUnderTest) -> None:
     micro = batches(8)
     windows = [micro[:3], micro[3:6], micro[6:]]
-    with kit.session(adamw(accumulative_counts=3)) as session:
+    with tested.session(adamw(accumulative_counts=3)) as session:
         base = learning_rates(session.optim)
         trace = run(session, windows, [Decay(session.optim)]).trace
         after = learning_rates(session.optim)
@@ -182,23 +184,23 @@ def schedule(kit: Kit) -> None:
 
 
 @check("evaluation during training gives a single device's outputs and does not change the following updates")
-def evaluation(kit: Kit) -> None:
+def evaluation(tested: StrategyUnderTest) -> None:
     windows, held_out = one_each(batches(4)), batches(2, seed=5)
-    with kit.reference(adamw()) as single:
+    with tested.reference(adamw()) as single:
         run(single, windows[:2])
         expected = evaluate(single.strategy, single.model, held_out)
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         undisturbed = run(session, windows)
-    with kit.session(adamw()) as session:
+    with tested.session(adamw()) as session:
         evaluate(session.strategy, session.model, held_out)
         first = run(session, windows[:2])
         outputs = evaluate(session.strategy, session.model, held_out)
         topology = session.strategy.topology
-        parts = [part for part in kit.all_gather((topology.data.index, outputs, topology.reports)) if part[2]]
+        parts = [part for part in tested.all_gather((topology.data.index, outputs, topology.reports)) if part[2]]
         second = run(session, windows[2:])
     for i, reference in enumerate(expected):
         whole = torch.cat([part[i] for _, part, _ in sorted(parts, key=lambda part: part[0])])
-        same_tensors({"logits": whole}, {"logits": reference}, f"outputs for batch {i}", kit.tolerance)
+        same_tensors({"logits": whole}, {"logits": reference}, f"outputs for batch {i}", tested.tolerance)
     require(
         first.trace.losses + second.trace.losses == undisturbed.trace.losses,
         "losses differ from those of the same training without evaluation",

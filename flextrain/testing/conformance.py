@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.errors import ConfigError, suggest
 from ..strategies.base import Strategy
 from . import checks_contract, checks_state, checks_training  # noqa: F401 - importing them registers their checks
-from .check_table import CHECKS, Kit, RefusedError
+from .check_table import CHECKS, RefusedError, StrategyUnderTest
 from .compare import FLOAT32_TOLERANCE, CheckFailedError
 from .report import CheckResult, ConformanceError, ConformanceReport
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class
@@ -91,7 +91,7 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flextrain-") as folder:
         try:
-            group.run(_run_check, name, Kit(strategy, group.world_size, Path(folder), tolerance))
+            group.run(_run_check, name, StrategyUnderTest(strategy, group.world_size, Path(folder), tolerance))
         except WorkerError as error:
             seconds = time.perf_counter() - begin
             if isinstance(error.__cause__, RefusedError):
@@ -102,5 +102,5 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
     return CheckResult(name, title, "passed", seconds=time.perf_counter() - begin)
 
 
-def _run_check(name: str, kit: Kit) -> None:
-    CHECKS[name][1](dataclasses.replace(kit, rank=int(os.environ["RANK"])))
+def _run_check(name: str, tested: StrategyUnderTest) -> None:
+    CHECKS[name][1](dataclasses.replace(tested, rank=int(os.environ["RANK"])))

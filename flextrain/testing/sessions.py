@@ -38,7 +38,7 @@ class Session:
 
 
 @dataclass
-class Run:
+class TrainedSession:
     """A training run: the record of the loop, and the whole model before training and after each update."""
 
     trace: Trace
@@ -107,14 +107,14 @@ def single_device(
         strategy.teardown()
 
 
-def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequence[Steps] = ()) -> Run:
+def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequence[Steps] = ()) -> TrainedSession:
     """Train on the windows; record the whole model after each update."""
     strategy = session.strategy
     weights = [whole_model(strategy)]
     trace = train(
         strategy, session.model, session.optim, windows, schedulers, lambda: weights.append(whole_model(strategy))
     )
-    return Run(trace, weights)
+    return TrainedSession(trace, weights)
 
 
 def whole_state(strategy: Strategy) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass
-class Trace:
+class ProcessTrace:
     """What one process measured.
 
     Attributes:
@@ -75,7 +75,7 @@ class Trace:
     notes: list[str] = field(default_factory=list)
 
 
-def train_alone(job: Job, one_by_one: bool) -> Trace | None:
+def train_alone(job: Job, one_by_one: bool) -> ProcessTrace | None:
     """The reference, trained on a single device by rank 0; with ``one_by_one``, the same batches in parts compared with it.
 
     The two differ only in the order of summation, so their difference shows the effect of rounding. None in the other
@@ -94,7 +94,7 @@ def train_alone(job: Job, one_by_one: bool) -> Trace | None:
         return _train(job, given, strategy, None if not one_by_one else Reference(Path(job.folder)), one_by_one)
 
 
-def train_with(job: Job, name: str) -> Trace | None:
+def train_with(job: Job, name: str) -> ProcessTrace | None:
     """Training under a strategy in all processes; each process compares it with the reference."""
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(runner_arguments(job.script, job.arguments))
@@ -122,8 +122,10 @@ def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     return {**spec, "type": kind, "device": job.device}
 
 
-def _train(job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, one_by_one: bool) -> Trace:
-    trace = Trace()
+def _train(
+    job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, one_by_one: bool
+) -> ProcessTrace:
+    trace = ProcessTrace()
     observer = _Observer(job.steps, trace, reference, Path(job.folder))
     try:
         strategy.setup_environment()
@@ -237,7 +239,7 @@ class _Observer(Hook):
 
     priority = "VERY_LOW"
 
-    def __init__(self, steps: int, trace: Trace, reference: Reference | None, folder: Path) -> None:
+    def __init__(self, steps: int, trace: ProcessTrace, reference: Reference | None, folder: Path) -> None:
         self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
         self._batch_norms: list[nn.Module] = []
         self._random_states: dict[str, Tensor] = {}

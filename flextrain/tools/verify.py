@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, FlexTrainError
 from ..optim.canonical import split_key
 from ..testing.workers import WorkerError, WorkerGroup
 from .markup import add_row
-from .parity import Job, Trace, train_alone, train_with
+from .parity import Job, ProcessTrace, train_alone, train_with
 
 Status = Literal["same", "differs", "not run"]
 _STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The results of all strategies; printing it with rich gives a table.
 
     Attributes:
@@ -140,7 +140,7 @@ def verify(
     timeout_s: float = 600.0,
     workers: WorkerGroup | None = None,
     on_progress: Callable[[str], object] = lambda what: None,
-) -> Report:
+) -> VerifyReport:
     """Train a script's model on one device and under each strategy with the same global batches, and compare every step.
 
     A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
@@ -169,7 +169,7 @@ def verify(
     if steps < 1:
         raise ConfigError(f"verify.steps: {steps} is not allowed, give 1 or more")
     group = workers or WorkerGroup(processes, timeout_s, accelerators=device != "cpu")
-    report = Report(script, processes, steps)
+    report = VerifyReport(script, processes, steps)
     try:
         with tempfile.TemporaryDirectory(prefix="flextrain-verify-") as folder:
             job = Job(script, tuple(strategies), tuple(arguments), processes, steps, device, folder)
@@ -181,7 +181,7 @@ def verify(
 
 
 def _fill(
-    report: Report,
+    report: VerifyReport,
     job: Job,
     group: WorkerGroup,
     tolerance: float | None,
@@ -214,7 +214,12 @@ def _fill(
 
 
 def _row(
-    name: str, job: Job, group: WorkerGroup, reference: Trace, floor: list[dict[str, float]], tolerance: float | None
+    name: str,
+    job: Job,
+    group: WorkerGroup,
+    reference: ProcessTrace,
+    floor: list[dict[str, float]],
+    tolerance: float | None,
 ) -> Row:
     try:
         traces = [trace for trace in group.run(train_with, job, name) if trace is not None]
@@ -231,11 +236,11 @@ def _row(
     return Row(name, "differs" if first else "same", traces[0].dtype, allowed, _largest(measured), first)
 
 
-def _tolerance(trace: Trace, given: float | None) -> float:
+def _tolerance(trace: ProcessTrace, given: float | None) -> float:
     return given if given is not None else max(FLOAT32_TOLERANCE, ROUNDINGS * trace.eps / 2)
 
 
-def _measured(traces: Sequence[Trace], reference: Trace) -> list[dict[str, float]]:
+def _measured(traces: Sequence[ProcessTrace], reference: ProcessTrace) -> list[dict[str, float]]:
     """For every step, the largest difference of every entry over the processes; losses and norms from step 1 on."""
     steps = [
         {key: max(each.get(key, math.inf) for each in at_step) for key in sorted(set().union(*at_step))}
@@ -286,8 +291,8 @@ def _first(
     measured: Sequence[dict[str, float]],
     tolerance: float,
     floor: Sequence[dict[str, float]],
-    traces: Sequence[Trace],
-    reference: Trace,
+    traces: Sequence[ProcessTrace],
+    reference: ProcessTrace,
 ) -> FirstDifference | None:
     order = {name: number for number, name in enumerate(reference.parameters)}
     for step, differences in enumerate(measured):
@@ -303,7 +308,7 @@ def _first(
     return None
 
 
-def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[Trace], reference: Trace) -> str:
+def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[ProcessTrace], reference: ProcessTrace) -> str:
     """How the entry, other state of its parameter, or else the gradient norm is related to the expected value."""
     related = [other for other in wrong if _parameter(other) == _parameter(entry) and other != entry]
     for other in (entry, *related):

@@ -87,7 +87,7 @@ class OptimizerAdapter:
         found = {name: value for name, value in vars(own).items() if isinstance(value, Optimizer) and value is not own}
         return {name: value for name, value in found.items() if value.state is not own.state}
 
-    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def hyper_parameters_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the hyper-parameters of a group, in the form of checkpoints."""
         return group
 
@@ -95,8 +95,8 @@ class OptimizerAdapter:
         """Convert a checkpoint's state of a parameter to the optimizer's own form; the inverse of ``state_of``."""
         return state
 
-    def own_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Convert a checkpoint's hyper-parameters to the optimizer's own form; the inverse of ``settings_of``.
+    def own_hyper_parameters(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Convert a checkpoint's hyper-parameters to the optimizer's own form; the inverse of ``hyper_parameters_of``.
 
         Raises:
             CheckpointError: the optimizer does not support one of them.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .equivalent import TwinAdapter
+from .equivalent import EquivalentAdapter
 
 _NAMES = ("FusedAdam", "DeepSpeedCPUAdam")
 
@@ -19,13 +19,13 @@ def is_deepspeed_adam(optimizer: Optimizer) -> bool:
     return kind.__name__ in _NAMES and kind.__module__.startswith("deepspeed.")
 
 
-class DeepSpeedAdamAdapter(TwinAdapter):
+class DeepSpeedAdamAdapter(EquivalentAdapter):
     """Equivalent to AdamW or, if the decay is added to the gradients, Adam; without bias correction to neither."""
 
     optimizer: Any  # the class is DeepSpeed's, which mypy does not see
 
     @property
-    def twin(self) -> str | None:
+    def equivalent(self) -> str | None:
         """See TwinAdapter."""
         if not all(group["bias_correction"] for group in self.optimizer.param_groups):
             return None
@@ -50,7 +50,9 @@ class DeepSpeedAdamAdapter(TwinAdapter):
                 return max(int(state[own]["step"]) for own in group["params"] if "step" in state.get(own, {}))
         return of_state  # ZeRO stage 3 adds a parameter to its group only during its update
 
-    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def hyper_parameters_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """See OptimizerAdapter."""
-        own = {"step", "bias_correction"} if self.twin else {"step"}  # FusedAdam's groups have a step that stays 0
-        return {key: value for key, value in super().settings_of(group).items() if key not in own}
+        own = (
+            {"step", "bias_correction"} if self.equivalent else {"step"}
+        )  # FusedAdam's groups have a step that stays 0
+        return {key: value for key, value in super().hyper_parameters_of(group).items() if key not in own}

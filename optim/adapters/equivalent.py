@@ -1,4 +1,4 @@
-"""TwinAdapter: checkpoints of an optimizer that computes the same as one in torch.optim, its twin."""
+"""TwinAdapter: checkpoints of an optimizer that computes the same as one in torch.optim, its equivalent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...core.errors import CheckpointError
 from .base import OptimizerAdapter
 
 
-class TwinAdapter(OptimizerAdapter):
-    """Saves state and settings in the form of the twin in torch.optim: each can resume from the other's checkpoint.
+class EquivalentAdapter(OptimizerAdapter):
+    """Saves state and settings in the form of the equivalent in torch.optim: each can resume from the other's checkpoint.
 
-    The number of updates is a plain number in the optimizer, and a 0-dim float32 tensor in checkpoints, as in the twin.
+    The number of updates is a plain number in the optimizer, and a 0-dim float32 tensor in checkpoints, as in the equivalent.
     """
 
     @property
@@ -25,22 +25,22 @@ class TwinAdapter(OptimizerAdapter):
         return type(self.optimizer).__name__
 
     @property
-    def twin(self) -> str | None:
+    def equivalent(self) -> str | None:
         """The name of the equivalent optimizer in torch.optim, or None."""
         return None
 
     @property
     def is_elementwise(self) -> bool:
         """See OptimizerAdapter; true if it has a twin, since all twins are elementwise."""
-        return self.twin is not None or super().is_elementwise
+        return self.equivalent is not None or super().is_elementwise
 
     @property
     def name(self) -> str:
         """See OptimizerAdapter."""
-        return self.twin or self.kind
+        return self.equivalent or self.kind
 
     def can_set(self, key: str) -> bool:
-        """Return whether this optimizer has the twin's setting ``key``."""
+        """Return whether this optimizer has the equivalent's setting ``key``."""
         return key in self.optimizer.param_groups[0]
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
@@ -54,18 +54,18 @@ class TwinAdapter(OptimizerAdapter):
             state["step"] = torch.tensor(float(self.steps(parameter, state["step"])))
         return state
 
-    def settings_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def hyper_parameters_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """See OptimizerAdapter."""
-        return {**_defaults(self.twin), **group}
+        return {**_defaults(self.equivalent), **group}
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """See OptimizerAdapter."""
         return {key: int(value) if key == "step" else value for key, value in state.items()}
 
-    def own_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def own_hyper_parameters(self, settings: dict[str, Any]) -> dict[str, Any]:
         """See OptimizerAdapter."""
         settings = dict(settings)
-        for key, default in _defaults(self.twin).items():
+        for key, default in _defaults(self.equivalent).items():
             if key in settings and not self.can_set(key):
                 value = settings.pop(key)
                 if value != default:
@@ -77,8 +77,8 @@ class TwinAdapter(OptimizerAdapter):
 
 
 @functools.cache
-def _defaults(twin: str | None) -> dict[str, Any]:
+def _defaults(equivalent: str | None) -> dict[str, Any]:
     """Return the default settings of an optimizer in torch.optim."""
-    if twin is None:
+    if equivalent is None:
         return {}
-    return dict(getattr(torch.optim, twin)([nn.Parameter(torch.zeros(()))], lr=1.0).defaults)
+    return dict(getattr(torch.optim, equivalent)([nn.Parameter(torch.zeros(()))], lr=1.0).defaults)

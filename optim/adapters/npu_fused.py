@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
-from .equivalent import TwinAdapter
+from .equivalent import EquivalentAdapter
 
-TWINS = {
+EQUIVALENTS = {
     "NpuFusedAdadelta": "Adadelta",
     "NpuFusedAdam": "Adam",
     "NpuFusedAdamW": "AdamW",
@@ -41,14 +41,14 @@ NEAREST = {
 _USUAL_FORMATS = (-1, 0, 1, 2, 27, 30)
 """torch_npu's numbers of the layouts without padding."""
 
-_NAMES = sorted({**TWINS, **NEAREST})
+_NAMES = sorted({**EQUIVALENTS, **NEAREST})
 _BASE = "NpuFusedOptimizerBase"
 
 
 def alternative(name: str) -> str:
     """Return the advice at the end of a message: which of torch's optimizers to choose instead."""
-    if name in TWINS:
-        return f'choose "{TWINS[name]}", which computes the same'
+    if name in EQUIVALENTS:
+        return f'choose "{EQUIVALENTS[name]}", which computes the same'
     return f'choose "{NEAREST.get(name, "AdamW")}", which comes nearest'
 
 
@@ -79,7 +79,7 @@ def is_fused(optimizer: Optimizer) -> bool:
     return any(kind.__name__ == _BASE for kind in type(optimizer).__mro__)
 
 
-class FusedAdapter(TwinAdapter):
+class FusedAdapter(EquivalentAdapter):
     """Adapter of torch_npu's fused optimizers; raises errors where these would fail later or compute silently wrong.
 
     Clipping and loss scaling are torch_npu's own, over one block of memory. Both wait for the device at each update.
@@ -93,9 +93,9 @@ class FusedAdapter(TwinAdapter):
         self._names: dict[int, str] = {}
 
     @property
-    def twin(self) -> str | None:
+    def equivalent(self) -> str | None:
         """See TwinAdapter."""
-        return TWINS.get(self.kind)
+        return EQUIVALENTS.get(self.kind)
 
     def refuse(self, reason: str) -> StrategyError:
         """Return the error that says why the optimizer cannot be used, and which one to use instead."""

@@ -279,7 +279,7 @@ class CheckpointHook(Hook):
 
     def _sort_in(self, runner: Run, number: int) -> None:
         """Count a completed checkpoint among the good or the marked ones, then delete old ones."""
-        if number in self._kept and runner.is_marked(self._path(runner, number)):
+        if number in self._kept and runner.was_marked(self._path(runner, number)):
             self._kept.remove(number)
             self._marked.append(number)
         self._prune(runner)

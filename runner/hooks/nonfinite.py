@@ -10,7 +10,7 @@ from ...core.comm.collectives import all_gather_object
 from ...core.errors import CheckpointError, ConfigError, NonFiniteError
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights, own_nonfinite
-from ..reporting.finite_watch import Finding, Look, Witness
+from ..reporting.finite_watch import Look, NonfiniteFigure, Witness
 from ..reporting.message_hub import AVERAGED
 from .hook import Hook
 from .logger import LoggerHook
@@ -185,7 +185,9 @@ class _Episode:
         return is_told
 
 
-def _in_words(findings: Sequence[Sequence[Finding]], ranks: Sequence[int], look: Look, iteration: int) -> Iterator[str]:
+def _in_words(
+    findings: Sequence[Sequence[NonfiniteFigure]], ranks: Sequence[int], look: Look, iteration: int
+) -> Iterator[str]:
     """Yield the first scalars that were not finite, with iteration and ranks, and how often this happened."""
     bad = {finding.iteration for found in findings for finding in found}
     if not bad:  # only the sum over the ranks overflowed

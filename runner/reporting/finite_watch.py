@@ -14,7 +14,7 @@ from .message_hub import AVERAGED, MessageHub
 _PREFIX = "train/"
 
 
-class Finding(NamedTuple):
+class NonfiniteFigure(NamedTuple):
     """A scalar that is not finite."""
 
     iteration: int
@@ -30,7 +30,7 @@ class Look:
     """True if any scalar is not finite; on any rank, if ``is_agreed``."""
     is_agreed: bool
     """True if all ranks know the same result; False if the model gives no loss to average."""
-    own: tuple[Finding, ...]
+    own: tuple[NonfiniteFigure, ...]
     """This rank's own scalars that are not finite, oldest first."""
     iterations: int
     """Number of iterations since the last look."""
@@ -74,7 +74,7 @@ class Witness:
     def look(self, iteration: int) -> Look:
         """Return what is new since the last look; the newest values belong to update number ``iteration``."""
         hub, several = self._hub, not self._hub.topology.is_alone
-        own: list[Finding] = []
+        own: list[NonfiniteFigure] = []
         is_agreed, is_bad, kept = not several, False, 0
         for watched in self._all():
             values = watched.new()
@@ -106,12 +106,12 @@ class Witness:
     def _others(self) -> list[Any]:
         return [value for watched in self._all() if watched.key != AVERAGED for value in watched.new()]
 
-    def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[Finding]:
+    def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[NonfiniteFigure]:
         for back, value in enumerate(values):
             if not math.isfinite(number := float(value)):
-                yield Finding(iteration - back, name, number)
+                yield NonfiniteFigure(iteration - back, name, number)
 
 
-def _as_told(finding: Finding) -> tuple[int, bool, str]:
+def _as_told(finding: NonfiniteFigure) -> tuple[int, bool, str]:
     """Return a sort key: oldest first, and losses before gradient norms, which follow from them."""
     return finding.iteration, "grad_norm" in finding.name, finding.name

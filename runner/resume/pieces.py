@@ -237,7 +237,7 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: parameters in one group have different settings in the checkpoint, or it lacks a parameter.
     """
-    now = _settings(runner)
+    now = _hyper_parameters(runner)
     then = {key: value for key, value in values.items() if key.startswith(GROUP)}
     with raising_together():
         _check_settings(then, now)
@@ -260,7 +260,7 @@ def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def _settings(runner: Run) -> dict[str, Any]:
+def _hyper_parameters(runner: Run) -> dict[str, Any]:
     return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(GROUP)}
 
 
@@ -346,9 +346,9 @@ def schedules_anew(runner: Run) -> Iterator[None]:
 @contextmanager
 def telling_what_differs(runner: Run) -> Iterator[None]:
     """Warn if the optimizer's settings in the checkpoint differ from those in the configuration."""
-    before = _settings(runner)
+    before = _hyper_parameters(runner)
     yield
-    after = _settings(runner)
+    after = _hyper_parameters(runner)
     replaced: dict[str, str] = {}
     for key, value in after.items():
         parameter, _, setting = key.rpartition(".")

@@ -51,7 +51,7 @@ class Saver:
         run.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
         return True
 
-    def is_marked(self, path: str | Path) -> bool:
+    def was_marked(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
         return str(path) in self._marked
 

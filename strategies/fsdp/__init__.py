@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .config import FSDPConfig, MixedPrecision
-from .model_wrapper import WrapperConfig
+from .model_wrapper import FSDPWrapperConfig
 from .strategy import FSDPStrategy
 from .units import repeated_blocks
 
-__all__ = ["FSDPConfig", "FSDPStrategy", "MixedPrecision", "WrapperConfig", "repeated_blocks"]
+__all__ = ["FSDPConfig", "FSDPStrategy", "MixedPrecision", "FSDPWrapperConfig", "repeated_blocks"]

@@ -12,7 +12,7 @@ from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ...core.precision import to_dtype
 from ..config import StrategyConfig
-from .model_wrapper import WrapperConfig
+from .model_wrapper import FSDPWrapperConfig
 
 
 class MixedPrecision(Config):
@@ -48,7 +48,7 @@ class MixedPrecision(Config):
 class FSDPConfig(StrategyConfig):
     """Options of FSDPStrategy."""
 
-    model_wrapper: WrapperConfig | None = None
+    model_wrapper: FSDPWrapperConfig | None = None
     """MMEngine's place for ``auto_wrap_policy`` and the like."""
     wrap: Literal["blocks"] | list[str] | Callable[..., bool] | None = None
     """Which submodules are units, gathered and freed at once: "blocks" (the repeated ones), names of classes, or a function

@@ -23,7 +23,7 @@ _ALWAYS = {"use_orig_params": True, "sync_module_states": True, "limit_all_gathe
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
-class WrapperConfig(Config):
+class FSDPWrapperConfig(Config):
     """MMEngine's ``model_wrapper``: arguments of torch's older FullyShardedDataParallel."""
 
     model_config = pydantic.ConfigDict(
@@ -37,7 +37,7 @@ class WrapperConfig(Config):
     mixed_precision: Any = None
 
     @pydantic.model_validator(mode="after")
-    def _translatable(self) -> WrapperConfig:
+    def _translatable(self) -> FSDPWrapperConfig:
         where = "strategy.model_wrapper"
         name = getattr(self.type, "__name__", self.type)
         if name not in (None, "MMFullyShardedDataParallel", "FullyShardedDataParallel"):

@@ -74,7 +74,7 @@ def report() -> str:
     import torch
     from conftest import NpuWorkers
 
-    from flextrain.optim.adapters.npu_fused import NEAREST, TWINS
+    from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST
 
     one, two = (NpuWorkers(count, {"TORCH_NPU_SOURCE": str(SOURCE)}) for count in (1, 2))
     documented = documented_signatures()
@@ -85,19 +85,19 @@ def report() -> str:
         "## Signatures", "", "The arguments after `params`, as the sources have them; docs/npu.md is held against them.", "",
         "| optimizer | arguments | as documented |", "| --- | --- | --- |",
     ]  # fmt: skip
-    for name in sorted({**TWINS, **NEAREST}):
+    for name in sorted({**EQUIVALENTS, **NEAREST}):
         signature = one.run(fused.facts, name)[0][1]
         lines.append(f"| {name} | `{signature}` | {'yes' if documented.get(name) == signature else '**no**'} |")
     lines += [
         "", "## Against torch's own", "",
         f"The largest difference of any weight (relative where it is larger than 1) after {fused.UPDATES} updates through "
         "NPUStrategy, both on the device, learning rate falling; 1e-6 is allowed.", "",
-        "| recipe | " + " | ".join(f"{name} / {twin}" for name, twin in TWINS.items()) + " |",
-        "| --- |" + " ---: |" * len(TWINS),
+        "| recipe | " + " | ".join(f"{name} / {twin}" for name, twin in EQUIVALENTS.items()) + " |",
+        "| --- |" + " ---: |" * len(EQUIVALENTS),
     ]  # fmt: skip
     for workers, where, recipes in ((one, "", fused.RECIPES), (two, ", two processes", fused.IN_TWO_PROCESSES)):
         for recipe in recipes:
-            gaps = [max(workers.run(fused.gap_to_twin, name, recipe)) for name in TWINS]
+            gaps = [max(workers.run(fused.gap_to_twin, name, recipe)) for name in EQUIVALENTS]
             lines.append(
                 f"| {recipe}{where} | "
                 + " | ".join(f"{gap:.1e}" if gap < 1e-6 else f"**{gap:.1e}**" for gap in gaps)

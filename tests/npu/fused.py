@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
-from flextrain.optim.adapters.npu_fused import TWINS
+from flextrain.optim.adapters.npu_fused import EQUIVALENTS
 from flextrain.testing.checks_training import Decay, batches, one_each
 from flextrain.testing.compare import relative_difference
 from flextrain.testing.sessions import load, run, save, started, whole_model, whole_state
@@ -48,7 +48,7 @@ IN_TWO_PROCESSES = ("float32, clipped, two groups", "bfloat16 autocast", "float1
 
 def optim(name: str, recipe: str = "float32", **settings: Any) -> OptimWrapper:
     """A wrapper around one of the optimizers, of torch or torch_npu, with the settings of the fused one."""
-    fused = next((fused for fused, twin in TWINS.items() if twin == name), name)
+    fused = next((fused for fused, twin in EQUIVALENTS.items() if twin == name), name)
     kind, arguments = RECIPES[recipe]
     return kind(dict(type=name, **{**SETTINGS[fused], **settings}), **arguments)
 
@@ -70,7 +70,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def gap_to_twin(name: str, recipe: str) -> float:
     """How far the weights of the fused optimizer are from its twin's after training, both through NPUStrategy."""
     weights = []
-    for kind in (name, TWINS[name]):
+    for kind in (name, EQUIVALENTS[name]):
         with started(NPU, optim(kind, recipe)) as session:
             assert session.strategy.device.type == "npu"
             run(session, windows(recipe), [Decay(session.optim)])
@@ -119,7 +119,7 @@ def resumes(name: str, folder: Path) -> float:
 def changes_over(name: str, folder: Path, first: str, second: str, first_on: Any = NPU, second_on: Any = NPU) -> float:
     """How far training that one of ``first`` and ``second`` begins and the other ends is from ``name``'s twin alone."""
     all_windows, half = windows("float32"), UPDATES // 2
-    with started(NPU, optim(TWINS[name])) as session:
+    with started(NPU, optim(EQUIVALENTS[name])) as session:
         run(session, all_windows)
         expected = whole_model(session.strategy)
     with started(first_on, optim(first)) as session:
@@ -134,7 +134,7 @@ def changes_over(name: str, folder: Path, first: str, second: str, first_on: Any
 def keys_and_values(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The canonical state of the fused optimizer and of its twin, without the numbers of the tensors."""
     found = []
-    for kind in (name, TWINS[name]):
+    for kind in (name, EQUIVALENTS[name]):
         with started(NPU, optim(kind)) as session:
             run(session, windows("float32")[:2])
             state = whole_state(session.strategy)
@@ -163,7 +163,7 @@ def joined(name: str, zero_first: bool = False) -> float:
         zero_first: zero the gradients of one layer only, before the first update, as training of parts in turns does.
     """
     weights = []
-    for kind in (name, TWINS[name]):
+    for kind in (name, EQUIVALENTS[name]):
         torch.manual_seed(0)
         strategy, model = make_npu(), Joined()
         _, wrapper = strategy.setup(model, optim(kind))
@@ -254,7 +254,9 @@ def loads(name: str, folder: Path, **settings: Any) -> str:
     """What a fused optimizer says to a checkpoint of its twin with other settings."""
     from flextrain.core.errors import CheckpointError
 
-    with started(NPU, optim(TWINS.get(name, "AdamW"), **settings) if name in TWINS else optim("AdamW")) as session:
+    with started(
+        NPU, optim(EQUIVALENTS.get(name, "AdamW"), **settings) if name in EQUIVALENTS else optim("AdamW")
+    ) as session:
         run(session, windows("float32")[:2])
         save(session, folder / "twin")
     try:

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.optim.adapters.npu_fused import NEAREST, TWINS
+from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST
 
 from . import fused
 from .conftest import NpuWorkers
 from .fetch_torch_npu import SOURCE, documented_signatures
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
-NAMES = sorted({**TWINS, **NEAREST})
+NAMES = sorted({**EQUIVALENTS, **NEAREST})
 CPU = dict(type="SingleDeviceStrategy", device="cpu")
 
 
@@ -53,7 +53,7 @@ def test_names_signatures_and_scaler_are_torch_npus(one: Any, name: str) -> None
 
 
 @pytest.mark.parametrize("recipe", fused.RECIPES)
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_they_train_like_their_twins(one: Any, name: str, recipe: str) -> None:
     assert one.run(fused.gap_to_twin, name, recipe)[0] < 1e-6
 
@@ -75,15 +75,15 @@ def test_a_checkpoint_is_loaded_into_an_optimizer_that_has_stepped(one: Any, tmp
     assert one.run(fused.resumes, name, tmp_path) == [0.0]
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_the_twin_continues_their_checkpoint_and_the_other_way_round(one: Any, tmp_path: Path, name: str) -> None:
-    assert one.run(fused.changes_over, name, tmp_path, name, TWINS[name])[0] < 1e-6
-    assert one.run(fused.changes_over, name, tmp_path, TWINS[name], name)[0] < 1e-6
-    assert one.run(fused.changes_over, name, tmp_path / "cpu", name, TWINS[name], second_on=CPU)[0] < 1e-6
-    assert one.run(fused.changes_over, name, tmp_path / "cpu", TWINS[name], name, first_on=CPU)[0] < 1e-6
+    assert one.run(fused.changes_over, name, tmp_path, name, EQUIVALENTS[name])[0] < 1e-6
+    assert one.run(fused.changes_over, name, tmp_path, EQUIVALENTS[name], name)[0] < 1e-6
+    assert one.run(fused.changes_over, name, tmp_path / "cpu", name, EQUIVALENTS[name], second_on=CPU)[0] < 1e-6
+    assert one.run(fused.changes_over, name, tmp_path / "cpu", EQUIVALENTS[name], name, first_on=CPU)[0] < 1e-6
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_their_state_looks_like_the_twins(one: Any, name: str) -> None:
     ((found, expected),) = one.run(fused.keys_and_values, name)
     assert found == expected
@@ -145,7 +145,7 @@ def test_a_parameter_in_a_layout_of_the_devices_own_is_not_taken_for_a_shared_on
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_gradients_that_are_parts_of_one_tensor(one: Any, name: str, zero_first: bool) -> None:
     assert one.run(fused.joined, name, zero_first)[0] < 1e-6
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from flextrain import OPTIMIZERS, ConfigError, OptimWrapper, StrategyError
 from flextrain.optim.adapters.choose import adapter_for
-from flextrain.optim.adapters.npu_fused import NEAREST, TWINS, FusedAdapter
+from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST, FusedAdapter
 from flextrain.strategies import SingleDeviceStrategy
 
-NAMES = sorted({**TWINS, **NEAREST})
+NAMES = sorted({**EQUIVALENTS, **NEAREST})
 without_torch_npu = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
 )
@@ -31,7 +31,11 @@ def test_the_nine_are_known() -> None:
 def test_without_torch_npu_the_optimizer_to_use_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         OptimWrapper(dict(type=name, lr=0.1))
-    advice = f'"{TWINS[name]}", which computes the same' if name in TWINS else f'"{NEAREST[name]}", which comes nearest'
+    advice = (
+        f'"{EQUIVALENTS[name]}", which computes the same'
+        if name in EQUIVALENTS
+        else f'"{NEAREST[name]}", which comes nearest'
+    )
     assert str(caught.value) == (
         f'optimizer "{name}": is torch_npu\'s, which is not installed; choose {advice}, or install torch_npu'
     )
@@ -70,6 +74,6 @@ def test_one_that_was_built_by_hand_is_found_by_its_class() -> None:
     )
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_twins_exist(name: str) -> None:
-    assert issubclass(getattr(torch.optim, TWINS[name]), torch.optim.Optimizer)
+    assert issubclass(getattr(torch.optim, EQUIVALENTS[name]), torch.optim.Optimizer)

@@ -68,7 +68,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "world_size": 1,
         "options": SimpleNamespace(resume_options=None),
         "finish_saving": lambda wait=True: True,
-        "is_marked": lambda path: False,
+        "was_marked": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"

@@ -16,7 +16,7 @@ from ..load.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ExportedTensor:
     """A tensor to export: its ``key`` in the checkpoint, its ``name`` in the exported file."""
 
     name: str
@@ -42,7 +42,7 @@ class ExtraState:
 
     name: str
     value: Any
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[ExportedTensor, ...]
 
 
 def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
@@ -56,7 +56,7 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
     for key, value in source.values.items():
         if not key.startswith(EXTRA):
             continue
-        tensors: dict[int, StoredTensor] = {}
+        tensors: dict[int, ExportedTensor] = {}
         try:
             unpack(value, taken_from(partial(_noted, tensors, source, key)))
             ordered = tuple(tensors[i] for i in range(len(tensors)))
@@ -70,10 +70,10 @@ def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
     return found
 
 
-def _noted(tensors: dict[int, StoredTensor], source: Checkpoint, key: str, number: int) -> StoredTensor:
+def _noted(tensors: dict[int, ExportedTensor], source: Checkpoint, key: str, number: int) -> ExportedTensor:
     return tensors.setdefault(number, _tensor(source, f"{key}/{number}"))
 
 
-def _tensor(source: Checkpoint, key: str) -> StoredTensor:
+def _tensor(source: Checkpoint, key: str) -> ExportedTensor:
     info = source.tensors[key]
-    return StoredTensor(key, key, info.shape, info.dtype)
+    return ExportedTensor(key, key, info.shape, info.dtype)

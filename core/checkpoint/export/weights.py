@@ -24,7 +24,7 @@ from ..load.whole_tensors import reading
 from ..manifest import DTYPES
 from ..nonfinite_mark import what_is_not_finite
 from ..safetensors_file import write_safetensors
-from .extra_state import StoredTensor, extra_states
+from .extra_state import ExportedTensor, extra_states
 from .files import Pending, write_torch
 
 _logger = logging.getLogger("flextrain")
@@ -94,13 +94,13 @@ def export_weights(
     return _write_folder(source, path, _with_aliases([*names, *_bare(source, path, tied)], aliases), limit)
 
 
-def _bare(source: Checkpoint, path: Path, tied: bool) -> list[StoredTensor]:
+def _bare(source: Checkpoint, path: Path, tied: bool) -> list[ExportedTensor]:
     """Extra state that is a single tensor, because safetensors can hold no other; a warning names the rest."""
     found, left_out = [], []
     for state in extra_states(source, tied):
         if state.value == {"tensor": 0}:
             (tensor,) = state.tensors
-            found.append(StoredTensor(state.name, tensor.key, tensor.shape, tensor.dtype))
+            found.append(ExportedTensor(state.name, tensor.key, tensor.shape, tensor.dtype))
         else:
             left_out.append(state.name)
     if left_out:
@@ -125,7 +125,7 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[StoredTensor]:
+def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[ExportedTensor]:
     keys = {key.removeprefix(MODEL): key for key in source.entries if key.startswith(MODEL)}
     if averaged:
         keys |= _averages(source, averaged, keys)
@@ -135,7 +135,7 @@ def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None
     for name, key in keys.items():
         own = DTYPES[source.entries[key].dtype]
         target = dtype if dtype is not None and own.is_floating_point else own
-        weights.append(StoredTensor(name, key, source.entries[key].shape, target))
+        weights.append(ExportedTensor(name, key, source.entries[key].shape, target))
     return weights
 
 
@@ -166,22 +166,22 @@ def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
     return {alias: name for alias, name in aliases.items() if name in names and alias not in names}
 
 
-def _with_aliases(weights: Sequence[StoredTensor], aliases: Mapping[str, str]) -> list[StoredTensor]:
+def _with_aliases(weights: Sequence[ExportedTensor], aliases: Mapping[str, str]) -> list[ExportedTensor]:
     by_name = {weight.name: weight for weight in weights}
-    twice = [StoredTensor(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
+    twice = [ExportedTensor(alias, by_name[n].key, by_name[n].shape, by_name[n].dtype) for alias, n in aliases.items()]
     return [*weights, *twice]
 
 
-def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[StoredTensor], Tensor]:
+def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[ExportedTensor], Tensor]:
     return lambda weight: read(weight.key, weight.dtype)
 
 
-def _write(path: Path, weights: Sequence[StoredTensor], fetch: Callable[[StoredTensor], Tensor]) -> None:
+def _write(path: Path, weights: Sequence[ExportedTensor], fetch: Callable[[ExportedTensor], Tensor]) -> None:
     # Transformers reads only files whose metadata has a format.
     write_safetensors(path, {w.name: (w.dtype, w.shape) for w in weights}, map(fetch, weights), {"format": "pt"})
 
 
-def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTensor], limit: int | None) -> list[Path]:
+def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[ExportedTensor], limit: int | None) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
     if folder.is_dir() and (present := sorted(folder.glob(f"*{_SUFFIX}*"))):
@@ -204,9 +204,9 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[StoredTens
     return files
 
 
-def _shards(weights: Sequence[StoredTensor], limit: int | None) -> list[list[StoredTensor]]:
+def _shards(weights: Sequence[ExportedTensor], limit: int | None) -> list[list[ExportedTensor]]:
     """Divide the weights into shards of at most ``limit`` bytes, in their order."""
-    shards: list[list[StoredTensor]] = [[]]
+    shards: list[list[ExportedTensor]] = [[]]
     filled = 0
     for weight in weights:
         if limit is not None and shards[-1] and filled + weight.nbytes > limit:

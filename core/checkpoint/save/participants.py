@@ -21,7 +21,7 @@ class _Failure:
     reason: str
 
 
-class Peers:
+class Participants:
     """All processes of the run, in a process group that is separate from that of training.
 
     Args:

@@ -30,7 +30,7 @@ from ..manifest import DTYPE_NAMES, VALUES, FileEntry, Manifest
 from ..paths import as_path, is_local
 from ..planners import ShardSavePlanner, layout_of
 from ..storage import write_shard
-from .participants import Peers
+from .participants import Participants
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
 from .written_index import WrittenIndex, file_of
@@ -210,8 +210,8 @@ class _Save:
         self._plan = _Plan()
         self._staged: list[Tensor] | None = None
         self._text = b""
-        self._peers = Peers(f"{self.path}: could not be saved")
-        self._peers.meet(self.path.name, timeout_s)
+        self._participants = Participants(f"{self.path}: could not be saved")
+        self._participants.meet(self.path.name, timeout_s)
 
     def prepare(self, copy: bool) -> None:
         """Agree on the plan, make the directory, and, if ``copy``, copy this process's part so that training may go on.
@@ -219,12 +219,12 @@ class _Save:
         If the plan of the last save is still valid on all processes, they copy at once, and one round of messages is
         enough.
         """
-        folder, as_before, known = self._peers.round(lambda: self._offer(copy), self._begin)
+        folder, as_before, known = self._participants.round(lambda: self._offer(copy), self._begin)
         # Not rank 0's path for a local folder: if storage is not shared, this process must see that it is missing.
         self._folder = directory.temporary(self.path) if is_local(self.path) else as_path(folder)
         if known is not None:
             with self._cleared_away():
-                self._peers.round(
+                self._participants.round(
                     lambda: (self._plain_values.own, self._plain_values.beyond(known)), self._put_together
                 )
         if not as_before:
@@ -232,7 +232,7 @@ class _Save:
             with self._cleared_away():
                 self._plan = self._staging.plan = self._agree()
                 if copy:
-                    self._peers.round(self._copy, lambda copied: copied)
+                    self._participants.round(self._copy, lambda copied: copied)
         if copy:
             self._tensors.clear()
             del self._planner
@@ -243,7 +243,7 @@ class _Save:
             if tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
         fingerprint = self._plain_values.fingerprint()
-        self._planner.set_up_planner(self._tensors, is_coordinator=self._peers.is_main)
+        self._planner.set_up_planner(self._tensors, is_coordinator=self._participants.is_main)
         if self._staging.plan.made_for != self._layouts():
             return None, self._plain_values.own, fingerprint
         self._plan = self._staging.plan
@@ -278,7 +278,7 @@ class _Save:
             mark = uuid.uuid4().hex
             return [(mark, plan) for plan in plans]
 
-        mark, own = self._peers.round(self._planner.create_local_plan, divide)
+        mark, own = self._participants.round(self._planner.create_local_plan, divide)
         return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
 
     def _layouts(self) -> tuple[int, int, dict[str, Any]]:
@@ -304,7 +304,7 @@ class _Save:
     def finish(self) -> None:
         """Write this process's part; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
-            self._staging.nonfinite = self._peers.round(self._write, self._complete)
+            self._staging.nonfinite = self._participants.round(self._write, self._complete)
 
     @contextmanager
     def _cleared_away(self) -> Iterator[None]:
@@ -312,7 +312,7 @@ class _Save:
         try:
             yield
         except CheckpointError:
-            if self._peers.is_main:
+            if self._participants.is_main:
                 with contextlib.suppress(OSError):  # do not hide the reason of the failure
                     directory.abandon(self._folder)
             raise

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .findings import INSTALL_CANN
 from .machine import OPTIONAL, REQUIRED, Machine, look
-from .report import Report, diagnose, examine
+from .report import Diagnosis, diagnose, examine
 
-__all__ = ["INSTALL_CANN", "OPTIONAL", "REQUIRED", "Machine", "Report", "diagnose", "examine", "look"]
+__all__ = ["INSTALL_CANN", "OPTIONAL", "REQUIRED", "Machine", "Diagnosis", "diagnose", "examine", "look"]

@@ -20,7 +20,7 @@ _STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """The diagnosis; printing it with rich gives tables."""
 
     versions: dict[str, str | None]
@@ -73,7 +73,7 @@ class Report:
         return Group(versions, strategies, *(lines or [Text("No problem was found.", style="green")]))
 
 
-def diagnose(variables: Mapping[str, str] | None = None) -> Report:
+def diagnose(variables: Mapping[str, str] | None = None) -> Diagnosis:
     """Examine this machine and this Python.
 
     Args:
@@ -82,9 +82,9 @@ def diagnose(variables: Mapping[str, str] | None = None) -> Report:
     return examine(look(os.environ if variables is None else variables))
 
 
-def examine(machine: Machine) -> Report:
+def examine(machine: Machine) -> Diagnosis:
     """The report that follows from the facts."""
     versions: dict[str, str | None] = {"flextrain": __version__, "python": platform.python_version()}
     versions |= {**machine.versions, "CUDA (of torch)": machine.torch.get("cuda"), "NCCL": machine.torch.get("nccl")}
     versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}
-    return Report(versions, machine.devices, judge_strategies(machine), find_problems(machine))
+    return Diagnosis(versions, machine.devices, judge_strategies(machine), find_problems(machine))
