@@ -5,7 +5,7 @@ from __future__ import annotations
 from .adapters.npu_fused import register_optimizers
 from .amp import AmpOptimWrapper
 from .apex import ApexOptimWrapper
-from .builder import build_optim_wrapper
+from .build import build_optim_wrapper
 from .param_groups import DefaultOptimWrapperConstructor
 from .wrapper import OptimWrapper, StepInfo
 from .wrapper_dict import OptimWrapperDict

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..optim.builder import build_optim_wrapper, guard_updates
+from ..optim.build import build_optim_wrapper, guard_updates
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
-from ..strategies.builder import build_strategy
+from ..strategies.build import build_strategy
 from . import configuration
 from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks

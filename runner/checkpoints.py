@@ -12,7 +12,7 @@ from .arguments import Checked
 from .configuration import check_loading
 from .options import Resume
 from .parts import Parts
-from .resume import checkpoint
+from .resume import run_state
 from .resume.saver import Saver
 from .resume.source import find_source
 
@@ -109,7 +109,7 @@ class Checkpoints(Parts):
         self.strategy.meet("load_checkpoint()")
         self._setup_model()
         self._begin()
-        checkpoint.load_weights(self, as_path(filename), strict=strict, revise_keys=revise_keys)
+        run_state.load_weights(self, as_path(filename), strict=strict, revise_keys=revise_keys)
         self._has_weights = True
         self.logger.info(f"Loaded the weights of {filename}")
 
@@ -149,7 +149,7 @@ class Checkpoints(Parts):
         self._setup_model()
         self._setup_schedulers()
         self._begin()
-        checkpoint.resume(self, path, options)
+        run_state.resume(self, path, options)
         self._started = True
         left_out = [name for name, value in options if value is False]
         but = f", without {', '.join(left_out)}" if left_out else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Strategy
-from .builder import build_strategy
+from .build import build_strategy
 from .config import StrategyConfig
 from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy

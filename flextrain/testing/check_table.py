@@ -13,7 +13,7 @@ from ..core.comm import collectives as dist
 from ..core.errors import ConfigError, FlexTrainError, StrategyError
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
-from .compare import FLOAT32_TOLERANCE
+from .differences import FLOAT32_TOLERANCE
 from .sessions import Session, StrategyLike, make_strategy, single_device, started
 
 T = TypeVar("T")

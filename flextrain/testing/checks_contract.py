@@ -20,7 +20,7 @@ from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from .check_table import StrategyUnderTest, check
 from .checks_training import SAMPLES, Decay, batches, one_each, sgd
-from .compare import CheckFailedError, require, same_tensors
+from .differences import CheckFailedError, require, same_tensors
 from .loop import learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import Session, run

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .check_table import StrategyUnderTest, check
 from .checks_training import adamw, batches, one_each
-from .compare import require, same_keys, same_numbers, same_tensors
+from .differences import require, same_keys, same_numbers, same_tensors
 from .loop import learning_rates
 from .sessions import Session, load, run, save, whole_state
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..optim.wrapper import OptimWrapper
 from .check_table import StrategyUnderTest, check
-from .compare import CheckFailedError, multiple, relative_difference, require, same_numbers, same_tensors
+from .differences import CheckFailedError, multiple, relative_difference, require, same_numbers, same_tensors
 from .loop import evaluate, learning_rates
 from .models import Batch, ConformanceNet
 from .sessions import TrainedSession, run

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, suggest
 from ..strategies.base import Strategy
 from . import checks_contract, checks_state, checks_training  # noqa: F401 - importing them registers their checks
 from .check_table import CHECKS, RefusedError, StrategyUnderTest
-from .compare import FLOAT32_TOLERANCE, CheckFailedError
+from .differences import FLOAT32_TOLERANCE, CheckFailedError
 from .report import CheckResult, ConformanceError, ConformanceReport
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class
 from .workers import WorkerError, WorkerGroup

@@ -22,8 +22,8 @@ from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS, Hook
 from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
-from ..strategies.builder import build_strategy
-from ..testing.compare import multiple, relative_difference, small_scales
+from ..strategies.build import build_strategy
+from ..testing.differences import multiple, relative_difference, small_scales
 from ..testing.loop import alone
 from ..testing.sessions import REFERENCE, whole_state
 from .script import runner_arguments

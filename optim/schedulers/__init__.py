@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import INF, ParamScheduler
-from .builder import build_param_schedulers, check_param_schedulers
+from .build import build_param_schedulers, check_param_schedulers
 from .learning_rate import (
     ConstantLR,
     CosineAnnealingLR,

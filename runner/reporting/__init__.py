@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .builder import build_reporters
+from .build import build_reporters
 from .console import check_log_level, close_logger, setup_logger
 from .history import HistoryBuffer
 from .jsonl import JsonLinesReporter

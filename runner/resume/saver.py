@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import PendingSave, Staging, what_is_not_finite
-from . import checkpoint
+from . import run_state
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -23,13 +23,13 @@ class Saver:
         self._last_is_good = True
 
     def save(self, run: Run, path: Path, *, in_background: bool, **options: Any) -> None:
-        """Write a checkpoint after the previous save is complete; ``options`` are those of ``checkpoint.save``.
+        """Write a checkpoint after the previous save is complete; ``options`` are those of ``run_state.save``.
 
         Raises:
             CheckpointError: this save failed, or the previous one failed in the background.
         """
         self.finish(run)
-        self._pending = checkpoint.save(run, path, in_background=in_background, staging=self._staging, **options)
+        self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
         if not in_background:
             self._note_saved(run, path)
 

@@ -24,11 +24,11 @@ from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
 from ..needs import Needs
 from ..state import Optim
-from . import state
-from .canonical import EngineState
+from . import internals
 from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
+from .engine_state import EngineState
 from .optimizers import check_supported
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
@@ -105,7 +105,7 @@ class DeepSpeedStrategy(Strategy):
         if "LOCAL_RANK" not in os.environ:
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
-        state.forget_process_groups()  # of a job that another strategy of this process has left
+        internals.forget_process_groups()  # of a job that another strategy of this process has left
         try:
             with without_shared_memory():
                 deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
@@ -130,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
 
     def init_weights(self, model: BaseModel) -> None:
         """See Strategy; parameters that are split already are gathered for it."""
-        split = [parameter for parameter in model.parameters() if state.is_partitioned(parameter)]
+        split = [parameter for parameter in model.parameters() if internals.is_partitioned(parameter)]
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(Strategy):
             self._check_model(model)
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
-        return tensor.ds_shape if state.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
+        return tensor.ds_shape if internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
@@ -177,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def _place(self, model: nn.Module) -> None:
-        whole = [parameter for parameter in model.parameters() if not state.is_partitioned(parameter)]
+        whole = [parameter for parameter in model.parameters() if not internals.is_partitioned(parameter)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)
         share_weights(model, whole)
@@ -202,9 +202,9 @@ class DeepSpeedStrategy(Strategy):
         scalars = model.parameters() if stage == 3 else ()
         with (
             announced(float(self.config.timeout_s)),
-            state.weights_agree(),
-            state.scalars_as_vectors(scalars),
-            state.no_spare_memory(self.device),
+            internals.weights_agree(),
+            internals.scalars_as_vectors(scalars),
+            internals.no_spare_memory(self.device),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
         if self._checkpointing:
@@ -245,15 +245,15 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
         return frozen_groups
 
-    def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[state.Fragment]:
+    def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[internals.Fragment]:
         """Learn where the engine keeps what, and give its masters the digits that half precision has lost."""
         assert self._wrapper is not None
-        state.forget_trial_step(self._engine)
-        fragments = state.fragments(self._engine, model)
+        internals.forget_trial_step(self._engine)
+        fragments = internals.fragments(self._engine, model)
         for fragment in fragments:
             if fragment.name in originals:
                 fragment.take(originals[fragment.name])
-        state.check_layout(fragments)
+        internals.check_layout(fragments)
         marks = not self._engine_is_unmanaged()
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
         return fragments
@@ -296,12 +296,12 @@ class DeepSpeedStrategy(Strategy):
         """See Strategy."""
         if self._engine is not None:
             self._engine.destroy()
-            state.forget_modules(self.module)
+            internals.forget_modules(self.module)
         began = self._spec is not None
         self._engine = self._state = self._wrapper = None
         super().teardown()
         if began:
-            state.forget_process_groups()
+            internals.forget_process_groups()
             restore_linear()
         if self._set_local_rank:
             os.environ.pop("LOCAL_RANK", None)
@@ -398,20 +398,20 @@ def _originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) 
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        split = state.is_partitioned(parameter)
+        split = internals.is_partitioned(parameter)
         if name not in left_out:
-            own = state.own_shard(parameter) if split else parameter.detach()
+            own = internals.own_shard(parameter) if split else parameter.detach()
             found[name] = own.to("cpu", torch.float32, copy=True)
         if split:
-            state.cast_shard(parameter, dtype)
+            internals.cast_shard(parameter, dtype)
     return found
 
 
 def _as_kept(model: nn.Module, name: str, original: Tensor) -> Tensor:
     """A frozen parameter's original, as much of it as this process keeps of the parameter."""
     parameter = model.get_parameter(name)
-    if not state.is_partitioned(parameter) or isinstance(original, FlatShard):
+    if not internals.is_partitioned(parameter) or isinstance(original, FlatShard):
         return original
-    shard = state.own_shard(parameter)
+    shard = internals.own_shard(parameter)
     size = shard.to_local().numel()
     return FlatShard(original.reshape(-1)[shard.start : shard.start + size].clone(), shard.shape, shard.start)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
-from flextrain.testing.compare import FLOAT32_TOLERANCE, relative_difference, same_keys, same_numbers, same_tensors
+from flextrain.testing.differences import FLOAT32_TOLERANCE, relative_difference, same_keys, same_numbers, same_tensors
 from flextrain.testing.loop import train
 from flextrain.testing.models import Batch, ConformanceNet
 from flextrain.testing.sessions import Session, load, save, started, whole_state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from flextrain.optim.adapters.npu_fused import EQUIVALENTS
 from flextrain.testing.checks_training import Decay, batches, one_each
-from flextrain.testing.compare import relative_difference
+from flextrain.testing.differences import relative_difference
 from flextrain.testing.sessions import load, run, save, started, whole_model, whole_state
 
 NPU = dict(type="NPUStrategy")

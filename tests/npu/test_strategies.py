@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flextrain.testing import check_strategy
 from flextrain.testing.check_table import CHECKS
-from flextrain.testing.compare import relative_difference
+from flextrain.testing.differences import relative_difference
 
 from .training import ADAMW, CPU, Classifier, History, make_runner, train, train_on_cpu
 

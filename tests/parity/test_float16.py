@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flextrain import AmpOptimWrapper
 from flextrain.testing import WorkerGroup
-from flextrain.testing.compare import same_numbers
+from flextrain.testing.differences import same_numbers
 from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import run, single_device, started, whole_model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flextrain import AmpOptimWrapper, OptimWrapper
 from flextrain.testing import WorkerGroup
-from flextrain.testing.compare import relative_difference, same_numbers, same_tensors
+from flextrain.testing.differences import relative_difference, same_numbers, same_tensors
 from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, ConvNet, HalfFrozen, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import Session, single_device, started, whole_model

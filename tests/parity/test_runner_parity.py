@@ -17,7 +17,7 @@ from torch.nn import functional
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, OptimWrapper, OptimWrapperDict
 from flextrain.core.comm.collectives import all_reduce
 from flextrain.testing import WorkerGroup
-from flextrain.testing.compare import same_numbers, same_tensors
+from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone
 from flextrain.testing.models import ConformanceNet, ConvNet, Mlp, TinyTransformer
 from flextrain.testing.sessions import whole_model

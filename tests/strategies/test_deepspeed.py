@@ -25,7 +25,7 @@ from flextrain.core.model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
 from flextrain.testing import WorkerGroup, check_strategy
-from flextrain.testing.compare import relative_difference, same_tensors
+from flextrain.testing.differences import relative_difference, same_tensors
 from flextrain.testing.loop import evaluate, windows
 from flextrain.testing.models import Batch, ConformanceNet, ConvNet, HalfFrozen, Mlp, SmallModel
 from flextrain.testing.sessions import Session, load, run, save, single_device, started, whole_model, whole_state
@@ -671,15 +671,15 @@ def test_optimizers_by_name() -> None:
 
 
 def test_what_a_foreign_layout_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flextrain.strategies.deepspeed import state
+    from flextrain.strategies.deepspeed import internals
 
-    original = state.fragments
+    original = internals.fragments
 
-    def shifted(engine: Any, module: nn.Module) -> list[state.Fragment]:
+    def shifted(engine: Any, module: nn.Module) -> list[internals.Fragment]:
         parts = original(engine, module)
         return [*parts[1:], dataclasses.replace(parts[0], offset=parts[0].offset + 1)]  # type: ignore[operator]
 
-    monkeypatch.setattr(state, "fragments", shifted)
+    monkeypatch.setattr(internals, "fragments", shifted)
     with pytest.raises(StrategyError, match="^DeepSpeed: the master weights of"), alone(zero(1), adamw()):
         pass
 
@@ -857,7 +857,7 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(updates: int, monkeypatch: py
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # rank 0 talks of overflows
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from flextrain.strategies.deepspeed.state import load_scale_state, scale_state
+    from flextrain.strategies.deepspeed.internals import load_scale_state, scale_state
 
     def scaler() -> Any:
         return DynamicLossScaler(2.0**16, 3, 1.0, delayed_shift=2, consecutive_hysteresis=False)
@@ -879,7 +879,7 @@ def test_a_loss_scale_goes_on_between_torch_and_deepspeed(updates: int) -> None:
     """From DeepSpeed to torch and back: the scale grows with the same update."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from flextrain.strategies.deepspeed.state import load_scale_state, scale_state
+    from flextrain.strategies.deepspeed.internals import load_scale_state, scale_state
 
     def scaler() -> Any:
         return DynamicLossScaler(8.0, 4, 1.0, delayed_shift=1, consecutive_hysteresis=False)

@@ -14,7 +14,7 @@ from flextrain.optim import AmpOptimWrapper, OptimWrapper
 from flextrain.optim.adapters.choose import adapter_for
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
-from flextrain.testing.compare import same_tensors
+from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import windows
 from flextrain.testing.models import ConformanceNet
 from flextrain.testing.sessions import (

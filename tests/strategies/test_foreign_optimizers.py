@@ -15,7 +15,7 @@ from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from flextrain.testing import WorkerGroup
-from flextrain.testing.compare import relative_difference
+from flextrain.testing.differences import relative_difference
 from flextrain.testing.loop import windows
 from flextrain.testing.models import Mlp, SmallModel
 from flextrain.testing.sessions import load, run, save, single_device, started, whole_state

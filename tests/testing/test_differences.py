@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flextrain.testing.compare import (
+from flextrain.testing.differences import (
     CheckFailedError,
     multiple,
     relative_difference,

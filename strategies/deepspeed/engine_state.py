@@ -13,8 +13,8 @@ from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
 from ...optim.adapters.base import OptimizerAdapter, without_inner
 from ...optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
-from . import state
-from .state import Fragment
+from . import internals
+from .internals import Fragment
 
 # What torch's optimizers keep once per parameter, in a tensor of one number.
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -49,7 +49,7 @@ class EngineState:
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer."""
-        return state.inner_optimizer(self.engine)
+        return internals.inner_optimizer(self.engine)
 
     @property
     def adapter(self) -> OptimizerAdapter:
@@ -65,7 +65,7 @@ class EngineState:
     def _untrained(self, name: str, parameter: Tensor) -> Tensor:
         if name in self.originals:
             return self.originals[name]
-        return state.own_shard(parameter) if state.is_partitioned(parameter) else parameter.detach()
+        return internals.own_shard(parameter) if internals.is_partitioned(parameter) else parameter.detach()
 
     def optimizer_state(self) -> dict[str, Any]:
         """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``.
@@ -154,17 +154,17 @@ class EngineState:
                 optimizer.state[flat] = without_inner(self.adapter.own_state(adopted))
             self.adapter.load_inner(flat, adopted)
         self._incoming = {}
-        state.relink(self.engine)
+        internals.relink(self.engine)
 
     def follow_masters(self) -> None:
         """Make what the model computes with the same as what ``parameters`` gives; collective."""
         for name, parameter in self.module.named_parameters():
             original = self.originals.get(name)
             if isinstance(original, FlatShard):
-                state.own_shard(parameter).to_local().copy_(original.to_local())
+                internals.own_shard(parameter).to_local().copy_(original.to_local())
             elif original is not None:
                 parameter.detach().copy_(original)
-        state.refresh(self.engine, self.fragments)
+        internals.refresh(self.engine, self.fragments)
 
 
 def _numbers(saved: Mapping[str, Any], fragments: Mapping[str, Fragment]) -> set[str]:

@@ -29,7 +29,7 @@ from ...core.random_state import rng_state
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .hook_view import SavedView
-from .module_state import LATE, extra_template, finish, module_state, prepare
+from .model_extras import LATE, extra_template, finish, module_state, prepare
 from .pieces import (
     advice,
     begin_epoch_anew,
