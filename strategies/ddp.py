@@ -38,7 +38,7 @@ class WrapperOptions(Config):
     gradient_as_bucket_view: bool | None = None
     """Gradients share memory with the buckets that are sent; saves one copy of the gradients."""
     broadcast_buffers: bool | None = None
-    """Rank 0's buffers go to all ranks before every forward."""
+    """Rank 0's buffers go to all processes before every forward."""
     bucket_cap_mb: float | int | None = None
     """Size of the messages in MiB."""
 

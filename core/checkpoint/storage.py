@@ -1,4 +1,4 @@
-"""Storage for torch.distributed.checkpoint (DCP) without pickles: one safetensors file per rank, and JSON.
+"""Storage for torch.distributed.checkpoint (DCP) without pickles: one safetensors file per process, and JSON.
 
 DCP plans which rank reads and writes which chunk of a tensor; the code here only moves bytes.
 """
@@ -103,7 +103,7 @@ class ChunkReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's tensors, file by file."""
+        """Fill this process's tensors, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self.chunks[item.storage_index].file, []).append(item)

@@ -1,1 +1,1 @@
-"""Communication between processes: process groups, collectives, topology, and checks that all ranks agree."""
+"""Communication between processes: process groups, collectives, topology, and checks that all processes agree."""

@@ -61,7 +61,7 @@ def is_main() -> bool:
 
 
 def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
-    """Decorator: run the function on rank 0 only; it returns None on the other ranks."""
+    """Decorator: run the function on rank 0 only; it returns None on the other processes."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> T | None:
@@ -129,7 +129,7 @@ def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group
 
 
 def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """``tensors`` in buckets of one dtype and device and about ``bucket_bytes``, in the same order on all ranks."""
+    """``tensors`` in buckets of one dtype and device and about ``bucket_bytes``, in the same order on all processes."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -235,7 +235,7 @@ _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDi
 
 @contextmanager
 def group_of(ranks: Sequence[int]) -> Iterator[Any]:
-    """Context with a process group of these ranks; None on the other ranks. Every process must enter it."""
+    """Context with a process group of these ranks; None on the other processes. Every process must enter it."""
     made = dist.new_group(list(ranks))
     group = made if get_rank() in ranks else None
     try:

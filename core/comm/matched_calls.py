@@ -1,4 +1,4 @@
-"""Check that all ranks make the same call: every rank learns which others make another call or do not come."""
+"""Check that all processes make the same call: every process learns which others make another call or do not come."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def roll_call(call: str, timeout_s: float) -> str | None:
 
 
 class _Call:
-    """One call of this process, to be matched with the calls of the same number on the other ranks."""
+    """One call of this process, to be matched with the calls of the same number on the other processes."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.rank = name, number, get_rank()

@@ -42,11 +42,11 @@ def facts(tested: StrategyUnderTest) -> None:
         count = shards[0][1]
         require(
             all(shard[1] == count for shard in shards) and {index for index, *_ in shards} == set(range(count)),
-            f"topology.data is {shards} over the ranks: the indices must cover 0 to count - 1",
+            f"topology.data is {shards} over the processes: the indices must cover 0 to count - 1",
         )
         require(
             sorted(index for index, _, reports in shards if reports) == list(range(count)),
-            f"topology is {shards} over the ranks: one process for each part of the data must report",
+            f"topology is {shards} over the processes: one process for each part of the data must report",
         )
         module = strategy.module
         require(

@@ -37,7 +37,7 @@ __all__ = ["WorkerError", "WorkerGroup", "run_distributed"]
 
 
 class WorkerError(FlexTrainError, RuntimeError):
-    """A rank raised, died or hung; the message has its traceback, or the stack of every rank that hung.
+    """A process raised, died or hung; the message has its traceback, or the stack of every process that hung.
 
     Attributes:
         rank: the rank that failed first.
@@ -70,7 +70,7 @@ class _Worker:
 class WorkerGroup:
     """Processes on this machine with the environment that torchrun would give them.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
+    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
     otherwise the variables, folder and import path that the caller has at the time of the call. The processes start at
     the first ``run`` and are used again until ``close``; each computes with one thread. They are forked from one process
     that has imported torch. Processes that see accelerators start anew, because accelerators do not work after a fork.
@@ -99,7 +99,7 @@ class WorkerGroup:
         self.close()
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """The results of ``function(*args, **kwargs)`` on every rank, ordered by rank.
+        """The results of ``function(*args, **kwargs)`` on every process, ordered by rank.
 
         The function must be importable (no lambda, no function inside a function), arguments and results picklable.
         A process group that the function leaves is destroyed.
@@ -248,7 +248,7 @@ class WorkerGroup:
 def run_distributed(
     function: Callable[..., T], world_size: int, timeout_s: float, *args: Any, **kwargs: Any
 ) -> list[T]:
-    """The results of ``function`` on every rank, in new processes that end after this call; see ``WorkerGroup.run``."""
+    """The results of ``function`` on every process, in new processes that end after this call; see ``WorkerGroup.run``."""
     with WorkerGroup(world_size, timeout_s) as group:
         return group.run(function, *args, **kwargs)
 

@@ -13,7 +13,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """Averages of live tensors, with the same layout; every rank updates its own shards, without synchronisation.
+    """Averages of live tensors, with the same layout; every process updates its own shards, without synchronisation.
 
     Args:
         tensors: the live tensors by name; they stay the same objects while the model trains.
@@ -86,6 +86,6 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor, which shares its memory; any other tensor itself."""
+    """Return this process's shard of a sharded tensor, which shares its memory; any other tensor itself."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()

@@ -51,7 +51,7 @@ class CheckpointHook(Hook):
         save_param_scheduler: save the state of the parameter schedulers too.
         out_dir: folder for checkpoints, in a subfolder named like the work directory; default: the work directory. A
             URL that fsspec knows, such as ``s3://bucket/runs``, is allowed. When training begins, a file is written to
-            it and removed again; if that fails, every rank raises a ConfigError with the reason.
+            it and removed again; if that fails, every process raises a ConfigError with the reason.
         max_keep_ckpts: number of newest checkpoints to keep; -1: all.
         keep_every: also keep checkpoints whose number is a multiple of it; -1: none.
         async_save: write in the background.
@@ -300,7 +300,7 @@ class CheckpointHook(Hook):
 
     def _remove(self, runner: Run, path: Path) -> bool:
         """Delete a checkpoint on rank 0, unless ``latest`` names it; return False if it stays."""
-        # No collective is needed: all ranks have left the last save, so they read the same ``latest``.
+        # No collective is needed: all processes have left the last save, so they read the same ``latest``.
         if _is_latest(path):
             return False
         if runner.rank == 0 and path.exists():  # it has no manifest if a process was killed while deleting it

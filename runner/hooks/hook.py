@@ -62,14 +62,14 @@ class Hook:
         """After the pass over the test data."""
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank, before ``checkpoint`` is written; a hook may add plain values and tensors under its own keys.
+        """On every process, before ``checkpoint`` is written; a hook may add plain values and tensors under its own keys.
 
         It also holds ``meta``, ``message_hub``, ``state_dict`` and, where they are saved, ``optimizer`` and
         ``param_schedulers``; ``SavedView`` says which of them may be changed. The weights are the live ones.
         """
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank, after resuming; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
+        """On every process, after resuming; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""
 
     # Epochs
 
@@ -86,7 +86,7 @@ class Hook:
         self._before_epoch(runner, mode="val")
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
-        """After the last validation batch, with the metrics, which are equal on every rank."""
+        """After the last validation batch, with the metrics, which are equal on every process."""
         self._after_epoch(runner, mode="val")
 
     def before_test_epoch(self, runner: Any) -> None:
@@ -94,7 +94,7 @@ class Hook:
         self._before_epoch(runner, mode="test")
 
     def after_test_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
-        """After the last test batch, with the metrics, which are equal on every rank."""
+        """After the last test batch, with the metrics, which are equal on every process."""
         self._after_epoch(runner, mode="test")
 
     # Iterations

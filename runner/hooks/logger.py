@@ -110,7 +110,7 @@ class LoggerHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a line if it is due; every rank decides alike, because the loss is averaged over the ranks."""
+        """Write a line if it is due; every process decides alike, because the loss is averaged over the processes."""
         done = runner.iter + 1
         inner = batch_idx + 1 if self._by_epoch else done
         is_last = inner == self._length

@@ -34,9 +34,9 @@ class NonFiniteHook(Hook):
 
     - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite at that
       time; more warnings after 10, 100, ... lines with such values, and one when they are finite again.
-    - "raise": NonFiniteError on every rank. It names the first module whose output is not finite when the last batch is
+    - "raise": NonFiniteError on every process. It names the first module whose output is not finite when the last batch is
       run again; or, if weights are no longer finite, the first module with such weights.
-    - "skip": an update whose loss or gradients are not finite is skipped on all ranks, as loss scaling does: weights,
+    - "skip": an update whose loss or gradients are not finite is skipped on all processes, as loss scaling does: weights,
       moments, schedules and averages do not change. The host waits for the device at every update to decide this.
       Running statistics of normalisation layers are not protected. Refused with an OptimWrapper that overrides ``step``
       or ``backward``, and with stage 0 of DeepSpeed.
@@ -190,8 +190,8 @@ def _in_words(
 ) -> Iterator[str]:
     """Yield the first scalars that were not finite, with iteration and ranks, and how often this happened."""
     bad = {finding.iteration for found in findings for finding in found}
-    if not bad:  # only the sum over the ranks overflowed
-        yield f"Iteration {iteration}: the mean of the loss over the ranks is not finite"
+    if not bad:  # only the sum over the processes overflowed
+        yield f"Iteration {iteration}: the mean of the loss over the processes is not finite"
         return
     first = min(bad)
     on_ranks: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_origin(runner: Run, batch: Any) -> str:
-    """Return the origin of NaN or infinity, as the end of a sentence; a collective, with the same result on every rank.
+    """Return the origin of NaN or infinity, as the end of a sentence; a collective, with the same result on every process.
 
     Random numbers differ from the first run. Training cannot continue afterwards: gradients and statistics change.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """Calls ``set_epoch`` of the training sampler, so that every epoch has a new order, the same on all ranks."""
+    """Calls ``set_epoch`` of the training sampler, so that every epoch has a new order, the same on all processes."""
 
     priority = "NORMAL"
 

@@ -1,4 +1,4 @@
-"""SyncBuffersHook: averages buffers, such as running statistics, over the ranks."""
+"""SyncBuffersHook: averages buffers, such as running statistics, over the processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Replaces floating-point buffers by their mean over the ranks after every training epoch.
+    """Replaces floating-point buffers by their mean over the processes after every training epoch.
 
     Loops without epochs do this before every validation.
     """

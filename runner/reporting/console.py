@@ -17,7 +17,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 IN_FILE = "traceback_in_file"
-"""Attribute of records whose traceback goes only to the log file; there every rank writes it."""
+"""Attribute of records whose traceback goes only to the log file; there every process writes it."""
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]

@@ -29,7 +29,7 @@ class Look:
     is_bad: bool
     """True if any scalar is not finite; on any rank, if ``is_agreed``."""
     is_agreed: bool
-    """True if all ranks know the same result; False if the model gives no loss to average."""
+    """True if all processes know the same result; False if the model gives no loss to average."""
     own: tuple[NonfiniteFigure, ...]
     """This rank's own scalars that are not finite, oldest first."""
     iterations: int
@@ -53,7 +53,7 @@ class _Watched:
 class Witness:
     """Looks at losses and gradient norms in the message hub, after they were read for a log line.
 
-    Losses are averaged over the ranks at that time, so every rank sees if one is not finite. The other scalars,
+    Losses are averaged over the processes at that time, so every process sees if one is not finite. The other scalars,
     gradient norms and parts of losses, are reduced with them as a single number.
 
     Args:

@@ -34,7 +34,7 @@ class HistoryBuffer:
         self._values: deque[float] = deque(maxlen=maxlen)
         self._counts: deque[int] | None = None  # item counts of the values; None while all are 1
         self._device = torch.device("cpu")  # device of the last tensor
-        self._local = 0  # number of newest values that are this rank's own, not yet means over the ranks
+        self._local = 0  # number of newest values that are this process's own, not yet means over the processes
         self._read = 0  # number of values read so far
         self.averaged: list[Any] = []
         """This rank's own values, in order, that the last ``reduce`` replaced by means."""
@@ -130,7 +130,7 @@ class HistoryBuffer:
         """Replace the values since the last call by their means over the data shards, unread; a collective.
 
         Returns:
-            A number that is finite if all of ``beside`` is finite on all ranks, which may pass different numbers of
+            A number that is finite if all of ``beside`` is finite on all processes, which may pass different numbers of
             values; None if nothing was averaged.
         """
         if topology.is_alone:
@@ -142,7 +142,7 @@ class HistoryBuffer:
             self._read -= 1
         own += [entry if type(entry) is tuple else (entry, 1) for entry in self._new]
         if self._values.maxlen is not None:
-            own = own[-self._values.maxlen :]  # every rank sends the same number, read or not
+            own = own[-self._values.maxlen :]  # every process sends the same number, read or not
         self.averaged, total = [value for value, _ in own], None
         if own:
             # The device of the tensors, also on a rank that has read them: each kind of device has its own back end.
@@ -194,7 +194,7 @@ class HistoryBuffer:
         self._local = 0
 
     def own(self, topology: Topology) -> list[float]:
-        """Return the newest values that are this rank's own, not yet means; none if there is only one data shard."""
+        """Return the newest values that are this process's own, not yet means; none if there is only one data shard."""
         values = self.data
         return values[len(values) - self._local :] if topology.data.count > 1 else []
 

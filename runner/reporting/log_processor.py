@@ -130,9 +130,9 @@ class LogProcessor:
                 hub.retain(f"{mode}/{cfg.name}", size if isinstance(size, int) else None)
 
     def get_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
-        """Return the record and the line of an iteration; in training a collective, which all ranks call alike.
+        """Return the record and the line of an iteration; in training a collective, which all processes call alike.
 
-        The training loss is the mean over the ranks; all other scalars are this rank's own.
+        The training loss is the mean over the processes; all other scalars are this process's own.
         """
         return self._take_figures(runner, batch_idx, mode)()
 

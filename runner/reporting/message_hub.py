@@ -12,7 +12,7 @@ from ...core.errors import ConfigError
 from .history import HistoryBuffer, UnreadMean, fetch
 
 AVERAGED = "train/loss"
-"""The scalar that log lines show as the mean over the ranks."""
+"""The scalar that log lines show as the mean over the processes."""
 
 
 class MessageHub:
@@ -24,7 +24,7 @@ class MessageHub:
 
     Args:
         history: number of values kept per key, unless ``retain`` asks for more.
-        topology: this rank's place among the others; default: every rank trains on its own data.
+        topology: this process's place among the others; default: every process trains on its own data.
     """
 
     def __init__(self, history: int = 100, topology: Topology | None = None) -> None:
@@ -40,11 +40,11 @@ class MessageHub:
         self.waiting: list[UnreadMean] = []
         """Unread means of lines that are due; the next ``fetch`` for a log line reads them too."""
         self.readings = 0
-        """How often the training scalars were read for a log line, on all ranks together."""
+        """How often the training scalars were read for a log line, on all processes together."""
         self.beside: Callable[[], Sequence[Any]] | None = None
         """Returns further values to check together with the averaged losses; see ``Witness``."""
         self.verdict = HistoryBuffer(1, "verdict")
-        """A number that is finite if all values of ``beside`` were finite, on all ranks."""
+        """A number that is finite if all values of ``beside`` were finite, on all processes."""
 
     @property
     def log_scalars(self) -> Mapping[str, HistoryBuffer]:
@@ -135,8 +135,8 @@ class MessageHub:
 
         Args:
             prefix: read only keys that start with it.
-            reduce: a key whose new values are replaced by their means over the ranks; then this is a collective, and
-                every rank must have updated the key equally often.
+            reduce: a key whose new values are replaced by their means over the processes; then this is a collective, and
+                every process must have updated the key equally often.
         """
         waiting: list[UnreadMean] = []
         if reduce is not None:
@@ -157,7 +157,7 @@ class MessageHub:
         }
 
     def own_losses(self) -> list[float]:
-        """Return this rank's losses since the last log line, not yet averaged; this state differs by data shard."""
+        """Return this process's losses since the last log line, not yet averaged; this state differs by data shard."""
         return self._scalars[AVERAGED].own(self.topology) if AVERAGED in self._scalars else []
 
     def load_state_dict(self, state: Mapping[str, Any], own_losses: Sequence[Sequence[float]] = ((),)) -> None:

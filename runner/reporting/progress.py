@@ -127,7 +127,7 @@ def _forget_bar() -> None:
 
 
 def _batch_size(runner: Run) -> int | None:
-    """Return the samples per iteration over all ranks; None if the dataloader does not say."""
+    """Return the samples per iteration over all processes; None if the dataloader does not say."""
     size = batch_size(runner.train_dataloader)
     if size is None:
         return None

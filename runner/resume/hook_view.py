@@ -18,7 +18,7 @@ class SavedView:
     """A dict in MMEngine's form with the state that is about to be saved.
 
     ``meta``, ``message_hub`` and ``param_schedulers`` (lists by the optimizer's name) are plain values, saved with the
-    hooks' changes. ``state_dict`` has the live weights; of a sharded one, this rank's shard. A plain tensor may be
+    hooks' changes. ``state_dict`` has the live weights; of a sharded one, this process's shard. A plain tensor may be
     replaced by another one of the same shape, and names may be removed if the checkpoint has no optimizer.
     ``optimizer`` may only be removed as a whole.
 

@@ -417,7 +417,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def _train_together(folder: str, resume: bool, scores: list[float]) -> tuple[list[str], list[str]]:
-    """What this rank had saved, and what is left, of a run on all ranks."""
+    """What this rank had saved, and what is left, of a run on all processes."""
     asked: list[str] = []
     torch.manual_seed(0)
     loader = {
