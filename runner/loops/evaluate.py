@@ -1,4 +1,4 @@
-"""Loops of evaluation: once through the data, on every process equally often."""
+"""Validation and test loops: every process runs forward equally often."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from ..run import Run
 
 EVALUATION = -1
-"""The epoch whose random numbers are drawn for data of evaluation: the same every time."""
+"""Epoch number for the random numbers of evaluation data, which makes them the same every time."""
 
 
 class EvalLoop(BaseLoop):
-    """Goes once through validation or test data and evaluates the metrics.
+    """Evaluates the metrics over one pass of validation or test data.
 
-    Every process runs forward equally often, because forward may communicate: one that has fewer batches repeats its last
-    one, and nobody sees the result. Metrics see what the model predicts on one process for each part of the data.
+    Every process runs forward equally often, because forward may run collectives: a process with fewer batches repeats
+    its last one and ignores the result. One process of each data shard gives its predictions to the metrics.
 
     Args:
         evaluator: metrics, or their configuration.
-        fp16: forward under float16 autocast, whatever the training's precision.
+        fp16: run forward under float16 autocast, whatever the precision of training.
     """
 
     mode = "val"
@@ -45,22 +45,22 @@ class EvalLoop(BaseLoop):
         self._reader = Reader(dataloader) if own_way else None
         self._feed = None if own_way else Feed(cast("DataLoader[Any]", dataloader), runner.strategy.topology.shard)
         self.evaluator.dataset_meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
-        self._passed, self._done = 0, 0  # batches of the last pass, and of the one under way
+        self._passed, self._done = 0, 0  # batches of the last pass, and of the current one
 
     @property
     def num_batches(self) -> int:
-        """Batches of this process; of data without a length those of the last pass, or of this one so far."""
+        """Batches of this process; without a known length, those of the last pass, or of the current one so far."""
         length = length_of(self.dataloader)
         return max(self._passed, self._done) if length is None else length
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
-        """The metrics by name, on every process."""
+        """Evaluate the data, and return the metrics by name, on every process."""
         runner = self.runner
         self.evaluator.reset()
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
-        runner.strategy.share_buffers()  # after the hooks, which may have averaged them
+        runner.strategy.share_buffers()  # after the hooks, which may average them
         was_training = runner.model.training
         runner.model.eval()
         self.evaluator.to(runner.strategy.device)
@@ -78,7 +78,7 @@ class EvalLoop(BaseLoop):
         return metrics
 
     def run_iter(self, batch_idx: int, batch: Any) -> None:
-        """One batch, with its hooks."""
+        """Evaluate one batch, with its hooks."""
         runner = self.runner
         for hook in runner.hook_calls[f"before_{self.mode}_iter"]:
             hook(runner, batch_idx, batch)
@@ -95,7 +95,7 @@ class EvalLoop(BaseLoop):
             return self.runner.stepper.evaluate(batch, self.mode)
 
     def _num_kept(self) -> int | None:
-        """The number of samples, where the user's sampler repeats some so that all processes have as many."""
+        """Return the number of samples if the user's sampler repeats some to make processes even; otherwise None."""
         if self._topology.data.count == 1:
             return None
         dataset, sampler = (getattr(self.dataloader, name, None) for name in ("dataset", "sampler"))
@@ -113,7 +113,7 @@ class EvalLoop(BaseLoop):
         return size
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Batches, and whether they are this process's own."""
+        """Yield batches, each with True if it is this process's own."""
         seed = self.runner.seed
         if self._feed is not None:
             one_pass = self._feed.batches(seed, EVALUATION)
@@ -127,11 +127,11 @@ class EvalLoop(BaseLoop):
 
 @LOOPS.register_module()
 class ValLoop(EvalLoop):
-    """Validation; see EvalLoop."""
+    """Validates; see EvalLoop."""
 
 
 @LOOPS.register_module()
 class TestLoop(EvalLoop):
-    """Testing; see EvalLoop."""
+    """Tests; see EvalLoop."""
 
     mode = "test"

@@ -1,4 +1,4 @@
-"""Stepper: one update, or one evaluation batch, of any model under any strategy."""
+"""Stepper: makes one update, or evaluates one batch, with any model under any strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
 
 
 class Stepper:
-    """Knows how a model wants to be called; asked once, used for every batch.
+    """Calls a model in the way that the model supports; this is determined once and used for every batch.
 
     A model may have
 
@@ -34,12 +34,12 @@ class Stepper:
     - any other ``forward``: its result must have a ``loss``, as an attribute or a key; other scalars of a dict are logged;
     - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
-    - ``data_preprocessor``: makes a batch into arguments; otherwise the batch is brought to the device as it is;
-    - ``parse_losses(losses)``: gives the total and what to log;
-    - ``loss_weight(data)``: over how many items (tokens, samples) the loss of a batch is a mean; see Weighing.
+    - ``data_preprocessor``: makes arguments from a batch; without it the batch is copied to the device as it is;
+    - ``parse_losses(losses)``: returns the total and the values to log;
+    - ``loss_weight(data)``: the number of items (tokens, samples) that the loss of a batch is a mean of; see Weighing.
 
-    What an OptimWrapper of the user's defines anew is called: ``optim_context`` around forward, ``update_params`` for every
-    micro-batch, and ``step`` followed by ``zero_grad``.
+    Methods that the user's OptimWrapper overrides are called: ``optim_context`` around forward, ``update_params`` for
+    every micro-batch, and ``step`` followed by ``zero_grad``.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Stepper:
         splits = type(strategy).split is not Strategy.split or overridden(strategy, "split")
         self._split = strategy.split if splits else None
         self._eval_steps = {mode: _EvalStep(self, mode) for mode in ("val", "test")}
-        # A context that does nothing is left out: entering one takes as long as the rest of this class.
+        # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
-        # CUDA graphs write every replay's outputs to the same place, and these are kept until a line is logged.
+        # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         if optim is not None:
             self._prepare_updates(optim)
 
     def _prepare_updates(self, optim: OptimWrapper | OptimWrapperDict) -> None:
-        """Work out once what an update calls."""
+        """Determine once which methods an update calls."""
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
             raise ConfigError(
                 f"optim_wrapper: has {len(optim)} optimizers, {type(self.module).__name__} must define "
@@ -88,7 +88,7 @@ class Stepper:
             )
         if self.weighing is not None and self.custom_train:
             raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
-        # Whether the update is made as soon as the last micro-batch was differentiated.
+        # True if ``update_params`` or ``train_step`` makes the update right after the last micro-batch's backward.
         self._updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
         if overridden(optim, "optim_context"):
             self._autocast = partial(optim.optim_context, self.module)
@@ -98,11 +98,11 @@ class Stepper:
             self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
 
     def train(self, window: list[Any]) -> dict[str, Tensor]:
-        """One update from the micro-batches of a window.
+        """Make one update from the micro-batches of a window.
 
         Returns:
-            0-dim tensors on the device: ``loss`` and whatever else the model gives, means over the window, and
-            ``grad_norm``, or ``<name>.grad_norm`` of each of several optimizers, when it was computed.
+            0-dim tensors on the device: ``loss`` and the model's other values, as means over the window, and
+            ``grad_norm``, or ``<name>.grad_norm`` for each of several optimizers, if it was computed.
         """
         optim = self.optim
         assert optim is not None
@@ -124,25 +124,25 @@ class Stepper:
         return outputs
 
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
-        """What to multiply the loss of each micro-batch with, None for 1; None for all: nothing in them counts."""
+        """Return the factor for each micro-batch's loss, None for 1; None if no item of the window counts in the loss."""
         size = len(window)
         if self.weighing is None:
             return (None if self._updates_itself or size == 1 else 1 / size,) * size
         if not self.weighing.weigh(window):
             return None
-        # An own update divides by the window's length.
+        # An update that is not made here divides by the window's length itself.
         return [factor * size for factor in self.weighing.factors] if self._updates_itself else self.weighing.factors
 
     def counts(self, batch: Any) -> bool:
-        """Whether there is an item in a micro-batch that its loss is a mean of."""
+        """Return True if a micro-batch has items that count in the loss."""
         return self.weighing is None or self.weighing.counts(batch)
 
     def rehearse(self, batch: Any, optim: Any) -> None:
-        """Forward of a micro-batch once more, for whoever watches the model's parts; a strategy's own window has a backward.
+        """Run forward of a micro-batch again, for hooks on modules; a strategy's own ``run_window`` includes backward.
 
         Args:
             batch: the micro-batch.
-            optim: what a model's own ``train_step`` gets, which must not update anything.
+            optim: passed to the model's own ``train_step``; it must not update anything.
         """
         if self._split is not None:
             batch = self._split(batch)
@@ -156,7 +156,7 @@ class Stepper:
                 self.forward(batch)
 
     def differentiate(self, window: list[Any]) -> bool:
-        """Forward and backward of a window without its update; False where both are one thing."""
+        """Run forward and backward of a window without its update; return False if the update cannot be separated."""
         if self._updates_itself:
             return False
         if self._split is not None:
@@ -167,7 +167,7 @@ class Stepper:
             self._run_window(window, self)
         return True
 
-    # What a strategy is handed, see TrainStep
+    # Methods for the strategy, see TrainStep
 
     def begin(self, index: int) -> bool:
         """See TrainStep."""
@@ -215,14 +215,14 @@ class Stepper:
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
         loss, logs = self.forward(batch)
-        if self.shares[index] is None:  # almost always, and a call less
+        if self.shares[index] is None:  # the usual case, with one call less
             self._differentiate(loss)
         else:
             self.backward(loss, index)
         return logs
 
     def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
-        """An update of nothing: as one that loss scaling cancels, it moves no weight, no average and no schedule."""
+        """Skip an update without items: as with loss scaling, no weight, no average and no schedule changes."""
         for wrapper in optim.wrappers.values():
             wrapper.last_step = StepInfo(skipped=True)
         return {"loss": torch.zeros((), device=self.strategy.device)}
@@ -257,7 +257,7 @@ class Stepper:
         return values
 
     def _own_loss(self, result: Any) -> Tensor:
-        """The loss of a model that is not called with a mode."""
+        """Return the loss of a model whose forward has no mode."""
         if isinstance(result, Mapping) and "loss" in result:
             loss = result["loss"]
         else:
@@ -270,13 +270,13 @@ class Stepper:
         return loss
 
     def evaluate(self, batch: Any, mode: str) -> Any:
-        """What the strategy gives for one batch; ``mode`` is "val" or "test"."""
+        """Return the strategy's output for one batch; ``mode`` is "val" or "test"."""
         if self._split is not None:
             batch = self._split(batch)
         return self._evaluate(batch, self._eval_steps[mode])
 
     def predict(self, batch: Any, mode: str) -> Any:
-        """What the model predicts for one batch; ``mode`` is "val" or "test"."""
+        """Return the model's predictions for one batch; ``mode`` is "val" or "test"."""
         outputs = self._predict(batch, mode)
         return tree_map_only(Tensor, torch.clone, outputs) if self._reuses_outputs else outputs  # metrics may keep them
 
@@ -297,7 +297,7 @@ class Stepper:
 
 
 class _EvalStep:
-    """A batch of validation or of testing, see EvalStep."""
+    """Evaluates one batch of validation or testing, see EvalStep."""
 
     def __init__(self, stepper: Stepper, mode: str) -> None:
         self._stepper, self._mode = stepper, mode
@@ -312,7 +312,7 @@ class _EvalStep:
 
 
 def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The means of what all parts have."""
+    """Return the means of the values that all parts have."""
     total = dict(parts[0])
     for part in parts[1:]:
         total = {name: total[name] + part[name] for name in total if name in part}

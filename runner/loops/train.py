@@ -40,7 +40,7 @@ VALIDATION_KEYS = {"val_begin", "val_interval", "dynamic_intervals"}
 class TrainLoop(BaseLoop):
     """Base class of training loops: counts epochs and iterations, and makes one update per window of micro-batches.
 
-    An iteration is one update. ``epoch`` and ``iter`` start at 0 and increase after the hooks of the epoch or iteration.
+    An iteration is one update. ``epoch`` and ``iter`` start at 0 and increase after the hooks of an epoch or iteration.
     """
 
     by_epoch: bool = True
@@ -122,7 +122,7 @@ class TrainLoop(BaseLoop):
         loop = self.runner.val_loop
         if loop is None or done < self.val_begin or done == self._validated:
             return
-        # As in MMEngine, an interval holds from the next epoch or iteration on, and validation at the end is always due.
+        # As in MMEngine, an interval holds from the next epoch or iteration on; validation at the end is always due.
         interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
         if done % interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
             self.runner.strategy.meet("validation")

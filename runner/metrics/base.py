@@ -1,4 +1,4 @@
-"""Metrics over all processes, every sample counted once."""
+"""Metrics over all processes, with every sample counted once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _NOTHING = object()
 
 
 class BaseMetric(ABC):
-    """A metric: ``process`` keeps what it needs of each batch, ``compute_metrics`` sees that of all processes.
+    """Base class of metrics: ``process`` stores results of each batch, ``compute_metrics`` gets those of all processes.
 
     Args:
-        collect_device: "cpu" or "gpu", accepted for MMEngine's configurations; results always travel through the CPU.
-        prefix: put before every name, as in ``prefix/accuracy``; default: the class's ``default_prefix``.
+        collect_device: "cpu" or "gpu", accepted for MMEngine's configurations; results are always gathered on the CPU.
+        prefix: prefix of every name, as in ``prefix/accuracy``; default: the class's ``default_prefix``.
     """
 
     default_prefix: ClassVar[str | None] = None
     topology: Topology | None = None
-    """Of the strategy, which the loop sets: one process for each part of the data has results. None: every process has."""
+    """The strategy's, set by the loop: one process of each data shard has results. None: every process has results."""
 
     def __init__(self, collect_device: Literal["cpu", "gpu"] = "cpu", prefix: str | None = None) -> None:
         self.prefix = prefix or self.default_prefix
@@ -40,22 +40,22 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def process(self, data_batch: Any, data_samples: Sequence[Any]) -> None:
-        """Append to ``self.results`` what is needed of a batch: its data, and what the model predicted."""
+        """Append to ``self.results`` what the metric needs of a batch's data and of the model's predictions."""
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """The metrics by name, from the results of all processes; runs on rank 0."""
+        """Return the metrics by name, from the results of all processes; runs on rank 0."""
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - optional
-        """Keep state on ``device``; a BaseMetric has none there."""
+        """Move the metric's state to ``device``; a BaseMetric has no state on a device."""
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
-        """The metrics of everything processed so far, on every process; starts afresh after that.
+        """Return the metrics of everything processed since the last reset, on every process, then reset; a collective.
 
         Args:
-            size: number of samples, where a sampler repeats some at the end to give every process as many: results above it,
-                fewer than there are parts of the data, are left out. None keeps all. Results come in the sampler's order if there
-                is one for each sample.
+            size: number of samples, if a sampler repeats some at the end to make all processes even. Results beyond it,
+                fewer than there are data shards, are dropped. None keeps all. Results are in the sampler's order if
+                there is one for each sample.
         """
         topology = self.topology or Topology()
         if topology.reports and not self.results:
@@ -76,7 +76,7 @@ class BaseMetric(ABC):
         return dist.broadcast_object(metrics)
 
     def reset(self) -> None:
-        """Forget the results, also those of an evaluation that an exception has ended; called before every one."""
+        """Drop all results, also those of an evaluation that an exception ended; called before every evaluation."""
         self.results.clear()
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class BaseMetric(ABC):
 
 
 class TorchMetric(BaseMetric):
-    """A torchmetrics metric or collection: its state is kept on the device and combined over processes by torchmetrics.
+    """A torchmetrics metric or collection; torchmetrics keeps its state on the device and combines it over processes.
 
-    What the model predicts is passed to ``update``: a tuple or list as positions, a dict by name.
+    The model's predictions are passed to ``update``: a tuple or list as positional arguments, a dict by name.
     """
 
     def __init__(self, metric: Any, prefix: str | None = None) -> None:
@@ -99,7 +99,7 @@ class TorchMetric(BaseMetric):
         self.metric.to(device)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Update with one batch of predictions."""
+        """Update the metric with the predictions of one batch."""
         self._updates += 1
         if isinstance(data_samples, Mapping):
             self.metric.update(**data_samples)
@@ -107,7 +107,7 @@ class TorchMetric(BaseMetric):
             self.metric.update(*data_samples)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """The value by the metric's class name, or those of a collection by their own."""
+        """Return the value under the metric's class name, or the values of a collection under their own names."""
         value = self.metric.compute()
         return dict(value) if isinstance(value, Mapping) else {type(self.metric).__name__: value}
 
@@ -128,10 +128,10 @@ class TorchMetric(BaseMetric):
         self._updates = 0
 
     def _evaluate_on(self, ranks: list[int]) -> dict[str, Any]:
-        """The metrics from processes that have seen a batch.
+        """Compute the metrics on the ranks that have seen a batch, and broadcast them.
 
-        One that keeps predictions in lists gathers none where the list is empty (torchmetrics 1.9), and the others would
-        wait for that process for ever.
+        A metric that keeps predictions in lists does not join a collective if its list is empty (torchmetrics 1.9), and
+        the other ranks would wait for it for ever.
         """
         parts = list(self.metric.values()) if isinstance(self.metric, nn.ModuleDict) else [self.metric]
         before = [part.process_group for part in parts]
@@ -147,7 +147,7 @@ class TorchMetric(BaseMetric):
 
 
 class Evaluator:
-    """Several metrics together.
+    """Evaluates several metrics together.
 
     Args:
         metrics: built metrics.
@@ -158,7 +158,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
-        """The dataset's ``metainfo``, for metrics that need class names and the like."""
+        """The dataset's ``metainfo``, such as class names, for metrics that need it."""
         return self.metrics[0].dataset_meta if self.metrics else None
 
     @dataset_meta.setter
@@ -168,7 +168,7 @@ class Evaluator:
 
     @property
     def topology(self) -> Topology | None:
-        """Which processes have results; the loop sets it, for metrics."""
+        """The processes that have results; set by the loop, for all metrics."""
         return self.metrics[0].topology if self.metrics else None
 
     @topology.setter
@@ -177,25 +177,25 @@ class Evaluator:
             metric.topology = topology
 
     def to(self, device: torch.device) -> None:
-        """Keep the metrics' state on ``device``."""
+        """Move the state of all metrics to ``device``."""
         for metric in self.metrics:
             metric.to(device)
 
     def reset(self) -> None:
-        """Let every metric forget what it has seen; called before every evaluation."""
+        """Reset every metric; called before every evaluation."""
         for metric in self.metrics:
             metric.reset()
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
-        """Give every metric one batch."""
+        """Pass one batch to every metric."""
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
-        """All metrics by name, on every process.
+        """Return all metrics by name, on every process; a collective.
 
         Raises:
-            ConfigError: two metrics give the same name.
+            ConfigError: two metrics have the same name.
         """
         found: dict[str, Any] = {}
         for metric in self.metrics:
@@ -207,7 +207,7 @@ class Evaluator:
 
 
 def check_evaluator(cfg: Any, where: str) -> None:
-    """Raise ConfigError for what can be wrong in an evaluator's configuration; nothing is built."""
+    """Raise ConfigError if an evaluator's configuration is invalid; nothing is built."""
     if isinstance(cfg, Evaluator):
         return
     for i, item in enumerate(_as_list(cfg)):
@@ -221,7 +221,7 @@ def check_evaluator(cfg: Any, where: str) -> None:
 
 
 def build_evaluator(cfg: Any, where: str) -> Evaluator:
-    """The Evaluator for ``dict(type=...)``, a metric, a list of them, or an Evaluator; torchmetrics' metrics too."""
+    """Build the Evaluator from ``dict(type=...)``, a metric or torchmetrics metric, a list of them, or an Evaluator."""
     if isinstance(cfg, Evaluator):
         return cfg
     built = []
@@ -245,12 +245,12 @@ def _is_torchmetric(value: Any) -> bool:
 
 
 def _is_torchmetric_class(kind: type) -> bool:
-    # torchmetrics' metrics are modules with these three methods; asking so needs no import of it.
+    # torchmetrics' metrics are modules with these three methods; this test does not import torchmetrics.
     return issubclass(kind, nn.Module) and all(hasattr(kind, name) for name in ("update", "compute", "reset"))
 
 
 def _number(value: Any) -> Any:
-    """A metric as a plain number where it is one."""
+    """Return a metric as a plain number if it is one."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
