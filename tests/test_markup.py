@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flextrain.commands.output import console
 from flextrain.tools.doctor import Report as Diagnosis
-from flextrain.tools.doctor import StrategyStatus
+from flextrain.tools.doctor.strategies import StrategyStatus
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["core", "optim", "strategies", "runner", "flextrain", "examples", "benchmarks"]
@@ -107,7 +107,7 @@ def test_the_lint_sees(source: str) -> None:
 def test_brackets_of_others_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("needs pip install flextrain[deepspeed] :smile:")
     assert capsys.readouterr().out == "needs pip install flextrain[deepspeed] :smile:\n"
-    status = StrategyStatus("DeepSpeed[x]", "pip install flextrain[deepspeed]", False, "not [installed]")
+    status = StrategyStatus("DeepSpeed[x]", (), "pip install flextrain[deepspeed]", False, "not [installed]")
     report = Diagnosis({"torch[a]": "2[b]"}, {}, [status], [])
     markup = Console(width=200)  # a notebook's, or anybody's
     with markup.capture() as captured:

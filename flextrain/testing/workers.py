@@ -105,8 +105,8 @@ class WorkerGroup:
         A process group that the function leaves is destroyed.
 
         Raises:
-            WorkerError: a rank raised, died, or did not answer within ``timeout_s``. If one rank has to be ended, all
-                processes are ended, and the next call starts new ones.
+            WorkerError: a rank raised, died, or did not answer within ``timeout_s``. The processes are then ended, and the
+                next call starts new ones. Those that see accelerators, which start slowly, stay if all have answered.
         """
         payload, modules = _pack(function, args, kwargs)
         self._start()
@@ -212,7 +212,7 @@ class WorkerGroup:
         parts += [f"rank {rank} was at\n{self._stack(rank)}" for rank in silent]
         printed = {rank: worker.output() for rank, worker in enumerate(self._workers)}
         parts += [f"rank {rank} printed\n{text}" for rank, text in printed.items() if text]
-        if silent or dead:
+        if silent or dead or not self.accelerators:
             self._kill()
         raise WorkerError("\n".join(parts), first, timed_out=not failures) from cause
 

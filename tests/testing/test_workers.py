@@ -212,6 +212,21 @@ def raise_unpicklable() -> None:
     raise NeedsTwoArguments("one", "two")
 
 
+def leave_a_trace_and_fail() -> None:
+    sys.left_behind = True  # type: ignore[attr-defined]
+    raise_unpicklable()
+
+
+def finds_a_trace() -> bool:
+    return hasattr(sys, "left_behind")
+
+
+def test_what_a_failed_call_has_left_is_not_there_for_the_next(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="NeedsTwoArguments"):
+        workers2.run(leave_a_trace_and_fail)
+    assert workers2.run(finds_a_trace) == [False, False]
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long an answer would have been waited for, each time that one was."""
