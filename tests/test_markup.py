@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flextrain.commands.output import console
-from flextrain.tools.doctor import Report as Diagnosis
+from flextrain.tools.doctor import Diagnosis
 from flextrain.tools.doctor.strategies import StrategyStatus
 
 ROOT = Path(__file__).parents[1]
