@@ -71,6 +71,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "was_marked": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
+    runner.strategy.named_parameters = lambda: runner.strategy.module.named_parameters()
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"
     runner.logger = setup_logger("INFO", runner.log_file, runner.rank)
     runner.lines = lambda: [line.partition(" - INFO - ")[2] for line in runner.log_file.read_text().splitlines()]
