@@ -1,4 +1,4 @@
-"""Read the place of the generators of Python, NumPy and torch directly from memory, in a tenth of the time of a copy.
+"""Read the position of the generators of Python, NumPy and torch directly from memory, in a tenth of the time of a copy.
 
 The address of each generator's words is found at import, by comparison with the state that its public function returns.
 torch's memory is read only if a trial has told all draws apart. On other platforms and versions, where this fails, the
@@ -22,13 +22,13 @@ import torch
 _PYTHON: Any = random._inst  # behind the functions of `random`
 _TORCH = torch.default_generator
 _HEAD = object.__basicsize__  # size of a Python object's header; the C fields of its class follow
-_WORDS = 625  # of a Mersenne twister: its 624 words and its place in them
+_WORDS = 625  # of a Mersenne twister: its 624 words and its position in them
 _BYTES = 4 * _WORDS
-# The place is read together with the words next to it: they differ when the place has the same value again.
+# The position is read together with the words next to it: they differ when the position has the same value again.
 _SEEN = 12
 
 Look = Callable[[], Any]
-"""Returns the place of one or several generators, to compare with a later one."""
+"""Returns the position of one or several generators, to compare with a later one."""
 
 
 def _view(address: int, size: int) -> memoryview:
@@ -43,7 +43,7 @@ def _look_at(views: Sequence[memoryview]) -> Look:
 
 
 def _python_address() -> int | None:
-    """Address of the place and the 624 words of Python's generator; None for a Python with another layout."""
+    """Address of the position and the 624 words of Python's generator; None for a Python with another layout."""
     probe = random.Random(1)
     if sys.implementation.name != "cpython" or random.Random.__basicsize__ < _HEAD + _BYTES:
         return None
@@ -74,18 +74,18 @@ def set_python_state(state: Any) -> None:
 
 
 def numpy_look(generator: np.random.MT19937) -> Look:
-    """Return a function that reads the generator's place; it does not include RandomState's spare normal number."""
+    """Return a function that reads the generator's position; it does not include RandomState's spare normal number."""
     address: int = generator.ctypes.state_address
     *words, position = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]
     if words == state["key"].tolist() and position == state["pos"]:
-        return _look_at([_view(address + _BYTES - _SEEN, _SEEN)])  # here the place comes last
+        return _look_at([_view(address + _BYTES - _SEEN, _SEEN)])  # here the position comes last
     return lambda: (generator.state["state"]["pos"], generator.state["state"]["key"].tobytes())
 
 
 # torch
 
-_BEFORE, _AFTER = 20, 28  # bytes next to the 624 words, with the seed, the place, and the spare normal numbers
+_BEFORE, _AFTER = 20, 28  # bytes next to the 624 words, with the seed, the position, and the spare normal numbers
 _WINDOW = 4096  # bytes in which the words are searched for
 
 
@@ -109,7 +109,7 @@ def _words_address(generator: torch.Generator, read: Callable[[int, int], bytes]
     """Address of a generator's 624 words; None if they are not found together with the bytes next to them."""
     if sys.implementation.name != "cpython" or torch.Generator.__basicsize__ < _HEAD + ctypes.sizeof(ctypes.c_void_p):
         return None
-    # In torch's state every word takes 8 bytes, after 24 bytes of seed, words left, seeded flag and place.
+    # In torch's state every word takes 8 bytes, after 24 bytes of seed, words left, seeded flag and position.
     state = np.frombuffer(_state_bytes(generator), np.uint64, (_WORDS - 1) + 3)
     words = state[3:].astype(np.uint32).tobytes()
     start = ctypes.c_void_p.from_address(id(generator) + _HEAD).value or 0
@@ -156,7 +156,7 @@ def _tells_draws(probe: torch.Generator, look: Look) -> bool:
 
 
 def look_at_both() -> Look:
-    """Return a function that reads the place of both, without Python's spare normal number (``gauss_next``)."""
+    """Return a function that reads the position of both, without Python's spare normal number (``gauss_next``)."""
     if _ADDRESS is None or _VIEWS is None:
         return lambda: (random.getstate(), _state_bytes(_TORCH))
     return _look_at([_view(_ADDRESS, _SEEN), *_VIEWS])

@@ -28,7 +28,7 @@ def mix(number: int) -> int:
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Seed number ``stand``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
+    """Seed number ``position``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
     return mix(seed + _GAMMA * (number + 1) & _MASK)
 
 
@@ -62,16 +62,16 @@ class Apart:
     def __init__(self) -> None:
         self._numpy = np.random.MT19937(0)
         self._numpy_look, self._look = numpy_look(self._numpy), look_at_both()
-        # Place of Python's and torch's generators at the last copy of their states; they seldom move between batches.
+        # Position of Python's and torch's generators at the last copy of their states; they seldom move between batches.
         self._at: Any = None
 
     def __enter__(self) -> None:
         self._outer_numpy = _NUMPY.get_bit_generator()
         _NUMPY.set_bit_generator(self._numpy)
-        stand = self._look(), _PYTHON.gauss_next
-        if stand != self._at:
-            self._python, self._torch, self._at = python_state(), _TORCH.get_state(), stand
-        self._mark, self._numpy_mark = stand, self._numpy_look()
+        position = self._look(), _PYTHON.gauss_next
+        if position != self._at:
+            self._python, self._torch, self._at = python_state(), _TORCH.get_state(), position
+        self._mark, self._numpy_mark = position, self._numpy_look()
 
     def __exit__(self, *exc_info: object) -> None:
         _NUMPY.set_bit_generator(self._outer_numpy)
@@ -84,7 +84,7 @@ class Watch(Apart):
     """Context that also tells whether one of the generators has drawn."""
 
     def mark(self) -> None:
-        """Set the reference for ``moved`` to the current places; it is the beginning of the context otherwise."""
+        """Set the reference for ``moved`` to the current positions; it is the beginning of the context otherwise."""
         self._mark, self._numpy_mark = (self._look(), _PYTHON.gauss_next), self._numpy_look()
 
     def moved(self) -> bool:
@@ -97,7 +97,7 @@ class RandomStream(Apart):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._own_at: Any = None  # place of the stream's own generators at the last copy; None: seed them
+        self._own_at: Any = None  # position of the stream's own generators at the last copy; None: seed them
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
@@ -113,9 +113,9 @@ class RandomStream(Apart):
             _TORCH.set_state(self._own_torch)
 
     def __exit__(self, *exc_info: object) -> None:
-        stand = self._look(), _PYTHON.gauss_next
-        if stand != self._own_at:
-            self._own_python, self._own_torch, self._own_at = python_state(), _TORCH.get_state(), stand
+        position = self._look(), _PYTHON.gauss_next
+        if position != self._own_at:
+            self._own_python, self._own_torch, self._own_at = python_state(), _TORCH.get_state(), position
         super().__exit__(*exc_info)
 
 

@@ -85,7 +85,7 @@ class Resume(Config):
     logs: bool = True
     """The history of the scalars in log lines."""
     data: bool = True
-    """The place in the epoch and the seed of its order; without it the current epoch starts again."""
+    """The position in the epoch and the seed of its order; without it the current epoch starts again."""
 
 
 class FixedOptions(Config):

@@ -1,4 +1,4 @@
-"""Feed: reads a DataLoader from any place of an epoch, with random numbers that depend only on that place."""
+"""Feed: reads a DataLoader from any position of an epoch, with random numbers that depend only on that position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _END = object()
 
 
 class Feed:
-    """The batches of a DataLoader, from any place of an epoch on.
+    """The batches of a DataLoader, from any position of an epoch on.
 
     Reading neither changes nor uses the RNG state of the process.
 
@@ -56,7 +56,7 @@ class Feed:
 
     @property
     def by_position(self) -> bool:
-        """True if places count samples over all processes, False if they count this process's batches."""
+        """True if positions count samples over all processes, False if they count this process's batches."""
         return not self.is_stream and self.repeatable is None
 
     def batches(
@@ -67,8 +67,8 @@ class Feed:
         Args:
             seed: seed of everything that is drawn.
             epoch: number of the epoch; another number gives other random numbers.
-            start: first place to read: samples over all processes with flextrain's samplers, otherwise batches.
-            stop: place to end before, in the same unit; None: the end of the epoch.
+            start: first position to read: samples over all processes with flextrain's samplers, otherwise batches.
+            stop: position to end before, in the same unit; None: the end of the epoch.
             diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
         order = order_seed(seed, epoch)

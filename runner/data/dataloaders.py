@@ -126,9 +126,9 @@ class TrainData:
     No sample at or after ``stop`` is read, and none before ``start``. Only a stream (IterableDataset) has to be read
     from its beginning.
 
-    With flextrain's samplers the place in an epoch is a number of samples over all processes, and the epoch can
+    With flextrain's samplers the position in an epoch is a number of samples over all processes, and the epoch can
     continue there with windows of another size (``resume_at``). With other samplers, custom batch samplers and streams
-    the place is a number of batches, whose order cannot be split anew. The same holds for custom loaders, which a
+    the position is a number of batches, whose order cannot be split anew. The same holds for custom loaders, which a
     Reader reads.
 
     Processes whose data may differ in length end their epochs together, after ``compare_lengths`` was called.
@@ -244,7 +244,7 @@ class TrainData:
             return self._sampler.count == self._shard[1] and getattr(self._sampler, "round_up", True)
         return type(self._sampler) is DistributedSampler
 
-    # The place in an epoch
+    # The position in an epoch
 
     @property
     def splittable(self) -> Splittable | None:
@@ -274,7 +274,7 @@ class TrainData:
         return getattr(self.loader, "num_workers", None) if is_stream else None
 
     def position(self, epoch: int, window: int) -> int | None:
-        """Return the samples of the epoch before a window, over all processes; None if places count batches."""
+        """Return the samples of the epoch before a window, over all processes; None if positions count batches."""
         sampler = self.splittable
         if sampler is None:
             return None

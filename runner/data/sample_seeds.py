@@ -1,4 +1,4 @@
-"""Seeds of samples: random numbers for a sample depend on the run's seed, the epoch and the sample's place in it.
+"""Seeds of samples: random numbers for a sample depend on the run's seed, the epoch and the sample's position in it.
 
 So a sample's augmentation does not depend on the process or worker that reads it, on the batch size or on resuming. A
 dataset that never draws random numbers is only watched, which costs a few microseconds per batch.
@@ -22,7 +22,7 @@ from .epochs import tell_epoch
 
 
 class Turn(NamedTuple):
-    """The indices of the batch to read next, with its place in the epoch."""
+    """The indices of the batch to read next, with its position in the epoch."""
 
     seed: int
     """Seed of the epoch."""
@@ -30,7 +30,7 @@ class Turn(NamedTuple):
     position: int
     """Place of the first sample in the epoch, over all processes."""
     stride: int
-    """Distance between the places of two samples."""
+    """Distance between the positions of two samples."""
     indices: Any
     """Indices of the batch; a single index if there is no batch."""
 

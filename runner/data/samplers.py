@@ -166,7 +166,7 @@ def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
 
 
 def follows_span(sampler: object) -> bool:
-    """True if a sampler begins where ``set_span`` says, so that its place in an epoch is a number of samples.
+    """True if a sampler begins where ``set_span`` says, so that its position in an epoch is a number of samples.
 
     A subclass that overrides ``__iter__`` or ``__len__`` may ignore the span, so its order is repeated from the start.
     """

@@ -1,4 +1,4 @@
-"""Restore the single pieces of a checkpoint: place in the data, schedules, RNG states, optimizer settings, hooks."""
+"""Restore the single pieces of a checkpoint: position in the data, schedules, RNG states, optimizer settings, hooks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
 
 
 class DataFacts(Config):
-    """The place in the data, and the settings that give it its meaning."""
+    """The position in the data, and the settings that give it its meaning."""
 
     seed: int
     """Seed of the run."""
@@ -84,7 +84,7 @@ class DataFacts(Config):
     epoch_length: int | None
     """Updates of a whole epoch."""
     position: int | None = pydantic.Field(ge=0)
-    """Samples of the epoch before the next update; None if places count batches."""
+    """Samples of the epoch before the next update; None if positions count batches."""
     by_index: bool = False
     """True if the order is computed by index; older checkpoints do not have this key."""
     workers: int | None = None
@@ -97,7 +97,7 @@ _BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "
 
 
 def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
-    """Return the facts of the current data, at the place that the loop's state names."""
+    """Return the facts of the current data, at the position that the loop's state names."""
     data = runner.train_loop.data
     sampler = data.splittable
     return DataFacts(
@@ -130,7 +130,7 @@ def begin_epoch_anew(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]
 
 
 def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loop's state with its place in the data, counted in updates of this run.
+    """Return the loop's state with its position in the data, counted in updates of this run.
 
     With flextrain's samplers and torch's batches the epoch continues with the next sample, whatever the batches and the
     number of processes are now. All other data need the former settings, unless the epoch is finished.
