@@ -6,18 +6,17 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.checkpoint.flat_shard import FlatShard
 from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
 from ...core.model import BaseModel, calls_itself
-from ...core.precision import DTYPES, PrecisionReport, cast_tensors, dtypes, require
+from ...core.precision import DTYPES, PrecisionReport, dtypes, require
 from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
@@ -29,6 +28,7 @@ from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
 from .engine_state import EngineState
+from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
 from .optimizers import check_supported
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
@@ -193,9 +193,9 @@ class DeepSpeedStrategy(Strategy):
             stage = 0  # without an optimizer there is nothing to split
         originals: dict[str, Tensor] = {}
         if dtype is not torch.float32:
-            originals = _originals(model, dtype, self.left_out())
+            originals = float32_originals(model, dtype, self.left_out())
             keep_running_statistics(model, dtype)
-            self._cast_at_the_border(model, dtype)
+            cast_inputs_and_outputs(model, dtype, self.config.inputs_to_half)
         num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
         logger.info("DeepSpeed's configuration: %s", keys)
@@ -211,7 +211,9 @@ class DeepSpeedStrategy(Strategy):
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
         trained = {fragment.name for fragment in fragments}
-        frozen = {name: _as_kept(model, name, value) for name, value in originals.items() if name not in trained}
+        frozen = {
+            name: own_shard_of_original(model, name, value) for name, value in originals.items() if name not in trained
+        }
         adapter = self._wrapper.adapter if self._wrapper else None
         self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups)
         return self._engine  # type: ignore[no-any-return]
@@ -257,19 +259,6 @@ class DeepSpeedStrategy(Strategy):
         marks = not self._engine_is_unmanaged()
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
         return fragments
-
-    def _cast_at_the_border(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Inputs that are asked for become ``dtype``, outputs float32, so that losses are computed in float32."""
-        chosen = self.config.inputs_to_half
-
-        def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            if chosen is None:
-                return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-            args = tuple(cast_tensors(arg, dtype) if i in chosen else arg for i, arg in enumerate(args))
-            return args, {name: cast_tensors(arg, dtype) if name in chosen else arg for name, arg in kwargs.items()}
-
-        model.register_forward_pre_hook(cast, with_kwargs=True)
-        model.register_forward_hook(lambda _, __, output: cast_tensors(output, torch.float32))
 
     def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
         return engine_config(
@@ -387,31 +376,3 @@ def _deepspeed() -> Any:
             f'strategy.type: "DeepSpeedStrategy" needs DeepSpeed, pip install flextrain[deepspeed]{missing}'
         ) from None
     return deepspeed
-
-
-def _originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor]:
-    """Parameters in float32, as they are before the engine casts them; shards that exist already are cast here.
-
-    In the host's memory: those of trainable parameters are needed for a moment, those of frozen ones for checkpoints alone.
-    """
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue
-        split = internals.is_partitioned(parameter)
-        if name not in left_out:
-            own = internals.own_shard(parameter) if split else parameter.detach()
-            found[name] = own.to("cpu", torch.float32, copy=True)
-        if split:
-            internals.cast_shard(parameter, dtype)
-    return found
-
-
-def _as_kept(model: nn.Module, name: str, original: Tensor) -> Tensor:
-    """A frozen parameter's original, as much of it as this process keeps of the parameter."""
-    parameter = model.get_parameter(name)
-    if not internals.is_partitioned(parameter) or isinstance(original, FlatShard):
-        return original
-    shard = internals.own_shard(parameter)
-    size = shard.to_local().numel()
-    return FlatShard(original.reshape(-1)[shard.start : shard.start + size].clone(), shard.shape, shard.start)
