@@ -1,4 +1,4 @@
-"""ZeRO through DeepSpeed; nothing here imports deepspeed before a strategy is made."""
+"""ZeRO through DeepSpeed; the package deepspeed is imported only when a strategy is constructed."""
 
 from __future__ import annotations
 

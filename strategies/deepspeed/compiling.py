@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ extensions: not compiled where training does not need them, announced where it does, and never waited for in vain."""
+"""Compilation of DeepSpeed's C++ extensions: avoid the unneeded one, log the others, detect stale locks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...core.torch_private import build_folder
 
 logger = logging.getLogger("flextrain")
 
-# A compiler that is at work writes a file more often than this.
+# A running compiler writes a file more often than this.
 STALE_S = 300.0
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 @contextlib.contextmanager
 def without_shared_memory() -> Iterator[None]:
-    """Around the start of DeepSpeed's communication, which on CPUs compiles an extension that only its inference uses."""
+    """Keep ``init_distributed`` from compiling, on CPUs, an extension that only DeepSpeed's inference uses."""
     compatible: dict[str, bool] = importlib.import_module("deepspeed.ops").__compatible_ops__
     before = compatible.get(_SHARED_MEMORY)
     compatible[_SHARED_MEMORY] = False
@@ -34,13 +34,13 @@ def without_shared_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def announced(patience_s: float) -> Iterator[None]:
-    """Have one line say what DeepSpeed is about to compile, and where.
+    """Log one line for every extension that DeepSpeed compiles inside, with its folder.
 
     Args:
-        patience_s: how long another process, which compiles the same, is waited for.
+        patience_s: seconds to wait for another process that compiles the same extension.
 
     Raises:
-        StrategyError: a process that was compiling it has left its lock behind, for which torch would wait for ever.
+        StrategyError: a stopped compilation has left its lock behind; torch would wait for it without end.
     """
     builder = importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder
     load = builder.jit_load
@@ -67,7 +67,7 @@ def await_lock(folder: Path, patience_s: float) -> None:
     """Wait while another process compiles in ``folder``.
 
     Raises:
-        StrategyError: nobody does, or not in time, and the lock is still there.
+        StrategyError: the lock is still there, and no process compiles or the time is over.
     """
     lock, deadline, said = folder / "lock", time.monotonic() + patience_s, False
     while lock.exists():
@@ -75,18 +75,18 @@ def await_lock(folder: Path, patience_s: float) -> None:
         if (holder is None and _age(folder) > STALE_S) or time.monotonic() > deadline:
             who = f"process {holder} holds it" if holder else "no process here holds it"
             raise StrategyError(
-                f"{lock}: a process was to compile an extension of DeepSpeed and its lock is still there, {who}; remove the "
-                f"file if nobody compiles on another machine: rm {lock}"
+                f"{lock}: the lock of the compilation of a DeepSpeed extension is still there, {who}; if no other "
+                f"machine compiles it, remove the file: rm {lock}"
             )
         if not said:
-            who = f"process {holder}" if holder else "another process, of which nothing is seen here,"
+            who = f"process {holder}" if holder else "a process that is not visible here,"
             logger.warning("Waiting for %s, which compiles an extension of DeepSpeed: %s", who, lock)
             said = True
         time.sleep(0.2)
 
 
 def _age(folder: Path) -> float:
-    """Seconds since anything was written in a folder."""
+    """Return the seconds since the last write in a folder."""
     times = [folder.stat().st_mtime]
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -95,10 +95,10 @@ def _age(folder: Path) -> float:
 
 
 def _who_has_open(lock: Path) -> int | None:
-    """A process of this machine that has the file open, as torch's has while it compiles; None if none is seen."""
+    """Return a process that has the file open, as torch has while it compiles; None if none is visible."""
     target = lock.resolve()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it ended, or is somebody else's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if link.readlink() == target:
                 return int(link.parts[2])
     return None

@@ -1,4 +1,4 @@
-"""Options of DeepSpeedStrategy: DeepSpeed's own keys, checked before DeepSpeed sees them."""
+"""Options of DeepSpeedStrategy: DeepSpeed's own keys, checked before DeepSpeed gets them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-# JSON files say 5e8 where a number of elements is meant.
+# JSON files often give numbers of elements as 5e8, a float.
 Elements = Annotated[int | float, pydantic.Field(ge=1), pydantic.AfterValidator(_whole)]
 Threshold = Annotated[int | float, pydantic.Field(ge=0), pydantic.AfterValidator(_whole)]
 
-# Keys of DeepSpeed's that mean nothing here, or whose meaning cannot be kept.
+# DeepSpeed's keys that have no meaning here or are not supported, with the reason.
 _REFUSED = {
     "optimizer": "belongs into optim_wrapper.optimizer",
     "scheduler": "belongs into param_scheduler",
@@ -57,12 +57,12 @@ _REFUSED_ZERO = {
 
 
 class Offload(Config):
-    """Where a part of the state waits while it is not needed."""
+    """Where a part of the state is kept while it is not needed."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """ "none" leaves it on the device, "cpu" moves it to host memory."""
     pin_memory: bool = True
-    """Page-locked host memory, which is copied faster."""
+    """Use page-locked host memory, which is copied faster."""
     ratio: float | int | None = pydantic.Field(None, ge=0, le=1)
     """Share of the optimizer that is updated on the CPU; stage 3."""
 
@@ -75,42 +75,42 @@ class Offload(Config):
 
 
 class ZeroOptimization(Config):
-    """What is split among the processes, and how it travels; None is DeepSpeed's default."""
+    """ZeRO's stage, buckets and offloading; None is DeepSpeed's default."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """0 splits nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     offload_optimizer: Offload | None = None
-    """The optimizer's state and work in host memory; stages 1 to 3."""
+    """Keep optimizer state in host memory and update there; stages 1 to 3."""
     offload_param: Offload | None = None
-    """Parameters in host memory; stage 3."""
+    """Keep parameters in host memory; stage 3."""
     allgather_partitions: bool = True
-    """Updated parameters travel in one collective rather than one by one."""
+    """Send updated parameters by all-gather rather than by a series of broadcasts."""
     allgather_bucket_size: Elements = 500_000_000
     """Elements gathered at a time."""
     reduce_scatter: bool = True
-    """Gradients go only to the process that keeps them."""
+    """Send gradients only to the process that keeps them."""
     reduce_bucket_size: Elements = 500_000_000
     """Elements reduced at a time."""
     overlap_comm: bool | None = None
     """Reduce while backward runs; None does at stage 3 on accelerators."""
     contiguous_gradients: bool = True
-    """Gradients are copied to one buffer as they are made."""
+    """Copy gradients to one buffer as they are computed."""
     sub_group_size: Elements | None = None
     """Elements updated at a time; stage 3."""
     stage3_prefetch_bucket_size: Threshold | None = None
-    """Elements fetched ahead of their use."""
+    """Elements gathered ahead of their use."""
     stage3_param_persistence_threshold: Threshold | None = None
     """Parameters with fewer elements stay whole on every process."""
     stage3_model_persistence_threshold: Threshold | None = None
-    """Elements that may stay whole in all."""
+    """Total number of elements that may stay whole."""
     stage3_max_live_parameters: Threshold | None = None
-    """Elements that may be whole at one time."""
+    """Elements that may be gathered at one time."""
     stage3_max_reuse_distance: Threshold | None = None
-    """A parameter that is needed again within so many elements is kept whole."""
+    """A parameter that is needed again within this number of elements stays gathered."""
     ignore_unused_parameters: bool = True
-    """Parameters without gradient are no error; stage 2."""
+    """Allow parameters without gradient; stage 2."""
     memory_efficient_linear: bool | None = None
-    """A linear layer that keeps less for backward; stage 3."""
+    """Use a linear layer that saves less for backward; stage 3."""
 
     @pydantic.field_validator("allgather_bucket_size")
     @classmethod
@@ -143,31 +143,31 @@ class Fp16(Config):
     enabled: bool = True
     """Train in float16."""
     auto_cast: bool = False
-    """Let DeepSpeed cast inputs; flextrain does already, see inputs_to_half."""
+    """Only False: flextrain casts inputs, see inputs_to_half."""
     loss_scale: float | int = pydantic.Field(0, ge=0)
     """A fixed factor, or 0 for a dynamic one."""
     initial_scale_power: int = pydantic.Field(16, ge=0)
-    """A dynamic scale begins at two to this power."""
+    """A dynamic scale begins at 2 ** initial_scale_power."""
     loss_scale_window: PositiveInt = 1000
     """Updates without overflow after which the scale doubles."""
     hysteresis: PositiveInt = 2
     """Overflows before the scale is halved."""
     consecutive_hysteresis: bool = False
-    """Updates without overflow start that count anew."""
+    """Updates without overflow reset that count."""
     min_loss_scale: PositiveInt = 1
-    """The scale falls no lower."""
+    """Lower bound of the scale."""
     fp16_master_weights_and_grads: Literal[False] = False
     """Only False: weights are updated in float32."""
 
 
 class Bf16(Config):
-    """bfloat16, which needs no loss scale."""
+    """bfloat16, without a loss scale."""
 
     enabled: bool = True
     """Train in bfloat16."""
     check_grad_overflow: bool = False
-    """Skip an update whose gradients are not finite, for which the host waits for the device at each; DeepSpeed's own
-    default is True. For stages 1 and 2: its stages 0 and 3 skip such an update in any case."""
+    """Skip updates whose gradients are not finite; the host then waits for the device at every update. DeepSpeed's own
+    default is True. Has an effect at stages 1 and 2: stages 0 and 3 skip such updates in any case."""
     immediate_grad_update: Literal[False] = False
     """Only False."""
     bf16_master_weights_and_grads: Literal[False] = False
@@ -177,20 +177,20 @@ class Bf16(Config):
 
 
 class EngineCheckpointing(Config):
-    """How ``deepspeed.checkpointing.checkpoint`` works, for models that call it."""
+    """Options of ``deepspeed.checkpointing.checkpoint``, for models that call it."""
 
     partition_activations: bool = False
-    """Split what is kept among model-parallel processes."""
+    """Shard saved activations over model-parallel processes."""
     cpu_checkpointing: bool = False
-    """Keep it in host memory."""
+    """Keep saved activations in host memory."""
     contiguous_memory_optimization: bool = False
-    """Keep it in one buffer."""
+    """Keep saved activations in one buffer."""
     number_checkpoints: PositiveInt | None = None
-    """How many there are, for the buffer."""
+    """Number of checkpointed calls, for the size of the buffer."""
     synchronize_checkpoint_boundary: bool = False
-    """Wait for the device at each."""
+    """Wait for the device at each checkpointed call."""
     profile: bool = False
-    """Log the time of each."""
+    """Log the time of each checkpointed call."""
 
 
 class DeepSpeedConfig(StrategyConfig):
@@ -199,8 +199,8 @@ class DeepSpeedConfig(StrategyConfig):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """ZeRO's stage and its details."""
     zero_init: bool = True
-    """Stage 3: split parameters as soon as each layer is built, so that no process ever holds the whole model. Concerns
-    models given as configuration or function."""
+    """Stage 3: shard the parameters of each layer as soon as it is built, so that no process ever holds the whole
+    model. Has an effect on models given as configuration or function."""
     fp16: Fp16 | None = None
     """Train in float16; not on the CPU."""
     bf16: Bf16 | None = None
@@ -208,27 +208,27 @@ class DeepSpeedConfig(StrategyConfig):
     inputs_to_half: list[int | str] | None = None
     """Positions and names of the model's arguments that are cast to its half precision; None casts all, [] none."""
     gradient_clipping: float | int | None = pydantic.Field(None, ge=0)
-    """Largest total norm of the gradients, as optim_wrapper.clip_grad gives it too."""
+    """Largest total norm of the gradients; the same as optim_wrapper.clip_grad's max_norm."""
     activation_checkpointing: ActivationCheckpointing | EngineCheckpointing | None = None  # type: ignore[assignment]
     """Submodules to recompute (``classes`` or ``check_fn``), or DeepSpeed's own keys."""
     train_batch_size: PositiveInt | None = None
-    """Samples per update over all processes; checked against the product of the next two and the number of processes."""
+    """Samples per update over all processes; must be the product of the next two options and the world size."""
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     """Samples per micro-batch and process; only DeepSpeed's counters depend on it."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches per update, as optim_wrapper.accumulative_counts gives it too."""
+    """Micro-batches per update; the same as optim_wrapper.accumulative_counts."""
     steps_per_print: PositiveInt | None = None
     """Updates between two of DeepSpeed's own log lines; None prints none."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """In what gradients travel; None is what they are computed in."""
+    """Dtype of gradients in collectives; None: the dtype they are computed in."""
     prescale_gradients: bool = False
     """Divide gradients before they are summed."""
     gradient_predivide_factor: float | int = pydantic.Field(1.0, gt=0)
-    """By how much, with prescale_gradients."""
+    """Divisor used with prescale_gradients."""
     wall_clock_breakdown: bool = False
-    """Have DeepSpeed time forward, backward and update."""
+    """Let DeepSpeed measure the times of forward, backward and update."""
     zero_allow_untested_optimizer: Literal[True] = True
-    """Only True: torch's optimizers are not on DeepSpeed's list, and are tested here."""
+    """Only True: torch's optimizers are not on DeepSpeed's list; flextrain tries each before training."""
     zero_force_ds_cpu_optimizer: bool = False
     """Refuse optimizers other than DeepSpeed's own with offload_optimizer."""
 
@@ -242,10 +242,10 @@ class DeepSpeedConfig(StrategyConfig):
 
 
 def merged(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with those of ``config``, a dict or a JSON file, and with older keys in today's form.
+    """Return the options merged with those of ``config``, a dict or a JSON file, with older keys in today's form.
 
     Raises:
-        ConfigError: an unreadable file, an option with two values, or one that cannot be honoured.
+        ConfigError: an unreadable file, an option with two values, or an option that is not supported.
     """
     options = dict(options)
     given = options.pop("config", None)
@@ -279,7 +279,7 @@ def _joined(ours: Any, theirs: Any, key: str) -> Any:
 
 
 def _modern(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Older names replaced, what has no meaning here refused with its reason."""
+    """Replace older names; raise ConfigError for options that are not supported."""
     options = dict(options)
     for key, reason in _REFUSED.items():
         if options.pop(key, None) is not None:

@@ -1,4 +1,4 @@
-"""From the options and the OptimWrapper to the configuration that DeepSpeed's engine is given, every key spelled out."""
+"""Build the configuration of DeepSpeed's engine, with every key explicit, from the options and the OptimWrapper."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NEVER = 10**15  # updates between two of DeepSpeed's log lines
 
 @dataclass(frozen=True)
 class Request:
-    """What the options and the wrapper ask for together.
+    """The settings that result from the options and the wrapper together.
 
     Attributes:
-        dtype: of the model and its arithmetic.
-        max_norm: largest total gradient norm; 0 is no clipping.
+        dtype: dtype of the model and of its computation.
+        max_norm: largest total gradient norm; 0 means no clipping.
         accumulate: micro-batches per update.
         loss_scaling: DeepSpeed's keys for float16.
-        skips: whether an update that is not finite is left out, which float16 and float32 do anyway.
+        skips: whether updates that are not finite are skipped; under float16 and float32 they always are.
     """
 
     dtype: torch.dtype
@@ -41,17 +41,17 @@ class Request:
 
     @property
     def precision(self) -> Precision:
-        """The same as an OptimWrapper's request."""
+        """The dtype and loss scale in the form of OptimWrapper.precision."""
         scale: Any = self.loss_scaling.get("loss_scale") or "dynamic"
         return Precision(compute=self.dtype, loss_scale=scale if self.dtype is torch.float16 else None)
 
 
 def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.device) -> Request:
-    """The one value of each option that has two homes.
+    """Return the settings that can be given both in the options and in the wrapper.
 
     Raises:
-        ConfigError: they disagree.
-        StrategyError: the engine cannot do it.
+        ConfigError: the two places give different values.
+        StrategyError: the engine does not support a setting.
     """
     dtype = _dtype(config, optim)
     if dtype is torch.float16 and device.type == "cpu":
@@ -117,7 +117,7 @@ def _loss_scaling(config: DeepSpeedConfig, optim: OptimWrapper | None) -> dict[s
     if config.fp16 is not None:
         return config.fp16.model_dump(exclude={"enabled", "auto_cast"})
     given = optim.loss_scale if isinstance(optim, AmpOptimWrapper) else None
-    # torch's GradScaler in DeepSpeed's words: halved at once, doubled after so many updates without overflow.
+    # The policy of torch's GradScaler: halve after one overflow, double after loss_scale_window updates without one.
     keys: dict[str, Any] = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     if isinstance(given, (int, float)):
         keys["loss_scale"] = given
@@ -135,10 +135,10 @@ _CALLED = tuple(name for name, value in vars(OptimWrapper).items() if callable(v
 
 
 def check_wrapper(optim: object) -> OptimWrapper:
-    """``optim``, if the engine can do what it stands for.
+    """Return ``optim`` if DeepSpeed's engine can do its work.
 
     Raises:
-        StrategyError: several optimizers, or a wrapper with arithmetic of its own.
+        StrategyError: several optimizers, or a custom wrapper.
     """
     own = ", ".join(overridden(optim, *_CALLED))
     is_ours = type(optim) in (OptimWrapper, AmpOptimWrapper) and not own
@@ -165,12 +165,12 @@ def engine_config(
     unmanaged: bool,
     checkpointing: EngineCheckpointing | None,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration.
+    """Return DeepSpeed's configuration.
 
     Args:
-        stage: ZeRO's, which is 0 where there is nothing to split.
-        num_elements: of the model; a bucket need not hold more.
-        unmanaged: DeepSpeed leaves it to the caller when a window of micro-batches ends.
+        stage: ZeRO's stage; 0 if there is nothing to shard.
+        num_elements: number of elements of the model, an upper bound for buckets.
+        unmanaged: the caller, not DeepSpeed, decides when an accumulation window ends.
     """
     zero = config.zero_optimization.model_dump(exclude_none=True)
     zero["stage"] = stage
@@ -185,10 +185,10 @@ def engine_config(
     bf16 = config.bf16 or Bf16()
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
-        # A window's micro-batches arrive already divided by its length.
+        # The losses of a window are already divided by its length.
         "gradient_accumulation_steps": 1,
         "train_batch_size": micro * world_size,
-        # The default went from 0 to 1.0 in DeepSpeed 0.19.3.
+        # Always given, because DeepSpeed 0.19.3 changed the default from 0 to 1.0.
         "gradient_clipping": request.max_norm if stage else 0.0,
         "bf16": {
             "enabled": request.dtype is torch.bfloat16,

@@ -1,4 +1,4 @@
-"""The canonical state of an engine: names and shapes of the user's model, values where the engine keeps them."""
+"""EngineState: an engine's weights and optimizer state under the names and shapes of the user's model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ...optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_pa
 from . import internals
 from .internals import Fragment
 
-# What torch's optimizers keep once per parameter, in a tensor of one number.
+# State that torch's optimizers keep once per parameter, in a tensor with one element.
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class EngineState:
-    """State of the parameters and of the optimizer, as views of what the engine keeps.
+    """State of the parameters and of the optimizer, as views of the engine's tensors.
 
     Args:
-        engine: DeepSpeed's.
-        adapter: for the torch optimizer that the engine drives; None for evaluation only.
-        module: the user's.
-        fragments: this process's parts of the trainable parameters.
-        originals: frozen parameters in float32 on the CPU, where the engine has them in half precision only.
-        frozen_groups: the groups that frozen parameters were given to; the engine's optimizer has none of them.
+        engine: DeepSpeed's engine.
+        adapter: adapter of the torch optimizer that the engine steps; None for evaluation only.
+        module: the user's model.
+        fragments: this process's shards of the trainable parameters.
+        originals: frozen parameters in float32 on the CPU, if the engine has them in half precision only.
+        frozen_groups: the groups of frozen parameters, by name; the engine's optimizer has no frozen parameter.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class EngineState:
 
     @property
     def adapter(self) -> OptimizerAdapter:
-        """In what form a checkpoint has the optimizer's state."""
+        """The optimizer's adapter, which converts its state to the form of checkpoints."""
         assert self._adapter is not None, "there is an optimizer"
         return self._adapter
 
     def parameters(self) -> dict[str, Tensor]:
-        """Masters of trainable parameters, and frozen parameters, by name."""
+        """Return masters of trainable parameters, and frozen parameters, by name."""
         masters = {fragment.name: fragment.cut(fragment.flat) for fragment in self.fragments}
         return {name: masters.get(name, self._untrained(name, p)) for name, p in self.module.named_parameters()}
 
@@ -68,10 +68,10 @@ class EngineState:
         return internals.own_shard(parameter) if internals.is_partitioned(parameter) else parameter.detach()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """``optim.state.<name>.<key>`` for what exists, and ``optim.group.<name>.<key>``.
+        """Return existing optimizer state as ``optim.state.<name>.<key>``, settings as ``optim.group.<name>.<key>``.
 
         Raises:
-            CheckpointError: state that does not belong to the elements of a parameter one by one.
+            CheckpointError: state that is not element by element.
         """
         found: dict[str, Any] = {}
         optimizer = self.optimizer
@@ -90,10 +90,10 @@ class EngineState:
         return found
 
     def optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors to fill for the optimizer state in a checkpoint; nothing of the live state changes.
+        """Return tensors to fill with the optimizer state of a checkpoint; the live state does not change.
 
         Raises:
-            CheckpointError: state that does not belong to the elements of a parameter one by one.
+            CheckpointError: state that is not element by element.
         """
         fragments = {fragment.name: fragment for fragment in self.fragments}
         template: dict[str, Tensor] = {}
@@ -119,11 +119,11 @@ class EngineState:
         return template
 
     def load_optimizer(self, values: Mapping[str, Any]) -> None:
-        """Adopt what ``optimizer_template`` was filled with, and the plain values.
+        """Use the filled tensors of ``optimizer_template`` and the plain values as optimizer state.
 
         Raises:
-            CheckpointError: another class of optimizer, or parameters that the engine keeps together were updated a
-                different number of times.
+            CheckpointError: another class of optimizer, or different numbers of updates for parameters in one flat
+                tensor of the engine.
         """
         optimizer = self.optimizer
         counters: dict[int, dict[str, tuple[str, Any]]] = {}
@@ -157,7 +157,7 @@ class EngineState:
         internals.relink(self.engine)
 
     def follow_masters(self) -> None:
-        """Make what the model computes with the same as what ``parameters`` gives; collective."""
+        """Copy the values of ``parameters`` into the weights that the model computes with; a collective."""
         for name, parameter in self.module.named_parameters():
             original = self.originals.get(name)
             if isinstance(original, FlatShard):
@@ -168,7 +168,7 @@ class EngineState:
 
 
 def _numbers(saved: Mapping[str, Any], fragments: Mapping[str, Fragment]) -> set[str]:
-    """Names of state that a checkpoint has once for a parameter with elements: counters, whatever they are called."""
+    """Return keys of scalar state of non-scalar parameters in a checkpoint: these are counters, whatever their name."""
     found = set()
     for full_key, info in saved.items():
         prefix, name, key = split_key(full_key)

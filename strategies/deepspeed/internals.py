@@ -1,13 +1,13 @@
-"""Where DeepSpeed keeps what: the only file that looks inside its engine, as read from and tested with 0.19.8.
+"""DeepSpeed's private state: the only file that reads the inside of its engine, written for and tested with 0.19.8.
 
 - Stage 0 in float32 updates the model's parameters themselves. In half precision ``FP16_UnfusedOptimizer`` keeps a float32
   master of each parameter, ``FP16_Optimizer`` (for FusedAdam) one flat master of each group.
-- Stages 1 and 2 flatten each group and give every process one shard of it: ``p._hp_mapping`` says which part of the
-  parameter lies where in ``single_partition_of_fp32_groups``.
-- Stage 3 cuts every parameter into equal shards (``p.ds_tensor``, the last one padded); the masters of a sub-group's shards
-  are ``fp32_partitioned_groups_flat[i]``, and ``grad_position`` says where in it each begins.
+- Stages 1 and 2 flatten each group and give every process one shard of it: ``p._hp_mapping`` maps a part of the
+  parameter to its place in ``single_partition_of_fp32_groups``.
+- Stage 3 cuts every parameter into equal shards (``p.ds_tensor``, the last one padded); the masters of a sub-group's
+  shards are ``fp32_partitioned_groups_flat[i]``, and ``grad_position`` has the offset of each shard.
 
-The torch optimizer's state belongs to the flat tensors, so all parameters of one share a step counter.
+The torch optimizer's state belongs to the flat tensors, so all parameters in a flat tensor share a step counter.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ...core.errors import StrategyError
 
 @dataclass(frozen=True)
 class Fragment:
-    """This process's part of a trainable parameter.
+    """This process's shard of a trainable parameter, as a range of the engine's flat tensor.
 
     Attributes:
-        name: of the parameter, in the user's model.
-        parameter: the model's.
-        shape: of the whole parameter.
-        start, numel: the part, as a range of the flattened parameter.
-        flat: the tensor that the torch optimizer updates; the part lies in it at ``offset``.
-        offset: None when ``flat`` is the whole parameter, in its shape.
+        name: the parameter's name in the user's model.
+        parameter: the model's parameter.
+        shape: shape of the whole parameter.
+        start, numel: the shard, as a range of the flattened parameter.
+        flat: the tensor that the torch optimizer updates, which contains the shard at ``offset``.
+        offset: None if ``flat`` is the whole parameter, in its shape.
         group: index of the torch optimizer's group.
-        is_whole: every process has all of the parameter.
+        is_whole: whether every process has the whole parameter.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Fragment:
     is_whole: bool
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The part, out of a tensor laid out like ``flat``, sharing its memory."""
+        """Return the shard of a tensor with the layout of ``flat``, as a view."""
         tensor = tensor.detach()
         if self.offset is None:
             return tensor
@@ -62,7 +62,7 @@ class Fragment:
         return local.view(self.shape) if self.is_whole else FlatShard(local, self.shape, self.start)
 
     def take(self, whole: Tensor) -> None:
-        """Fill the part from the whole parameter, or from this process's shard of it."""
+        """Fill the shard from the whole parameter, or from the same shard."""
         fragment = self.cut(self.flat)
         if isinstance(fragment, FlatShard) and isinstance(whole, FlatShard):
             fragment.copy_(whole)
@@ -72,7 +72,7 @@ class Fragment:
             fragment.copy_(whole)
 
     def copy_in_model(self) -> Tensor:
-        """What the model computes with of the part."""
+        """Return the shard's values in the model, in the dtype that it computes in."""
         if is_partitioned(self.parameter):
             return own_shard(self.parameter).to_local()
         flat = self.parameter.detach().reshape(-1)
@@ -80,12 +80,12 @@ class Fragment:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether the parameter is cut into shards, as stage 3 does."""
+    """Return whether the parameter is sharded, as by stage 3."""
     return hasattr(parameter, "ds_tensor")
 
 
 def own_shard(parameter: Any) -> FlatShard:
-    """This process's shard of a parameter of stage 3, in the precision that the model computes in."""
+    """Return this process's shard of a parameter of stage 3, in the dtype that the model computes in."""
     shard = parameter.ds_tensor.detach().view(-1)
     size, count = shard.numel(), int(parameter.ds_numel)
     start = min(size * dist.rank_in(parameter.ds_process_group), count)
@@ -93,18 +93,18 @@ def own_shard(parameter: Any) -> FlatShard:
 
 
 def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
-    """Keep the shards of a parameter that is already cut in another precision."""
+    """Cast this process's shard of a parameter to another dtype."""
     parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
     parameter.data = parameter.data.to(dtype)
 
 
 def inner_optimizer(engine: Any) -> Optimizer:
-    """The torch optimizer that DeepSpeed's own drives."""
+    """Return the torch optimizer inside DeepSpeed's optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)  # type: ignore[no-any-return]
 
 
 def fragments(engine: Any, module: nn.Module) -> list[Fragment]:
-    """The parts of all trainable parameters that this process keeps, empty ones too."""
+    """Return this process's shards of all trainable parameters, empty ones included."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -160,7 +160,7 @@ def _flattened(parameters: Iterable[Tensor], flat: Tensor, group: int, names: Ma
 
 @contextlib.contextmanager
 def weights_agree() -> Iterator[None]:
-    """Engines made inside do not send rank 0's weights around, which all processes have; 0.19.8 fails to for scalars."""
+    """Skip the engine's broadcast of rank 0's weights: all processes have them, and 0.19.8 fails for scalars."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     original = DeepSpeedEngine._broadcast_model
@@ -173,7 +173,7 @@ def weights_agree() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scalars_as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
-    """Parameters without dimension have one inside, where 0.19.8 splits them up and fails to otherwise."""
+    """Give 0-dim parameters one dimension inside, because 0.19.8 fails to shard them otherwise."""
     scalars = [p for p in parameters if p.dim() == 0 and not is_partitioned(p)]
     for parameter in scalars:
         parameter.data = parameter.data.view(1)
@@ -187,12 +187,12 @@ def scalars_as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_spare_memory(device: torch.device) -> Iterator[None]:
-    """Engines of stage 3 made inside have neither of what 0.19.8 sets up for nothing.
+    """Avoid two useless allocations of stage 3 in 0.19.8 for engines constructed inside.
 
-    - Copies of float32 weights as their masters. It means to share them, and compares a device with a device's name.
-    - A gradient for a trial update that it no longer makes, as large as the largest sub-group.
+    - Copies of float32 weights as masters. It means to share them, but compares a device with a device's name.
+    - A gradient as large as the largest sub-group, for a trial update that it no longer makes.
 
-    On the CPU, buffers of zeros take memory when they are first written to.
+    On the CPU, buffers of zeros take memory only when they are first written to.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
@@ -213,7 +213,7 @@ def no_spare_memory(device: torch.device) -> Iterator[None]:
 
 
 class _ZerosOnDemand(TorchFunctionMode):
-    """``torch.zeros`` gives memory that the system has not handed out yet, as ``calloc`` does."""
+    """Makes ``torch.zeros`` allocate like ``calloc``: pages take memory only when they are first written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,28 +228,28 @@ class _ZerosOnDemand(TorchFunctionMode):
 
 
 def forget_trial_step(engine: Any) -> None:
-    """Drop the state that comes of the update with zero gradients that some of DeepSpeed's optimizers begin with.
+    """Drop the optimizer state of the trial update with zero gradients that some of DeepSpeed's optimizers make.
 
-    The weights moved too, by weight decay; the caller restores them.
+    Weight decay has changed the weights too; the caller restores them.
     """
     inner_optimizer(engine).state.clear()
 
 
 def check_layout(fragments: Iterable[Fragment]) -> None:
-    """Raise StrategyError unless every master is its copy in the model, to rounding: the map of who keeps what is right."""
+    """Raise StrategyError if a master differs from its rounded copy in the model: the fragments would be wrong."""
     for fragment in fragments:
         copy = fragment.copy_in_model()
         master = fragment.cut(fragment.flat)
         local = master.to_local() if isinstance(master, FlatShard) else master.reshape(-1)
         if not torch.equal(local.to(copy), copy.reshape(-1)):
             raise StrategyError(
-                f"DeepSpeed: the master weights of {fragment.name} are not where they are looked for, its version is not "
-                "one that flextrain knows; install deepspeed 0.19.8"
+                f"DeepSpeed: the master weights of {fragment.name} were not found, flextrain does not know this "
+                "version's layout; install deepspeed 0.19.8"
             )
 
 
 def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
-    """Make the model's weights those of the masters, on all processes; collective."""
+    """Copy the masters into the model's weights on all processes; a collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         with _all_split(optimizer):
@@ -258,7 +258,7 @@ def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "partition_all_parameters"):
-        optimizer.partition_all_parameters()  # stage 3 for evaluation: they are gathered anew when they are needed
+        optimizer.partition_all_parameters()  # stage 3 for evaluation: parameters are gathered again on use
     else:
         for fragment in fragments:
             fragment.parameter.detach().copy_(fragment.cut(fragment.flat))
@@ -266,28 +266,28 @@ def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
 
 @contextlib.contextmanager
 def _all_split(optimizer: Any) -> Iterator[None]:
-    """No parameter is whole inside; small ones, which always are, become so again from the new shards."""
+    """Shard all parameters inside, also the small ones that stay whole; afterwards gather these again."""
     optimizer.checkpoint_event_prologue()
     yield
     optimizer.checkpoint_event_epilogue()
 
 
 def relink(engine: Any) -> None:
-    """Let DeepSpeed find the torch optimizer's state anew, after it was replaced."""
+    """Make DeepSpeed look up the torch optimizer's state again, after it was replaced."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
 
 
 def loss_scaler(engine: Any) -> Any:
-    """The object with DeepSpeed's loss scale as ``cur_scale``."""
+    """Return DeepSpeed's loss scaler, which has the loss scale as ``cur_scale``."""
     optimizer = engine.optimizer
     return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
 
 
 def scale_state(scaler: Any) -> dict[str, Any]:
-    """A loss scale in the form of torch's GradScaler, with what only DeepSpeed knows beside it."""
-    # A fixed scale counts nothing. The updates without overflow so far are what the next growth waits for; torch counts
-    # up to the window, where DeepSpeed lets one more pass.
+    """Return a loss scale in the form of torch's GradScaler, with DeepSpeed's additional values."""
+    # A fixed scale has no counter. A dynamic one grows after a number of updates without overflow: torch after the
+    # window's length, DeepSpeed one update later.
     window = int(getattr(scaler, "scale_window", 1000))
     stable = scaler.cur_iter - scaler.last_overflow_iter - 1 if hasattr(scaler, "last_overflow_iter") else 0
     return {
@@ -302,7 +302,7 @@ def scale_state(scaler: Any) -> dict[str, Any]:
 
 
 def load_scale_state(scaler: Any, saved: Mapping[str, Any]) -> None:
-    """Go on from what ``scale_state`` gave, or from GradScaler's own state."""
+    """Continue from a ``scale_state``, or from the state of a GradScaler."""
     tracker = int(saved["_growth_tracker"])
     scaler.cur_scale = float(saved["scale"])
     if hasattr(scaler, "last_overflow_iter"):
@@ -312,13 +312,13 @@ def load_scale_state(scaler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def forget_modules(model: nn.Module) -> None:
-    """Make DeepSpeed forget a model of stage 3 and all that hangs on it: its weights, the engine, the process group."""
+    """Drop DeepSpeed's global references to a model of stage 3, which keep weights, engine and process group alive."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     own = set(model.modules())
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in own]
-    # One of its methods is cached without limit, and the cache is in the closure of what wraps it.
+    # One of its methods has an unlimited cache, which is in the closure of the method's wrapper.
     for method in vars(PartitionedParameterCoordinator).values():
         for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
@@ -326,7 +326,7 @@ def forget_modules(model: nn.Module) -> None:
 
 
 def forget_process_groups() -> None:
-    """Make DeepSpeed forget the process group that is about to be left; it would use it in the next job."""
+    """Drop DeepSpeed's references to the process group before it is destroyed; the next job would use them."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 

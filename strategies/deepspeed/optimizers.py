@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by name, imported when one is asked for."""
+"""Registration of DeepSpeed's optimizers by name, and the check that DeepSpeed's engine can run an optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REFUSED_ZERO = {
 
 
 def register_optimizers() -> None:
-    """Make DeepSpeed's optimizers known to the registry, by their names."""
+    """Add DeepSpeed's optimizers to the registry, by name; each is imported on use."""
     OPTIMIZERS.add_lookup(_find, lambda: _HOMES)
 
 
@@ -52,7 +52,7 @@ def _find(name: str) -> Any:
 
 @functools.cache
 def _with_params(cls: Any) -> Any:
-    """An optimizer class whose first argument is called ``params``, as torch calls it; some here say ``model_params``."""
+    """Return the class with ``params`` as first argument, as in torch; some of DeepSpeed's call it ``model_params``."""
     signature = inspect.signature(cls)
     first, *rest = signature.parameters.values()
     if first.name != "model_params":
@@ -66,14 +66,14 @@ def _with_params(cls: Any) -> Any:
 
 
 def check_supported(wrapper: OptimWrapper, stage: int) -> None:
-    """Raise StrategyError if DeepSpeed's engine cannot run this optimizer as it is meant.
+    """Raise StrategyError if DeepSpeed's engine cannot run this optimizer correctly.
 
-    ZeRO gives an optimizer shards of flattened parameters, so it must treat every element alike: it is tried.
+    ZeRO gives an optimizer shards of flattened parameters, so it must update element by element; a trial checks this.
     """
     optimizer = wrapper.optimizer
     kind = type(optimizer)
     for base in (base.__name__ for base in kind.__mro__):
-        reason = _REFUSED.get(base) or (_REFUSED_ZERO.get(base) if stage else None)  # the class may have been given
+        reason = _REFUSED.get(base) or (_REFUSED_ZERO.get(base) if stage else None)  # a class was not refused by _find
         if reason:
             raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
     if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):

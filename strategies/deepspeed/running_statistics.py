@@ -1,4 +1,4 @@
-"""Batch normalisation in half precision with running statistics in float32."""
+"""Float32 running statistics for batch normalisation in half precision."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class KeepRunningStatistics:
-    """Hooks for one batch normalisation whose weights are in half precision.
+    """Hooks that keep float32 running statistics for one batch normalisation with half-precision weights.
 
-    torch wants statistics in the precision of the weights, where a small change to a mean is rounded away. So forward gets
-    a copy: in training one of zeros, which comes back as the batch's share of the new average.
+    torch requires statistics in the dtype of the weights, in which small changes of a mean are lost by rounding. So
+    forward gets a copy; in training the copy is zero, and after forward it holds the batch's share of the new average.
     """
 
     def __init__(self, module: BATCH_NORM, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class KeepRunningStatistics:
         for name, kept in self._kept.items():
             share = module.get_buffer(name)
             setattr(module, name, kept)
-            # No output: forward failed, and nothing was averaged.
+            # Without output, forward has failed and nothing was averaged.
             if module.training and output is not None:
                 assert module.num_batches_tracked is not None
                 factor: Any = 1 / module.num_batches_tracked if module.momentum is None else module.momentum

@@ -1,4 +1,4 @@
-"""Building a model whose parameters are split among the processes as soon as each layer exists."""
+"""Build a model for ZeRO stage 3: the parameters of each layer are sharded as soon as it is built."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...core.errors import StrategyError
 
 @contextlib.contextmanager
 def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
-    """What is built inside has its parameters split, rank 0's values; needs the process group.
+    """Shard the parameters of every layer built inside, with rank 0's values; needs the process group.
 
-    ``keys`` are for float32 even if training is not: masters start from these values, and buffers are not ZeRO's affair.
+    ``keys`` must be for float32 in any case: masters start from these values, and ZeRO must not cast buffers.
     """
-    # Given as a dtype, float32 would become bfloat16 (0.19.8); from the configuration it stays.
+    # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32.
     split = deepspeed.zero.Init(config_dict_or_path=keys)
     alike = _Alike(split)
     with split, _NoWritingIntoNothing():
@@ -31,7 +31,7 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
         except RuntimeError as error:
             if "self.dim() cannot be 0" not in str(error):
                 raise
-            # DeepSpeed 0.19.8 sends bytes around, and a scalar cannot be looked at as bytes.
+            # DeepSpeed 0.19.8 broadcasts a byte view of the parameter, which a scalar does not have.
             raise StrategyError(
                 "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
                 "(1,), or strategy.zero_init=False to have the model built whole"
@@ -39,7 +39,7 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any]) -> Iterator[None]:
 
 
 class _Alike:
-    """Compares each layer that is built with the others', before its parameters are sent around to be split."""
+    """Checks that all processes build the same layers, before the parameters of a layer are broadcast and sharded."""
 
     def __init__(self, split: Any) -> None:
         self._number = 0
@@ -58,14 +58,14 @@ class _Alike:
         self._split(module)
 
     def check(self, layer: str) -> None:
-        """Raise StrategyError if the others build something else."""
+        """Raise StrategyError if another process builds a different layer; a collective."""
         self._number += 1
         if found := first_difference({f"layer {self._number}": layer}):
             raise StrategyError(f"model: {found}; every process has to build the same model")
 
 
 def restore_linear() -> None:
-    """Take back the linear layer that stage 3 leaves in torch for good: it fails under another device's autocast."""
+    """Restore torch's ``linear``, which stage 3 replaces for good; its own fails under another device's autocast."""
     module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
     if original is not None:
@@ -73,7 +73,7 @@ def restore_linear() -> None:
 
 
 class _NoWritingIntoNothing(TorchFunctionMode):
-    """Raises where a model initialises parameters of a finished layer: they are split, and nothing would be written."""
+    """Raises StrategyError if a model initialises a sharded parameter: it is empty, so nothing would be written."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy: optimizer state, gradients and parameters split among the processes by ZeRO."""
+"""DeepSpeedStrategy: optimizer state, gradients and parameters sharded by DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class DeepSpeedStrategy(Strategy):
     """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
 
     Precision, accumulation and clipping come from OptimWrapper or AmpOptimWrapper, or from MMEngine's keys in these options;
-    where both say something it must be the same. In half precision the whole model is cast, where autocast would choose
-    for each operation; its outputs are float32 again. Running statistics of batch normalisation stay float32.
+    values given in both must be equal. In half precision the whole model is cast, unlike under autocast, which chooses
+    for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
-    One process without launcher is a world of one.
+    One process without launcher has world size 1.
 
     Args:
-        config: a dict or the path of a JSON file with DeepSpeed's keys, in addition to the options.
+        config: further options as a dict or the path of a JSON file, with DeepSpeed's keys.
         options: the fields of DeepSpeedConfig.
 
     Raises:
-        ConfigError: an option that is unknown, wrong, given twice with two values, or cannot be honoured.
+        ConfigError: an option that is unknown, wrong, given twice with two values, or not supported.
         StrategyError: DeepSpeed is not installed.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
@@ -78,10 +78,10 @@ class DeepSpeedStrategy(Strategy):
         self._state: EngineState | None = None
         self._set_local_rank = False
 
-    # Life
+    # Setup and teardown
 
     def setup_environment(self) -> None:
-        """See Strategy; also makes a process group for one process alone, which DeepSpeed needs."""
+        """See Strategy; a single process creates a process group too, because DeepSpeed needs one."""
         was_set_up = self._spec is not None
         super().setup_environment()
         spec = self._spec
@@ -101,22 +101,22 @@ class DeepSpeedStrategy(Strategy):
                 f"DS_ACCELERATOR={self.device.type} in the environment"
             )
         self._join_alone()
-        # DeepSpeed looks for it there throughout, and only some launchers set it.
+        # DeepSpeed reads it in many places, and only some launchers set it.
         if "LOCAL_RANK" not in os.environ:
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
-        internals.forget_process_groups()  # of a job that another strategy of this process has left
+        internals.forget_process_groups()  # those of an earlier strategy in this process
         try:
             with without_shared_memory():
                 deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
-        except KeyError as missing:  # how it asks the environment for what an accelerator needs
+        except KeyError as missing:  # of an environment variable that the accelerator needs
             raise StrategyError(
                 f"strategy.device: DeepSpeed needs {missing} in the environment for {self.device.type}; "
                 "flextrain doctor says where it comes from"
             ) from missing
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Stage 3 splits the parameters of each layer as soon as it is built; rank 0's values count."""
+        """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values."""
         if self.config.zero_optimization.stage != 3 or not self.config.zero_init:
             return NOTHING
         self.setup_environment()
@@ -129,18 +129,18 @@ class DeepSpeedStrategy(Strategy):
             yield
 
     def init_weights(self, model: BaseModel) -> None:
-        """See Strategy; parameters that are split already are gathered for it."""
+        """See Strategy; sharded parameters are gathered during the call."""
         split = [parameter for parameter in model.parameters() if internals.is_partitioned(parameter)]
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
-        """See Strategy; the wrapper that comes back is a DeepSpeedOptimWrapper."""
+        """See Strategy; the returned wrapper is a DeepSpeedOptimWrapper."""
         self.setup_environment()
         wrapper = None
         asked = None if optim is None else check_wrapper(optim)
         if asked is not None and not isinstance(asked, DeepSpeedOptimWrapper):
-            asked.attach(self.device, self.autocast)  # it may leave its dtype to the device
+            asked.attach(self.device, self.autocast)  # its dtype may depend on the device
         self._request = resolve(self.config, asked, self.device)
         if asked is not None:
             kind = type(asked) if isinstance(asked, DeepSpeedOptimWrapper) else DeepSpeedOptimWrapper
@@ -190,7 +190,7 @@ class DeepSpeedStrategy(Strategy):
             frozen_groups = self._build_optimizer(self._wrapper, model, stage)
             optimizer = self._wrapper.optimizer
         elif stage < 3:
-            stage = 0  # without an optimizer there is nothing to split
+            stage = 0  # without an optimizer there is no state to shard
         originals: dict[str, Tensor] = {}
         if dtype is not torch.float32:
             originals = float32_originals(model, dtype, self.left_out())
@@ -221,14 +221,14 @@ class DeepSpeedStrategy(Strategy):
     def _build_optimizer(
         self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
     ) -> dict[str, dict[str, Any]]:
-        """Make the torch optimizer, with the trainable parameters; returns the groups of the frozen ones by name."""
+        """Create the torch optimizer with the trainable parameters; return the frozen ones' groups, by name."""
         try:
             with announced(float(self.config.timeout_s)):
                 wrapper.build(model)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             if isinstance(error, StrategyError):
                 raise
-            # DeepSpeed's own compile a kernel when they are made, and fail in many ways where they cannot.
+            # DeepSpeed's optimizers compile a kernel in their constructor, which can fail in many ways.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise StrategyError(
                 f"{wrapper.where}.optimizer: cannot be made on {self.device.type}, {reason[:200]}"
@@ -238,7 +238,7 @@ class DeepSpeedStrategy(Strategy):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         frozen_groups: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups:
-            # The group itself, so that frozen parameters have the rates that a scheduler gives to the others in it.
+            # The group object itself, so that frozen parameters get the values that schedulers set for the group.
             frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
             frozen_groups |= {names[id(parameter)]: group for parameter in frozen}
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -248,7 +248,7 @@ class DeepSpeedStrategy(Strategy):
         return frozen_groups
 
     def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[internals.Fragment]:
-        """Learn where the engine keeps what, and give its masters the digits that half precision has lost."""
+        """Return the engine's fragments, after its masters got the float32 values that half precision has rounded."""
         assert self._wrapper is not None
         internals.forget_trial_step(self._engine)
         fragments = internals.fragments(self._engine, model)
@@ -273,7 +273,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _engine_is_unmanaged(self) -> bool:
-        """Whether DeepSpeed can leave it to the caller when a window ends; before 0.19 it has to be told."""
+        """Return whether the caller may decide when a window ends; versions before 0.19 must be told every time."""
         constants = importlib.import_module("deepspeed.runtime.constants")
         return hasattr(constants, "MANAGED_GRADIENT_ACCUMULATION")
 
@@ -299,7 +299,7 @@ class DeepSpeedStrategy(Strategy):
     # Around a micro-batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """See Strategy; nothing, since the engine's model is cast as a whole."""
+        """See Strategy; no autocast, because the engine's whole model is cast."""
         return NOTHING
 
     def drop_gradients(self) -> None:
@@ -315,7 +315,7 @@ class DeepSpeedStrategy(Strategy):
         return self._state
 
     def model_state(self) -> dict[str, Tensor]:
-        """See Strategy; what ZeRO splits is a FlatShard, a slice of the flattened parameter."""
+        """See Strategy; a sharded parameter is a FlatShard, a slice of the flattened parameter."""
         return self._engine_state.parameters() | self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -363,7 +363,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _deepspeed() -> Any:
-    """The package.
+    """Import and return the package deepspeed.
 
     Raises:
         StrategyError: it is not installed, or cannot be imported.

@@ -1,4 +1,4 @@
-"""DeepSpeedOptimWrapper: an OptimWrapper whose arithmetic DeepSpeed's engine does."""
+"""DeepSpeedOptimWrapper: an OptimWrapper whose backward and update are done by DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .internals import Fragment
 
 @OPTIM_WRAPPERS.register_module()
 class DeepSpeedOptimWrapper(OptimWrapper):
-    """What DeepSpeedStrategy trains with; precision comes from the strategy's ``bf16`` or ``fp16``.
+    """The wrapper under DeepSpeedStrategy; precision comes from the strategy's ``bf16`` or ``fp16``.
 
     In a configuration it is MMEngine's name for an OptimWrapper under DeepSpeed, with OptimWrapper's arguments. OptimWrapper
-    and AmpOptimWrapper do as well, and work under every strategy.
+    and AmpOptimWrapper can be used instead, and work under every strategy.
     """
 
     _precision: Precision | None = None
@@ -37,16 +37,16 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     @classmethod
     def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
-        """A wrapper with everything that ``asked`` was given, to be driven by an engine."""
+        """Return a wrapper with all attributes of ``asked``, for an engine."""
         wrapper = cls.__new__(cls)
-        # Not by the constructor: it has checked the arguments before, and ``asked`` may hold hooks by now.
+        # The constructor is not called: the arguments are checked already, and ``asked`` may have hooks.
         vars(wrapper).update(vars(asked))
         wrapper._precision, wrapper.accumulate, wrapper._size = precision, accumulate, accumulate
         return wrapper
 
     @property
     def precision(self) -> Precision:
-        """What the engine computes in."""
+        """The engine's precision."""
         return self._precision or Precision()
 
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
@@ -63,7 +63,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         super().attach(device, autocast)
 
     def build(self, model: nn.Module) -> None:
-        """See OptimWrapper; nothing happens once the engine has the optimizer."""
+        """See OptimWrapper; does nothing after ``bind``."""
         if self._engine is None:
             super().build(model)
             if self.adapter.owns_gradients:
@@ -73,17 +73,17 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 )
 
     def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool, marks_boundary: bool) -> None:
-        """Let ``engine`` do the work from now on.
+        """Use ``engine`` for backward and update from now on.
 
         Args:
-            clips_here: all of it but clipping.
-            marks_boundary: the engine has to be told which micro-batch is the last of its window.
+            clips_here: this wrapper clips the gradients, not the engine.
+            marks_boundary: the engine must be told which micro-batch is the last of its window.
         """
         self._engine, self._fragments, self._marks_boundary = engine, fragments, marks_boundary
         self._optimizer = internals.inner_optimizer(engine)
         self._clips_here = clips_here
         if clips_here and self.clip_grad is not None:
-            # The engine reduces gradients in step(), so they can be clipped no earlier than when it calls the optimizer.
+            # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.
             self._optimizer.register_step_pre_hook(self._clip_before_update)
 
     def clip_by(self, max_norm: float) -> None:
@@ -97,7 +97,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._norm = gradients.clip_by_norm(grads, float(self.clip_grad.max_norm))
 
     def backward(self, loss: Tensor) -> None:
-        """See OptimWrapper; a loss scale is the engine's, and so is leaving out what is not finite."""
+        """See OptimWrapper; the engine scales the loss and skips updates that are not finite."""
         if self.guard is not None:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         if self._marks_boundary:
@@ -105,7 +105,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._engine.backward(loss)
 
     def step(self) -> StepInfo:
-        """See OptimWrapper; reduces gradients too, where backward has not."""
+        """See OptimWrapper; also reduces gradients that backward has not reduced."""
         for hook in self._step_pre_hooks:
             hook(self)
         self._norm = None
@@ -117,7 +117,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         if norm is not None and not isinstance(norm, Tensor):
             norm = torch.tensor(float(norm))
         self.last_step = StepInfo(None if norm is None else norm.detach(), skipped)
-        if overridden(self, "zero_grad"):  # the engine has done so
+        if overridden(self, "zero_grad"):  # otherwise the engine has already done it
             self.zero_grad()
         return self.last_step
 
@@ -130,7 +130,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         internals.refresh(self._engine, self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale under float16, in the form of torch's GradScaler; nothing otherwise."""
+        """Return the loss scale under float16, in the form of torch's GradScaler; an empty dict otherwise."""
         if self.precision.compute is not torch.float16:
             return {}
         return {"scaler": internals.scale_state(internals.loss_scaler(self._engine))}
