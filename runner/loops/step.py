@@ -124,7 +124,7 @@ class Stepper:
         return outputs
 
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
-        """Return the factor for each micro-batch's loss, None for 1; None if no item of the window counts in the loss."""
+        """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
         size = len(window)
         if self.weighing is None:
             return (None if self._updates_itself or size == 1 else 1 / size,) * size
