@@ -65,7 +65,7 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         if overrides(model, "init_weights"):
             strategy.init_weights(model)
         elif parts:
-            logger.info(f"init_weights() is called of the model's {', '.join(parts)}")
+            logger.info(f"Calling init_weights() of the model's {', '.join(parts)}")
             strategy.init_weights(model)
     return model  # type: ignore[no-any-return]
 

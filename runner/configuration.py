@@ -179,7 +179,7 @@ def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | 
                 raise ConfigError(f"{found.where}: needs validation, give val_dataloader, val_cfg and val_evaluator")
             if found.by_epoch and not by_epoch and not found.needs_metrics:
                 raise ConfigError(
-                    f"{found.where}.by_epoch: True would never move in iteration-based training, give by_epoch=False"
+                    f"{found.where}.by_epoch: True has no effect in iteration-based training, give by_epoch=False"
                 )
 
 

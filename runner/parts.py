@@ -61,7 +61,7 @@ class Parts:
         self._val_loop: EvalLoop | None = None
         self._test_loop: EvalLoop | None = None
 
-    # Facts
+    # Properties
 
     @property
     def version(self) -> str:

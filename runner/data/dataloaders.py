@@ -26,7 +26,7 @@ from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, na
 _UNKNOWN = object()
 
 Splittable = DefaultSampler | InfiniteSampler
-"""Samplers that can split the rest of an epoch anew, from any position."""
+"""Samplers that can split the rest of an epoch again, from any position."""
 
 
 @FUNCTIONS.register_module()
@@ -128,7 +128,7 @@ class TrainData:
 
     With flextrain's samplers the position in an epoch is a number of samples over all processes, and the epoch can
     continue there with windows of another size (``resume_at``). With other samplers, custom batch samplers and streams
-    the position is a number of batches, whose order cannot be split anew. The same holds for custom loaders, which a
+    the position is a number of batches, whose order cannot be split again. The same holds for custom loaders, which a
     Reader reads.
 
     Processes whose data may differ in length end their epochs together, after ``compare_lengths`` was called.
@@ -217,9 +217,9 @@ class TrainData:
         known = {number or 0 for number in samples}
         if any(deals) and len(known) > 1:
             raise ConfigError(
-                f"train_dataloader.dataset: has {min(known)} to {max(known)} samples depending on the process, and a "
-                "DefaultSampler or InfiniteSampler deals out one dataset that is the same on all; for parts of your own give "
-                "an IterableDataset, or a sampler of your own"
+                f"train_dataloader.dataset: has {min(known)} to {max(known)} samples depending on the process, but a "
+                "DefaultSampler or InfiniteSampler needs the same dataset on every process; if each process has its own, "
+                "give an IterableDataset or another sampler"
             )
         if not all(even):
             self._in_step = InStep(
@@ -248,7 +248,7 @@ class TrainData:
 
     @property
     def splittable(self) -> Splittable | None:
-        """The sampler, if it can split the rest of its epoch anew; otherwise None."""
+        """The sampler, if it can split the rest of its epoch again; otherwise None."""
         fed = self._feed is not None and self._feed.by_position
         return self._sampler if fed and isinstance(self._sampler, Splittable) else None
 
@@ -365,8 +365,8 @@ class TrainData:
         if self.splittable is None and said is not None and said != found and not self._said_length:
             self._said_length = True
             logging.getLogger("flextrain").warning(
-                f"train_dataloader: len() of {self.sampler_name} says {counted(said, 'batch', 'batches')}, and the epoch had "
-                f"{found}; all of them are trained on, schedules and the estimated time go by len()"
+                f"train_dataloader: len() of {self.sampler_name} says {counted(said, 'batch', 'batches')}, but the epoch had "
+                f"{found}; all of them are trained on, schedules and the estimated time use len()"
             )
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:

@@ -106,7 +106,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream for worker processes: its random numbers start anew in every epoch, also in persistent workers."""
+    """A stream for worker processes: its random numbers start again in every epoch, also in persistent workers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

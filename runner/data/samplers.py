@@ -160,8 +160,8 @@ def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
         topology = Topology()
         if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
             raise ConfigError(
-                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, and the strategy has "
-                f'{shard[1]} parts of them; give dict(type="DefaultSampler")'
+                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, but the strategy has "
+                f'{shard[1]} data shards; give dict(type="DefaultSampler")'
             )
 
 
@@ -176,7 +176,7 @@ def follows_span(sampler: object) -> bool:
 class Repeatable(Sampler[Any]):
     """The items of another sampler from number ``start`` to ``stop`` of an epoch, the same at every call.
 
-    The other sampler draws from a stream that starts anew in every epoch, whether it uses the process's generators or a
+    The other sampler draws from a stream that starts again in every epoch, whether it uses the process's generators or a
     torch.Generator of its own. So its order does not depend on what the model draws, and to resume is to repeat the
     first part. A sampler with another kind of RNG state must derive it from ``set_epoch``.
     """

@@ -126,9 +126,9 @@ def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
     if not goes_its_own_way(loader):
         return
     if keeps_position(loader):
-        how = "goes on where its state_dict says, which is saved in checkpoints, among as many processes as there were"
+        how = "continues from its state_dict in the checkpoint, on the same number of processes"
     else:
-        how = "reads it again from its beginning, and is exact if that gives the same batches on as many processes"
+        how = "reads it again from its beginning, which is exact if it gives the same batches on the same number of processes"
     logger.info(f"{where}: resuming in the middle of an epoch of {name_of(loader)} {how}")
 
 
@@ -153,10 +153,10 @@ def from_elsewhere(
         sampler = DefaultSampler(source, shuffle=False, round_up=training, shard=shard)
         return DataLoader(source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=torch.Generator())
     if shard[1] > 1:
-        own = "train on what is its own" if training else "evaluate what is its own, or it is counted several times"
+        use = "train on" if training else "evaluate, or samples are counted several times"
         logger.warning(
             f"{where}: {name_of(source)} is not split over the {shard[1]} processes here, it must give each of them "
-            f"batches to {own}"
+            f"its own batches to {use}"
         )
     return source if hasattr(source, "__iter__") else FromFunction(source, where)
 
@@ -181,7 +181,7 @@ def name_of(loader: Any) -> str:
 
 
 class FromFunction:
-    """The batches that a function returns, called anew for every pass; it has no ``len``.
+    """The batches that a function returns, called again for every pass; it has no ``len``.
 
     Args:
         function: takes no argument; a generator function, or one that returns an iterable.

@@ -262,8 +262,8 @@ class CheckpointHook(Hook):
     def _save_best(self, runner: Run, key: str, score: float, name: str) -> None:
         if marked := nonfinite_weights(runner):
             runner.logger.warning(
-                f"CheckpointHook.save_best: {key} = {score:.4f} would be the best, of weights with NaN or infinity in "
-                f"{what_is_not_finite(marked, 'parameter')}, which does not count"
+                f"CheckpointHook.save_best: {key} = {score:.4f} is not kept as the best, the weights hold NaN or infinity in "
+                f"{what_is_not_finite(marked, 'parameter')}"
             )
             return
         self._settle(runner)

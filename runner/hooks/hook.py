@@ -180,7 +180,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+        """Continue from the result of ``state_dict``."""
 
     # Helpers for intervals
 

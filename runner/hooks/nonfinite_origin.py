@@ -33,7 +33,7 @@ def find_origin(runner: Run, batch: Any) -> str:
     if weights:
         # Each process may hold some of the modules; those that come first in forward have the lower ranks.
         answers = dist.all_gather_object(_first_with(weights, own, runner))
-        first = next(filter(None, answers), f"NaN or infinity is in {what_is_not_finite(weights)} by now")
+        first = next(filter(None, answers), f"NaN or infinity is in {what_is_not_finite(weights)}")
         return f"{first}; LoggerHook(interval=1) looks after every iteration"
     found = {rank: run for rank, run in enumerate(dist.all_gather_object(own)) if run.bad is not None}
     if found:
@@ -118,21 +118,19 @@ def _first_with(weights: list[str], run: _Run, runner: Run) -> str | None:
     first = next((title for title in (*run.called, *own) if own.get(title)), None)
     if first is None:
         return None
-    return (
-        f"weights are not finite by now, {first} is the first module in forward that has such ({', '.join(own[first])})"
-    )
+    return f"weights are not finite, {first} is the first module in forward with such weights ({', '.join(own[first])})"
 
 
 def _in_backward(runner: Run, window: list[Any]) -> str:
     """Return the gradients that are not finite, when all outputs of forward are."""
-    again = "weights are finite, and every output is when the batch is run again"
+    again = "weights are finite, and so is every output when the batch is run again"
     if not runner.stepper.differentiate(window):
         return again
     named = runner.strategy.module.named_parameters()
     own = nonfinite({name: parameter.grad for name, parameter in named if parameter.grad is not None})
     names = sorted({name for names in dist.all_gather_object(own) for name in names})
     if names:
-        return f"{again}; in backward the gradients of {what_is_not_finite(names, 'parameter')} are not"
+        return f"{again}; in backward the gradients of {what_is_not_finite(names, 'parameter')} are not finite"
     return f"{again}, and so is every gradient"
 
 

@@ -64,8 +64,8 @@ class InStep:
             self._said = True
             logging.getLogger("flextrain").warning(
                 f"{self._where}: {self._processes - longer} of {self._processes} processes had no more batches after "
-                f"{counted(done, 'iteration')} of the epoch, which ended there for all; what the others have left is left "
-                "out, in every epoch"
+                f"{counted(done, 'iteration')} of the epoch, so it ended there for all; the others skip their remaining "
+                "batches, in every epoch"
             )
 
 

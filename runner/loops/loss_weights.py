@@ -54,7 +54,7 @@ class Weighing:
         # below, and parts that a strategy cuts a batch into (``split``) count once each.
         total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
         if total == 0:
-            self._say("an update had no item to count on any process and was left out; further ones are not mentioned")
+            self._say("an update had no items on any process and was skipped; later ones are skipped without a warning")
             return False
         self.factors = [weight * self._topology.world_size / total for weight in self._weights]
         return True
@@ -67,7 +67,7 @@ class Weighing:
         value = self._loss_weight(batch)
         if isinstance(value, Tensor) and value.device.type != "cpu":
             self._say(
-                "is on the device, which the host has to wait for at every update; compute it from what the dataloader gave"
+                "is on the device, so the host waits for the device at every update; compute it on the CPU, from the dataloader's batch"
             )
         weight = float(value)
         if not (math.isfinite(weight) and weight >= 0):

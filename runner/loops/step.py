@@ -183,8 +183,8 @@ class Stepper:
         """See TrainStep."""
         if self.custom_train:
             raise StrategyError(
-                f"{type(self.strategy).__name__}: calls forward and backward by itself, and {type(self.module).__name__} "
-                "defines its own train_step, which does both; leave that out"
+                f"{type(self.strategy).__name__}: runs forward and backward itself, but {type(self.module).__name__} "
+                "defines its own train_step, which does both; remove it"
             )
         data = self.preprocess(batch, True)
         if self._autocast is None:

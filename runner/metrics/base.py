@@ -131,7 +131,7 @@ class TorchMetric(BaseMetric):
         """Compute the metrics on the ranks that have seen a batch, and broadcast them.
 
         A metric that keeps predictions in lists does not join a collective if its list is empty (torchmetrics 1.9), and
-        the other ranks would wait for it for ever.
+        the other ranks would wait for it forever.
         """
         parts = list(self.metric.values()) if isinstance(self.metric, nn.ModuleDict) else [self.metric]
         before = [part.process_group for part in parts]

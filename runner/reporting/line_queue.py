@@ -63,5 +63,5 @@ class LineQueue(logging.Filter):
             self.flush()
         except RuntimeError as error:  # reading scalars from a device that has failed
             assert self._logger is not None, "it is this filter that was asked"
-            self._logger.error(f"Log lines that were due could not be written: {error}")
+            self._logger.error(f"Pending log lines could not be written: {error}")
         return True

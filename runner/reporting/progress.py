@@ -111,7 +111,7 @@ class ProgressBar:
 
 @functools.cache
 def _protect_forks() -> None:
-    """Hide the bar from forked dataloader workers: a thread that they do not have might hold its lock for ever."""
+    """Hide the bar from forked dataloader workers: a thread that they do not have might hold its lock forever."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget_bar)
 

@@ -61,21 +61,21 @@ class SavedView:
                 del self._state[_OPTIMIZER + key]
         elif not self._optimizer or found.keys() != self._optimizer.keys() or _differing(found, self._optimizer):
             raise CheckpointError(
-                f'{_WHERE}: a hook has changed checkpoint["optimizer"], which can only be taken out as a whole; {_OWN_KEY}'
+                f'{_WHERE}: a hook has changed checkpoint["optimizer"], which may only be removed as a whole; {_OWN_KEY}'
             )
 
     def _change_weights(self, found: Any) -> None:
         if not isinstance(found, dict):
             raise CheckpointError(
-                f'{_WHERE}: a hook has taken checkpoint["state_dict"] out, a checkpoint needs its weights'
+                f'{_WHERE}: a hook has removed checkpoint["state_dict"], but a checkpoint needs its weights'
             )
         if new := sorted(found.keys() - self._weights.keys()):
             raise CheckpointError(f'{_WHERE}: a hook has added {new[0]} to checkpoint["state_dict"], {_OWN_KEY}')
         if lost := sorted(self._weights.keys() - found.keys()):
             if self.has_optimizer:
                 raise CheckpointError(
-                    f'{_WHERE}: a hook has taken {lost[0]} out of checkpoint["state_dict"], which could not be resumed '
-                    "then; save_optimizer=False saves weights alone, and strategy=dict(exclude_frozen_parameters=True) "
+                    f'{_WHERE}: a hook has removed {lost[0]} from checkpoint["state_dict"], which makes resuming '
+                    "impossible; save_optimizer=False saves only weights, and strategy=dict(exclude_frozen_parameters=True) "
                     "leaves frozen parameters out"
                 )
             for name in lost:
@@ -85,8 +85,8 @@ class SavedView:
             if type(before) is not Tensor or type(value) is not Tensor or value.shape != before.shape:
                 raise CheckpointError(
                     f'{_WHERE}: a hook has put {type(value).__name__} in the place of checkpoint["state_dict"]["{name}"], '
-                    f"a {type(before).__name__} of shape {tuple(before.shape)}, which only a plain tensor may take that is "
-                    "one; change the model instead"
+                    f"a {type(before).__name__} of shape {tuple(before.shape)}; only a plain tensor may be replaced, by one of "
+                    "the same shape; change the model instead"
                 )
             self._state[_MODEL + name] = value
 

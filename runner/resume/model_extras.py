@@ -37,8 +37,8 @@ def module_state(runner: Run) -> tuple[dict[str, Any], list[str]]:
     if parameters != runner.late_parameters:
         runner.late_parameters = parameters
         runner.logger.warning(
-            f"The model has parameters by now that it had not when the run was set up: {', '.join(parameters)}; no optimizer "
-            "trains them, and a run that resumes lacks them; make them in the constructor"
+            f"The model has registered parameters after the run was set up: {', '.join(parameters)}; no optimizer "
+            "trains them, and a resumed run does not have them; create them in the constructor"
         )
     saved = {name for name, _ in keepers(strategy.module) if strategy.saves(name)}
     own = {k: v for k, v in state.items() if not isinstance(v, Tensor) or keeper_of(k) in saved}
@@ -71,7 +71,7 @@ def extra_template(
                 name = re.sub(pattern, replacement, name)
             found[other_names.get(name, name)] = key
     for name in wanted.keys() - found.keys():
-        runner.logger.warning(f"{checkpoint.path}: has no {name}, of which the model keeps what it has")
+        runner.logger.warning(f"{checkpoint.path}: has no {name}, the model keeps its current extra state")
     elsewhere = {torch_key(name) for name in runner.strategy.keepers_elsewhere()}
     for name in found.keys() - wanted.keys() - elsewhere:
         runner.logger.warning(f"{checkpoint.path}: {name} is left out, the model has no such extra state")

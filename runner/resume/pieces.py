@@ -169,7 +169,7 @@ def _at_the_end(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
     for key in changed:
         alike = all(getattr(then, k) == getattr(now, k) for k in _ORDER)
-        why = f", and what a {now.sampler} gives cannot be dealt out anew" if alike else ""
+        why = f", and the order of a {now.sampler} cannot be split again" if alike else ""
         raise CheckpointError(
             f"was saved in the middle of an epoch with {key}={getattr(then, key)}, it is {getattr(now, key)} now{why}; "
             "resume from the end of an epoch to change it"
@@ -187,8 +187,8 @@ def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bo
     inner = data.resume_at(loop["epoch"], position)
     if changed:
         runner.logger.info(
-            f"Epoch {loop['epoch'] + 1} goes on after {position} samples; its next update is number {inner + 1} in the "
-            "batches that there are now"
+            f"Epoch {loop['epoch'] + 1} continues after {position} samples; with the current batches its next "
+            f"update is number {inner + 1}"
         )
     return {**loop, "inner": inner}
 
@@ -197,7 +197,7 @@ def _say_what_changed(runner: Run, then: DataFacts, now: DataFacts, changed: Seq
     reasons = [f"{key} {getattr(then, key)} -> {getattr(now, key)}" for key in changed if key != "epoch_length"]
     runner.logger.warning(
         f"An epoch has {now.epoch_length} iterations now, it had {then.epoch_length} ({', '.join(reasons) or 'other data'}): "
-        "schedules by iteration go on by their count"
+        "schedules by iteration continue from their own count"
     )
 
 
@@ -225,7 +225,7 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
         raise CheckpointError(
             f"was saved in the middle of an epoch, and {why}; resume from the end of an epoch to change it"
         )
-    runner.logger.warning(f"The loader begins anew with the next epoch: {why}")
+    runner.logger.warning(f"The loader starts the next epoch without its saved state: {why}")
 
 
 # The optimizer
@@ -326,7 +326,7 @@ def load_schedulers(runner: Run, saved: Mapping[str, Sequence[Any]], set_values:
             optimizer = f" for the optimizer {name}" if name else ""
             raise CheckpointError(
                 f"has {counted(len(states), 'parameter scheduler')}{optimizer}, the configuration has {len(group)}"
-                f"{f' ({kinds})' if kinds else ''}; they go on together or not at all"
+                f"{f' ({kinds})' if kinds else ''}; resume all of them or none"
             )
         for scheduler, state in zip(group, states, strict=True):
             scheduler.load_state_dict(state)
@@ -357,9 +357,9 @@ def telling_what_differs(runner: Run) -> Iterator[None]:
             replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {before[key]}")
     if replaced:
         runner.logger.warning(
-            f"The optimizer goes on with the checkpoint's settings, not the configuration's: "
+            f"The optimizer continues with the checkpoint's settings, not the configuration's: "
             f"{', '.join(f'{setting} {values}' for setting, values in replaced.items())}; "
-            "resume=dict(optimizer=False) would begin with the configuration's"
+            "resume=dict(optimizer=False) starts with the configuration's"
         )
 
 
@@ -386,8 +386,8 @@ def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
         return
     seed_process(runner.seed, runner.iter, index)
     runner.logger.warning(
-        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there {_are(runner)}: random states are not restored, dropout "
-        f"draws on from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
+        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there {_are(runner)}: RNG states are not "
+        f"restored, they start from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
     )
 
 

@@ -66,5 +66,5 @@ class Saver:
         run.logger.log(
             logging.WARNING if was_good else logging.INFO,  # one warning for several marked ones in a row
             f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
-            "passes it over, and no older one is deleted for it",
+            "skips it, and no older one is deleted for it",
         )

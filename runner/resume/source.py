@@ -37,7 +37,7 @@ def _newest(run: Run) -> Path | None:
         raise CheckpointError(wrong)
     if marked:  # only on rank 0, which writes the log
         run.logger.warning(
-            f"{', '.join(marked)} in {run.checkpoint_dir}: passed over, with NaN or infinity in the weights; "
-            f'resume="path" takes one of them all the same'
+            f"{', '.join(marked)} in {run.checkpoint_dir}: skipped, their weights hold NaN or infinity; "
+            f'resume="path" accepts one of them'
         )
     return as_path(name) if name else None

@@ -378,7 +378,7 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         found = [sorted(update) for update in trained]
         warned = "The checkpoint was written by 2 processes and there is 1"
     assert found == [sorted(update) for update in whole[6:]]
-    assert said[0].startswith(f"WARNING {warned}: random states are not restored")
+    assert said[0].startswith(f"WARNING {warned}: RNG states are not restored")
     for key, value in expected.items():
         if isinstance(value, Tensor):
             assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key

@@ -268,10 +268,10 @@ def test_the_log_says_where_the_epoch_goes_on_and_how_long_it_is(tmp_path: Path)
     )
     said = "\n".join(rest["said"])
     assert (
-        "An epoch has 6 iterations now, it had 7 (batch_size 4 -> 5): schedules by iteration go on by their count"
+        "An epoch has 6 iterations now, it had 7 (batch_size 4 -> 5): schedules by iteration continue from their own count"
         in said
     )
-    assert "Epoch 1 goes on after 12 samples; its next update is number 3 in the batches that there are now" in said
+    assert "Epoch 1 continues after 12 samples; with the current batches its next update is number 3" in said
     heads = [line[:20] for line in rest["said"] if line.startswith("Epoch(train)")]
     assert heads[:4] == [f"Epoch(train) {place}" for place in ("[1][3/5", "[1][4/5", "[1][5/5", "[2][1/6")]
     assert rest["place"] == (3, 3 + 3 + 2 * 6, 18, 3)
@@ -330,13 +330,13 @@ def streamed(workers: int) -> dict[str, Any]:
         (
             dict(train_dataloader=own_sampler(4)),
             dict(train_dataloader=own_sampler(2)),
-            "batch_size=4, it is 2 now, and what a RandomSampler gives cannot be dealt out anew; resume from the end of an "
+            "batch_size=4, it is 2 now, and the order of a RandomSampler cannot be split again; resume from the end of an "
             "epoch to change it; resume=dict(data=False) leaves it out, the epoch under way then begins anew",
         ),
         (
             setting(26, 4, batch_sampler=dict(type=Backwards)),
             setting(26, 4, 2, batch_sampler=dict(type=Backwards)),
-            "accumulate=1, it is 2 now, and what a Backwards gives cannot be dealt out anew; resume from the end",
+            "accumulate=1, it is 2 now, and the order of a Backwards cannot be split again; resume from the end",
         ),
         (
             setting(26, 4, sampler=dict(type="DefaultSampler", seed=3)),
@@ -351,7 +351,7 @@ def streamed(workers: int) -> dict[str, Any]:
         (
             streamed(2),
             streamed(1),
-            "workers=2, it is 1 now, and what a Numbers gives cannot be dealt out anew; resume from the end",
+            "workers=2, it is 1 now, and the order of a Numbers cannot be split again; resume from the end",
         ),
         (
             setting(26, 4),

@@ -351,7 +351,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.setLevel(before)
 
 
-READS_AGAIN = "reads it again from its beginning, and is exact if that gives the same batches on as many processes"
+READS_AGAIN = (
+    "reads it again from its beginning, which is exact if it gives the same batches on the same number of processes"
+)
 
 
 def test_what_it_means_for_processes_and_for_resuming_is_said_once(said: list[str]) -> None:
@@ -363,13 +365,13 @@ def test_what_it_means_for_processes_and_for_resuming_is_said_once(said: list[st
     build(Restartable(samples), (0, 2), training=False)
     assert said == [
         "train_dataloader: function.<locals>.batches is not split over the 2 processes here, it must give each of them "
-        "batches to train on what is its own",
+        "its own batches to train on",
         f"train_dataloader: resuming in the middle of an epoch of function.<locals>.batches {READS_AGAIN}",
         f"train_dataloader: resuming in the middle of an epoch of Restartable {READS_AGAIN}",
-        "train_dataloader: resuming in the middle of an epoch of WithState goes on where its state_dict says, which is saved "
-        "in checkpoints, among as many processes as there were",
-        "train_dataloader: Restartable is not split over the 2 processes here, it must give each of them batches to evaluate "
-        "what is its own, or it is counted several times",
+        "train_dataloader: resuming in the middle of an epoch of WithState continues from its state_dict in the "
+        "checkpoint, on the same number of processes",
+        "train_dataloader: Restartable is not split over the 2 processes here, it must give each of them its own batches "
+        "to evaluate, or samples are counted several times",
     ]
 
 
@@ -398,8 +400,8 @@ def test_a_length_that_is_not_true_is_said_once(says: int, tmp_path: Path, said:
     assert watch.trained == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 3
     lines = [line for line in said if "len()" in line]
     assert lines == [
-        f"train_dataloader: len() of Lying says {says} batches, and the epoch had 3; all of them are trained on, schedules "
-        "and the estimated time go by len()"
+        f"train_dataloader: len() of Lying says {says} batches, but the epoch had 3; all of them are trained on, schedules "
+        "and the estimated time use len()"
     ]
 
 
@@ -454,8 +456,8 @@ def test_a_state_goes_with_its_loader(tmp_path: Path, said: list[str]) -> None:
     with pytest.raises(CheckpointError, match="sampler=WithState, it is DefaultSampler now"):
         make_runner(tmp_path / "b", load_from=tmp_path / "a" / "iter_2", **options).train()
     make_runner(tmp_path / "c", load_from=tmp_path / "a" / "iter_6", **options).train()
-    assert [line for line in said if "The loader begins" in line] == [
-        "The loader begins anew with the next epoch: has the state of a loader, and DefaultSampler takes none"
+    assert [line for line in said if "The loader starts" in line] == [
+        "The loader starts the next epoch without its saved state: has the state of a loader, and DefaultSampler takes none"
     ]
     anew = make_runner(
         tmp_path / "d",

@@ -342,7 +342,7 @@ def test_weights_of_parts_are_initialised_by_themselves(tmp_path: Path) -> None:
     runner.val()
     model: Any = runner.train()
     assert (model.net[3].weight == 0.5).all()
-    assert "init_weights() is called of the model's net.3\n" in next(Path(runner.log_dir).glob("*.log")).read_text()
+    assert "Calling init_weights() of the model's net.3\n" in next(Path(runner.log_dir).glob("*.log")).read_text()
 
 
 # Several optimizers

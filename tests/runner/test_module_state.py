@@ -188,7 +188,7 @@ def test_a_checkpoint_without_it_resumes_with_a_line(tmp_path: Path, caplog: pyt
     again = make_runner(tmp_path / "b", model=Later, resume=str(tmp_path / "a" / "iter_3"), log_level="WARNING")
     with caplog.at_level(logging.WARNING, "flextrain"):
         again.train()
-    assert "iter_3: has no counter._extra_state, of which the model keeps what it has" in caplog.text
+    assert "iter_3: has no counter._extra_state, the model keeps its current extra state" in caplog.text
 
 
 # Refused when the run is set up
@@ -270,11 +270,9 @@ def test_a_parameter_that_appears_in_training_is_named_once(tmp_path: Path, capl
     )
     with caplog.at_level(logging.WARNING, "flextrain"):
         runner.train()
-    said = [line.getMessage() for line in caplog.records if "had not when the run was set up" in line.getMessage()]
+    said = [line.getMessage() for line in caplog.records if "after the run was set up" in line.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith(
-        "The model has parameters by now that it had not when the run was set up: bias; no optimizer"
-    )
+    assert said[0].startswith("The model has registered parameters after the run was set up: bias; no optimizer")
 
 
 class Derived(Net):

@@ -270,8 +270,8 @@ def raised(folder: Path, *hooks: Hook, **changes: Any) -> str:
 
 def test_raising_names_a_module_with_bad_weights(tmp_path: Path) -> None:
     assert raised(tmp_path, BadBatch(7)) == (
-        "Iteration 7: loss is nan; likewise in 4 of the last 10 iterations; weights are not finite by now, net.0 (Linear) is "
-        "the first module in forward that has such (net.0.weight, net.0.bias); LoggerHook(interval=1) looks after every "
+        "Iteration 7: loss is nan; likewise in 4 of the last 10 iterations; weights are not finite, net.0 (Linear) is "
+        "the first module in forward with such weights (net.0.weight, net.0.bias); LoggerHook(interval=1) looks after every "
         "iteration"
     )
 
@@ -359,7 +359,9 @@ def test_raising_about_gradients(tmp_path: Path) -> None:
     text = raised(tmp_path, Harmless(), iters=1, model=partial(Steep, dropout=0.0), optim_wrapper=clipped,
                   train_dataloader=loader, **logger_every(1))  # fmt: skip
     assert text.startswith("Iteration 1: grad_norm is ")
-    assert text.endswith("when the batch is run again; in backward the gradients of 1 parameter (net.0.bias) are not")
+    assert text.endswith(
+        "when the batch is run again; in backward the gradients of 1 parameter (net.0.bias) are not finite"
+    )
 
 
 # Skipping
@@ -652,7 +654,7 @@ def test_raising_under_deepspeed(tmp_path: Path, workers2: WorkerGroup) -> None:
         on_two, str(tmp_path), BadBatch(7, rank=1), strategy=ZERO, action="raise", optim_wrapper=WRAPPERS["bf16"]
     )
     assert found[0] == found[1]
-    assert "net.0 (Linear) is the first module in forward that has such (net.0.weight, net.0.bias)" in found[0]
+    assert "net.0 (Linear) is the first module in forward with such weights (net.0.weight, net.0.bias)" in found[0]
 
 
 class PartOfLoss(Net):

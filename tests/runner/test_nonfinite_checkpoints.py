@@ -123,7 +123,7 @@ def test_resuming_passes_them_over_and_says_so(tmp_path: Path, caplog: pytest.Lo
     caplog.clear()
     runner = by_iter(tmp_path, iters=12, resume=True, log_level="INFO")
     runner.train()
-    assert f"iter_9 in {tmp_path}: passed over, with NaN or infinity in the weights" in caplog.text
+    assert f"iter_9 in {tmp_path}: skipped, their weights hold NaN or infinity" in caplog.text
     assert f"Resumed from {tmp_path / 'iter_6'}: epoch 0, iteration 6" in caplog.text
     assert runner.iter == 12
     assert saved(tmp_path) == {"iter_10": False, "iter_12": False, "iter_9": True}

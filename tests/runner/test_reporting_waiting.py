@@ -153,6 +153,6 @@ def test_lines_that_cannot_be_written_do_not_keep_the_reason_from_being_logged(
     logger.error("Training ended: device lost")
     queue.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "Log lines that were due could not be written: device lost",
+        "Pending log lines could not be written: device lost",
         "Training ended: device lost",
     ]

@@ -419,6 +419,6 @@ def test_a_scheduler_that_was_added_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         make_runner(tmp_path / "rest", param_scheduler=[dict(type="LinearLR"), step], resume=path).train()
     assert str(caught.value) == (
-        f"{path}: has 1 parameter scheduler, the configuration has 2 (LinearLR, StepLR); they go on together or not at "
-        "all; resume=dict(param_scheduler=False) leaves it out, schedules then start afresh"
+        f"{path}: has 1 parameter scheduler, the configuration has 2 (LinearLR, StepLR); resume all of them or "
+        "none; resume=dict(param_scheduler=False) leaves it out, schedules then start afresh"
     )

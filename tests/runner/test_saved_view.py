@@ -113,8 +113,8 @@ def replace(name: str, value: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (take_out, r"taken net.0.bias out of .*, which could not be resumed then; save_optimizer=False"),
-        (lambda runner, checkpoint: checkpoint.pop("state_dict"), r'taken checkpoint\["state_dict"\] out'),
+        (take_out, r"removed net.0.bias from .*, which makes resuming impossible; save_optimizer=False"),
+        (lambda runner, checkpoint: checkpoint.pop("state_dict"), r'removed checkpoint\["state_dict"\], but'),
         (replace("extra", torch.ones(1)), r'added extra to checkpoint\["state_dict"\], give what is to be saved a key'),
         (
             replace("net.0.bias", torch.ones(9)),

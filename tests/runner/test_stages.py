@@ -153,4 +153,4 @@ def test_what_is_not_finite_is_looked_for_along_the_strategys_own_way(tmp_path: 
     first, second = workers2.run(raising, str(tmp_path), "last")
     assert first == second
     assert "Iteration 4: loss is nan" in first
-    assert "is the first module in forward that has such" in first
+    assert "is the first module in forward with such weights" in first

@@ -165,8 +165,8 @@ def test_epochs_end_together(kind: str, accumulate: int, strategy: str, tmp_path
     after = -(-5 // accumulate)
     said = [line for line in parts[0]["said"] if "ended there for all" in line]
     assert said == [
-        f"train_dataloader: 1 of 2 processes had no more batches after {after} iterations of the epoch, which ended there "
-        "for all; what the others have left is left out, in every epoch"
+        f"train_dataloader: 1 of 2 processes had no more batches after {after} iterations of the epoch, so it ended there "
+        "for all; the others skip their remaining batches, in every epoch"
     ]
     if kind.startswith("sized"):
         assert parts[0]["place"] == parts[1]["place"] == (3, 3 * after, 3 * after)
@@ -243,12 +243,12 @@ def test_a_state_does_not_fit_another_number_of_processes(tmp_path: Path, worker
     runner = make_runner(tmp_path / "one", custom_hooks=[SaveEvery({2, 5}), whole], **options)
     runner.train()
     with pytest.raises(
-        WorkerError, match="with shards=1, it is 2 now, and what a WithPlace gives cannot be dealt out anew"
+        WorkerError, match="with shards=1, it is 2 now, and the order of a WithPlace cannot be split again"
     ):
         workers2.run(train, str(tmp_path / "one"), "sized state", at=2)
     parts = workers2.run(train, str(tmp_path / "one"), "sized state", at=5)
     assert [len(part["trained"]) for part in parts] == [10, 10]
-    assert any("The loader begins anew with the next epoch: the loader's state is that of 1 process" in line
+    assert any("The loader starts the next epoch without its saved state: the loader's state is that of 1 process" in line
                for line in parts[0]["said"])  # fmt: skip
 
 
