@@ -380,7 +380,7 @@ def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
     index, count = runner.strategy.topology.shard
     if len(states) != written_by:
         writers = counted(written_by, "process", "processes")
-        raise CheckpointError(f"was written by {writers} and has random states of {len(states)}")
+        raise CheckpointError(f"was written by {writers} and has RNG states of {len(states)}")
     if written_by == count:
         load_rng_state(states[index], runner.strategy.device)
         return

@@ -343,14 +343,14 @@ def test_the_random_state_of_a_process_is_missing(tmp_path: Path, workers2: Work
     change_values(path, lambda values: values["rng"].pop(1))
     for message in workers2.run(refused, str(tmp_path), resume=str(path)):
         assert message.startswith(
-            f"{path}: was written by 2 processes and has random states of 1; resume=dict(random=False)"
+            f"{path}: was written by 2 processes and has RNG states of 1; resume=dict(random=False)"
         )
 
 
 def rest_of(folder: str, checkpoint: str, **changes: Any) -> tuple[list[list[int]], dict[str, Any], list[str]]:
     with lines(logging.WARNING) as found:
         watch, _, state = run(f"{folder}/rest", resume=checkpoint, log_level="WARNING", **changes)
-    return watch.trained, state, [line for line in found if "random states" in line]
+    return watch.trained, state, [line for line in found if "RNG states" in line]
 
 
 def steady_net() -> nn.Module:
