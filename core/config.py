@@ -112,7 +112,7 @@ def _nested_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _wanted(location: list[Any], problems: Sequence[Any], data: Any) -> str:
-    """The advice "give ...": the expected values of all union branches that failed at this place."""
+    """The advice "give ...": the expected values of all union branches that failed at this location."""
     same = [p for p in problems if _location(p, data) == location and p["type"] not in _UNKNOWN_KEY]
     wanted = list(dict.fromkeys(_words(p) for p in same))
     if "a number" in wanted and "an integer" in wanted:

@@ -2,7 +2,7 @@
 
 A strategy that shards a model builds it in ``DeferredInit()``. Every parameter that is registered there becomes one on
 the meta device, and every operation that initialises it is recorded on a tape, before it draws random numbers.
-``replay`` runs the tape in the constructor's order on whole plain tensors, and holds one of them at a time. The values
+``replay`` runs the tape in the constructor's order on whole ordinary tensors, one of them at a time. The values
 are equal, bit for bit, to those of an ordinary construction with the same RNG state, and no process ever holds the
 whole model. Buffers are real from the start. An operation that draws at once, such as ``torch.randn`` for a parameter
 before it is registered, must draw after the recorded ones; they run before it, and their results are discarded.
@@ -228,7 +228,7 @@ class _Replay:
         except (RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise StrategyError(
-                f"model: its initialisation calls {func}, which cannot be put off, {reason}; give the model as an instance"
+                f"model: its initialisation calls {func}, which cannot be deferred, {reason}; give the model as an instance"
             ) from error
         for meta, real in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
             if _is_meta(meta) and (key := storage_key(meta)) not in given:
@@ -240,7 +240,7 @@ class _Replay:
         self._written |= self._held.keys()
 
     def write_back(self) -> None:
-        """Write the current parameters to their places, and release the memory."""
+        """Write the current parameters to their destinations, and release the memory."""
         for key, flat in self._held.items():
             like = self._destinations[key].like
             self._destinations[key].write(flat.as_strided(like.shape, like.stride()))

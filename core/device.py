@@ -93,7 +93,7 @@ class DeviceSpec:
         if ":" in asked:
             return f"cpu:gloo,{asked}"
         if self.type == "cpu":
-            raise ConfigError(f'{where}: "{asked}" sends no tensors that are on the CPU, choose "gloo" or leave it out')
+            raise ConfigError(f'{where}: "{asked}" cannot send CPU tensors, choose "gloo" or leave it out')
         return f"cpu:gloo,{self.type}:{asked}"
 
 
@@ -210,7 +210,7 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
     count = spec.module.device_count()
     if local_rank >= count:
         raise StrategyError(
-            f"strategy.device: process {local_rank} of this machine has no {spec.type}, there are {count}"
+            f"strategy.device: local rank {local_rank} has no {spec.type} device, this machine has {count}"
         )
     device = torch.device(spec.type, local_rank)
     spec.module.set_device(device)

@@ -1,9 +1,9 @@
-"""The chunks of a whole tensor that a process holds of a DTensor: several for strided shards (``_StridedShard``).
+"""Chunks of a DTensor that a process holds: several for strided shards (``_StridedShard``).
 
 torch uses ``_StridedShard(dim, split_factor)`` for two reasons:
 
-- Tensor parallelism shards a dimension first and FSDP shards the pieces, but the mesh has FSDP's axis first. The split
-  factor is then the number of parts that the axes to the right have made.
+- Tensor parallelism shards a dimension first and FSDP divides its shards, but the mesh has FSDP's axis first. The split
+  factor is then the number of shards that the axes to the right have made.
 - A projection holds several matrices (gate and up; query, key and value), and every process gets a shard of each. The
   split factor is then the number of matrices.
 
@@ -132,7 +132,7 @@ def _cuts(dim: int, placements: Sequence[Placement], mesh: Sequence[int]) -> lis
 
 
 def _dealt(spans: list[Span], split_factor: int, count: int, index: int) -> list[Span]:
-    """Part ``index`` of ``count`` of each of ``split_factor`` equal parts of the indices."""
+    """Divide the indices into ``split_factor`` spans, each of them into ``count``; return number ``index`` of each."""
     length = sum(end - begin for begin, end in spans)
     found: list[Span] = []
     for number in range(split_factor):
@@ -147,7 +147,7 @@ def _dealt(spans: list[Span], split_factor: int, count: int, index: int) -> list
 
 
 def _share(length: int, count: int, index: int) -> Span:
-    """Begin and end of chunk ``index``, as torch.chunk makes it: all have one size, but the last ones."""
+    """Begin and end of number ``index`` of ``count``, as torch.chunk divides: all have one size, but the last ones."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -163,5 +163,5 @@ def _between(spans: list[Span], first: int, last: int) -> list[Span]:
 
 
 def _begins(spans: list[Span]) -> list[int]:
-    """Where each run begins in the local part."""
+    """Begin of each span in the local tensor."""
     return list(itertools.accumulate((end - begin for begin, end in spans[:-1]), initial=0))[: len(spans)]

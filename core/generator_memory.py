@@ -1,4 +1,4 @@
-"""Read the position of the generators of Python, NumPy and torch directly from memory, in a tenth of the time of a copy.
+"""Read the positions of the generators of Python, NumPy and torch from memory, in a tenth of the time of a copy.
 
 The address of each generator's words is found at import, by comparison with the state that its public function returns.
 torch's memory is read only if a trial has told all draws apart. On other platforms and versions, where this fails, the
@@ -74,7 +74,7 @@ def set_python_state(state: Any) -> None:
 
 
 def numpy_look(generator: np.random.MT19937) -> Look:
-    """Return a function that reads the generator's position; it does not include RandomState's spare normal number."""
+    """Return a function that reads the generator's position, without RandomState's spare normal number."""
     address: int = generator.ctypes.state_address
     *words, position = (ctypes.c_uint32 * _WORDS).from_address(address)
     state: Any = generator.state["state"]

@@ -62,7 +62,7 @@ class Apart:
     def __init__(self) -> None:
         self._numpy = np.random.MT19937(0)
         self._numpy_look, self._look = numpy_look(self._numpy), look_at_both()
-        # Position of Python's and torch's generators at the last copy of their states; they seldom move between batches.
+        # Position of Python's and torch's generators at the last copy of their states; few batches move them.
         self._at: Any = None
 
     def __enter__(self) -> None:
@@ -97,7 +97,7 @@ class RandomStream(Apart):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._own_at: Any = None  # position of the stream's own generators at the last copy; None: seed them
+        self._own_at: Any = None  # position of the stream's generators at the last copy; None: seed them
         self.begin(seed)
 
     def begin(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping, averaging over processes, and zero gradients, for plain tensors and DTensors."""
+"""Gradient norm, clipping, averaging over processes, and zero gradients, for ordinary tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
 def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """The parameters that have a gradient, in groups whose gradients have the same layout over processes and devices.
 
-    One foreach call cannot take plain tensors and DTensors, or DTensors of two meshes.
+    One foreach call cannot take ordinary tensors and DTensors, or DTensors of two meshes.
     """
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -36,7 +36,7 @@ def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of all gradients as if they were one vector on one device; 0-dim, without synchronisation.
 
-    One foreach call cannot take both plain tensors and DTensors, so each layout has its norm and these are combined.
+    One foreach call cannot take ordinary tensors and DTensors, so each layout has its norm and these are combined.
     Raises RuntimeError on every process for a non-finite norm if ``error_if_nonfinite``, which waits for the device.
     """
     norms = [_norm(group, norm_type) for group in _alike(grads)]
@@ -56,7 +56,7 @@ def require_finite(total: Tensor, norm_type: float) -> None:
 
 
 def average(parameters: list[Tensor], data: DataShard) -> None:
-    """Replace the gradients of replicated parameters by their means over the parts of the data.
+    """Replace the gradients of replicated parameters by their means over the shards of the data.
 
     The gradient of a parameter that a process did not use counts as zero there, as under DistributedDataParallel.
     """

@@ -49,7 +49,7 @@ def from_text(kind: str, content: Any) -> Any:
             else torch.empty(0, dtype=torch.uint8)
         )
         return data.view(getattr(torch, dtype)).reshape(shape)
-    raise ValueError(f"there is no {kind}")
+    raise ValueError(f"unknown kind {kind}")
 
 
 def add_to(tensors: list[Any], is_tensor: Callable[[Any], bool]) -> Callable[[Any], Word | None]:
@@ -69,7 +69,7 @@ def taken_from(tensor: Callable[[int], Any]) -> Callable[[str, Any], Any]:
 
     def value(kind: str, content: Any) -> Any:
         if kind != "tensor":
-            raise ValueError(f"there is no {kind}")
+            raise ValueError(f"unknown kind {kind}")
         return tensor(int(content))
 
     return value
@@ -84,7 +84,7 @@ def pack(value: Any, where: str, word: Callable[[Any], Word | None] = as_text) -
         word: encodes any other value; it returns None for one that cannot be saved.
 
     Raises:
-        CheckpointError: the value contains something else; the message names the place.
+        CheckpointError: the value contains something else; the message says where.
     """
     if value is None or type(value) in _PLAIN_TYPES:
         return value

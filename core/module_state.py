@@ -86,7 +86,7 @@ def set_extra_state(model: nn.Module, values: Mapping[str, Any], tensors: Mappin
         except Exception as error:  # foreign code or a damaged value may raise anything
             reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"model.{torch_key(name)}: its module cannot take it, {type(error).__name__}: {reason}"
+                f"model.{torch_key(name)}: its module cannot load it, {type(error).__name__}: {reason}"
             ) from error
 
 
@@ -132,7 +132,7 @@ def check_savable(model: nn.Module) -> None:
     for name, module in keepers(model):
         if type(module).set_extra_state is nn.Module.set_extra_state:
             raise StrategyError(
-                f"model.{torch_key(name)}: its module defines get_extra_state and no set_extra_state to take it up again"
+                f"model.{torch_key(name)}: its module defines get_extra_state but no set_extra_state to load it"
             )
     try:
         extra_state(model)

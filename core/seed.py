@@ -28,9 +28,9 @@ def set_seed(
 
     Args:
         seed: None draws one from the operating system; the call is a collective then.
-        diff_rank_seed: add the number of this process's part of the data, so that dropout differs between the parts.
+        diff_rank_seed: add the index of this process's shard of the data, so that dropout differs between the shards.
         deterministic: use deterministic kernels only; torch raises if an operation has none.
-        topology: the strategy's; default: every process has its own part of the data.
+        topology: the strategy's; default: every process has its own shard of the data.
     """
     run_seed = draw_seed() if seed is None else seed
     _seed(run_seed + (topology or Topology()).data.index if diff_rank_seed else run_seed)

@@ -147,11 +147,13 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
             return None
     name = read_name(pointer)
     if name is None:
-        raise CheckpointError(f"{pointer}: holds no name of a checkpoint beside it")
+        raise CheckpointError(f"{pointer}: does not contain the name of a checkpoint in its folder")
     path = pointer.parent / name
     recover(path)
     if not is_checkpoint(path):
-        raise CheckpointError(f'{pointer}: names "{name}", which is no complete checkpoint; name another one in it')
+        raise CheckpointError(
+            f'{pointer}: names "{name}", which is not a complete checkpoint; write the name of another one'
+        )
     return path
 
 

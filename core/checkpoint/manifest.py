@@ -116,5 +116,5 @@ class Manifest(_Strict):
             if size > self.files[file].size:
                 raise ValueError(f"{file} has {self.files[file].size} bytes and would hold tensors of {size}")
         if stray := next((key for key in self.nonfinite if key not in self.tensors), None):
-            raise ValueError(f"{stray} is marked and not there")
+            raise ValueError(f"{stray} is marked as not finite and does not exist")
         return self

@@ -94,14 +94,14 @@ class SafetensorsFile(Fetch):
                 if name != "__metadata__"
             }
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: is damaged, its header is no header, {one_line(error)}") from None
+            raise CheckpointError(f"{path}: is damaged, its header is not valid, {one_line(error)}") from None
 
     @staticmethod
     def _entry(name: str, entry: dict[str, Any], data: int, size: int) -> _Entry:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-            raise ValueError("a number that is no size")
+            raise ValueError("a size or offset is not valid")
         if end - begin != math.prod(shape) * dtype.itemsize or data + end > size:
             raise ValueError(f"{end - begin} bytes of shape {shape}")
         return _Entry(name, dtype, shape, data + begin)

@@ -32,7 +32,7 @@ def sibling(path: Path, name: str) -> Path:
         CheckpointError: the name or a link leads out of the folder, or the file does not exist.
     """
     if not is_name_in_folder(name):
-        raise CheckpointError(f"{path}: names {name[:200]!r}, which is no file beside it")
+        raise CheckpointError(f"{path}: names {name[:200]!r}, which is not a file in its folder")
     file = path.with_name(name)
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing, {path.name} names it")

@@ -90,7 +90,7 @@ def _check_job(store: Any, init_method: str, rank: int, timeout_s: float, job: s
         return  # meet() then reports that rank 0 is missing
     if (here := store.get("flextrain/job").decode()) != job:
         raise LaunchError(
-            f"launcher: {_said(init_method)} is where {here} meets, this process belongs to {job}; set MASTER_PORT"
+            f"launcher: {_said(init_method)} is used by {here}, this process belongs to {job}; set MASTER_PORT"
         )
 
 

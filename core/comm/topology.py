@@ -1,4 +1,4 @@
-"""Topology: the part of the data and of the model that a process has. Seeding, sampling and averaging ask it."""
+"""Topology: the shard of the data and of the model that a process has. Seeding, sampling and averaging ask it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from . import collectives as dist
 
 @dataclass(frozen=True)
 class DataShard:
-    """The part of every global batch that a process trains on, and the process group that trains on all parts.
+    """The shard of every global batch that a process trains on, and the process group that trains on all shards.
 
     Attributes:
-        index, count: number of this part, and number of parts.
-        group: one process for each part, in the order of the parts, with the same shard of the model as this one.
+        index, count: number of this shard, and number of shards.
+        group: one process for each shard, in their order, with the same shard of the model as this process.
             Gradients and losses are averaged over it. It must carry CPU tensors too. None: all processes, or, with a
             ``count`` of 1, this process alone.
 
@@ -33,18 +33,18 @@ class DataShard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise StrategyError(f"Topology.data.index: {self.index} is not allowed with {self.count} parts")
+            raise StrategyError(f"Topology.data.index: {self.index} is not allowed with {self.count} shards")
         if self.count == 1 or (self.group is None and self.count == dist.get_world_size()):
             return
         if self.group is None:
             raise StrategyError(
-                f"Topology.data.group: missing, {self.count} of the {dist.get_world_size()} processes train on other parts of "
+                f"Topology.data.group: missing, {self.count} of the {dist.get_world_size()} processes train on other shards of "
                 "the data than this one"
             )
         found = (dist.rank_in(self.group), dist.get_world_size(self.group))
         if found != (self.index, self.count):
             raise StrategyError(
-                f"Topology.data.group: this process is number {found[0]} of {found[1]} there, and has part {self.index} of "
+                f"Topology.data.group: this process is number {found[0]} of {found[1]} there, and has shard {self.index} of "
                 f"{self.count} of the data"
             )
 
@@ -58,32 +58,32 @@ class DataShard:
         return tuple(torch_dist.get_process_group_ranks(self.group))
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` in place by its mean over the parts of the data, and return it."""
+        """Replace ``tensor`` in place by its mean over the shards of the data, and return it."""
         return tensor if self.count == 1 else dist.all_reduce(tensor, "mean", self.group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` in place by its sum over the parts of the data, and return it."""
+        """Replace ``tensor`` in place by its sum over the shards of the data, and return it."""
         return tensor if self.count == 1 else dist.all_reduce(tensor, "sum", self.group)
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Replace the tensors in place by their means over the parts of the data."""
+        """Replace the tensors in place by their means over the shards of the data."""
         if self.count > 1:
             dist.average_tensors(tensors, group=self.group)
 
     def share(self, tensors: list[Tensor]) -> None:
-        """Overwrite the tensors in place with those of the process that has the first part of the data."""
+        """Overwrite the tensors in place with those of the process that has the first shard of the data."""
         if self.count > 1:
             dist.broadcast_tensors(tensors, group=self.group)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The part of this process in data and model parallelism; without arguments: plain data parallelism.
+    """The role of this process in data and model parallelism; without arguments: data parallelism only.
 
     Attributes:
-        data: the part of every global batch that it trains on. Processes with the same part read the same samples with
+        data: its shard of every global batch. Processes with the same shard read the same samples with
             the same augmentation and the same dropout masks.
-        reports: whether metrics count the predictions of this process; one process for each part of the data reports.
+        reports: whether metrics count the predictions of this process; one process for each shard of the data reports.
         model: process group of those that hold different parameters of one replica of the model (pipeline stages).
             Gradient norms are combined over it. None: every process holds a shard of every parameter.
         axes: (index, size) of this process on every named axis of a mesh, such as "dp_shard" or "tp".
@@ -99,7 +99,7 @@ class Topology:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """(index, count) of this process's part of the data."""
+        """(index, count) of this process's shard of the data."""
         return self.data.index, self.data.count
 
     @property
@@ -109,7 +109,7 @@ class Topology:
 
     @property
     def shares_data(self) -> bool:
-        """Whether several processes have the same part of the data."""
+        """Whether several processes have the same shard of the data."""
         return self.data.count < self.world_size
 
     @property
@@ -118,10 +118,10 @@ class Topology:
         return 0 if self.model is None else dist.rank_in(self.model)
 
     def check(self) -> None:
-        """Check that every part of the data has exactly one process that reports; every process must call it.
+        """Check that every shard of the data has exactly one process that reports; every process must call it.
 
         Raises:
-            StrategyError: on every process, if a part has none or several.
+            StrategyError: on every process, if a shard has none or several.
         """
         everyone: Sequence[tuple[tuple[int, int], bool]] = dist.all_gather_object((self.shard, self.reports))
         counts = {count for (_, count), _ in everyone}
@@ -129,5 +129,5 @@ class Topology:
         if len(counts) > 1 or reporting != list(range(self.data.count)):
             raise StrategyError(
                 f"Topology: (index, count) of the data and reports are {everyone} over the processes; all need the same count, "
-                "and each part one process that reports"
+                "and each shard one process that reports"
             )

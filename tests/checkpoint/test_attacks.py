@@ -288,7 +288,7 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, secret: Path, name: str) 
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    refused(folder, "which is no file beside it")
+    refused(folder, "which is not a file in its folder")
 
 
 def test_an_index_whose_file_is_a_link(tmp_path: Path, secret: Path) -> None:
@@ -329,7 +329,9 @@ def test_a_manifest_that_leads_elsewhere(checkpoint: Path, secret: Path, name: s
             manifest["tensors"]["model.w"]["chunks"][0]["file"] = name
 
     edit(checkpoint, change)
-    refused(checkpoint, "is no name of a file of a checkpoint", "is no name of a shard", "which is no file beside it")
+    refused(
+        checkpoint, "is no name of a file of a checkpoint", "is no name of a shard", "which is not a file in its folder"
+    )
 
 
 @pytest.mark.parametrize("name", [SHARD, "values.json", "manifest.json"])

@@ -82,7 +82,7 @@ def test_a_process_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatc
     spec = device_spec("xpu")
     assert select_device(spec, 1) == torch.device("xpu", 1)
     assert FakeModule.current == torch.device("xpu", 1)
-    with pytest.raises(StrategyError, match="^strategy.device: process 2 of this machine has no xpu, there are 2$"):
+    with pytest.raises(StrategyError, match="^strategy.device: local rank 2 has no xpu device, this machine has 2$"):
         select_device(spec, 2)
 
 
@@ -122,9 +122,7 @@ def test_a_back_end_that_is_asked_for_gets_gloo_beside_it(device: str, asked: st
 def test_a_back_end_for_accelerators_does_not_do_on_the_cpu() -> None:
     with pytest.raises(ConfigError) as caught:
         DEVICES["cpu"].complete_backend("nccl")
-    assert str(caught.value) == (
-        'strategy.backend: "nccl" sends no tensors that are on the CPU, choose "gloo" or leave it out'
-    )
+    assert str(caught.value) == ('strategy.backend: "nccl" cannot send CPU tensors, choose "gloo" or leave it out')
 
 
 def test_an_accelerator_that_is_not_in_the_table_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,9 @@ def test_a_mark_of_what_is_not_there(tmp_path: Path) -> None:
     del manifest["xxh3"]
     manifest["nonfinite"] = ["model.z"]
     directory.seal(path, json.dumps(manifest).encode())
-    with pytest.raises(CheckpointError, match=r"manifest.json: is damaged at .*model\.z is marked and not there"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json: is damaged at .*model\.z is marked as not finite and does not exist"
+    ):
         Checkpoint.open(path)
 
 

@@ -75,5 +75,5 @@ def test_tensors_may_be_kept_elsewhere() -> None:
     assert found["x"][1][0] is TENSORS[1]
     with pytest.raises(CheckpointError, match=r"state\[0\]: bytes cannot be saved"):
         pack([b"x"], "state", word)
-    with pytest.raises(ValueError, match="there is no bytes"):
+    with pytest.raises(ValueError, match="unknown kind bytes"):
         unpack({"bytes": "eA=="}, taken_from(tensors.__getitem__))

@@ -96,7 +96,7 @@ def of_two_jobs() -> str:
 
 def test_a_process_of_another_job_is_refused(workers2: WorkerGroup) -> None:
     first, second = workers2.run(of_two_jobs)
-    assert "is where Slurm job 7 step 0 meets, this process belongs to Slurm job 7 step 1; set MASTER_PORT" in second
+    assert "is used by Slurm job 7 step 0, this process belongs to Slurm job 7 step 1; set MASTER_PORT" in second
     assert "rank 1 of 2 processes did not come" in first
 
 

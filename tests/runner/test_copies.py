@@ -270,13 +270,13 @@ def refusal(kind: type) -> str:
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (Wrong, "all need the same count, and each part one process that reports"),
-        (Nobody, "each part one process that reports"),
+        (Wrong, "all need the same count, and each shard one process that reports"),
+        (Nobody, "each shard one process that reports"),
         (
             WithoutGroup,
-            "Topology.data.group: missing, 3 of the 2 processes train on other parts of the data than this one",
+            "Topology.data.group: missing, 3 of the 2 processes train on other shards of the data than this one",
         ),
-        (OtherPlace, "of 2 there, and has part"),
+        (OtherPlace, "of 2 there, and has shard"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_on_every_process(

@@ -316,6 +316,6 @@ def test_damaged_extra_state_is_one_line(tmp_path: Path) -> None:
     change_values(path, lambda values: values.update({"extra_state.counter": {"set": []}}))
     other = make_runner(tmp_path / "other", model=Untrained)
     with pytest.raises(
-        CheckpointError, match="model.counter._extra_state: its module cannot take it, ValueError: there is no set"
+        CheckpointError, match="model.counter._extra_state: its module cannot load it, ValueError: unknown kind set"
     ):
         other.load_checkpoint(path)

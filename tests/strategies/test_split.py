@@ -120,7 +120,7 @@ def test_what_is_wrong_on_one_process_is_seen_on_all(workers: Workers, tmp_path:
     for found, marked, heard in workers(2).run(spoiled, tmp_path):
         assert found == ["layers.3.linear.bias"]
         assert marked == ["model.layers.3.linear.bias"]
-        assert "model.embed.weight is not the same everywhere, rank 1 has another than rank 0" in heard
+        assert "model.embed.weight differs between processes, rank 1 from rank 0" in heard
 
 
 def hear(action: Callable[[], Any]) -> str:

@@ -104,7 +104,7 @@ def _bare(source: Checkpoint, path: Path, tied: bool) -> list[ExportedTensor]:
         else:
             left_out.append(state.name)
     if left_out:
-        _logger.warning(f"{path}: holds tensors alone, {', '.join(left_out)} is left out; a .pth has it")
+        _logger.warning(f"{path}: can hold only tensors, {', '.join(left_out)} is left out; export to .pth to keep it")
     return found
 
 
@@ -153,7 +153,7 @@ def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) ->
     if averaged is True and len(found) > 1:
         raise CheckpointError(f"{source.path}: holds averages of several hooks, give averaged={one_of(found)}")
     if not source.values.get(f"hook.{hook}/updates"):
-        raise CheckpointError(f"{source.path}: the averages of {hook} had not begun")
+        raise CheckpointError(f"{source.path}: {hook} had not started averaging")
     known = set(names)
     return {name: key for name, key in found[hook].items() if name in known}
 

@@ -108,7 +108,7 @@ class _Reader:
                 self._add_stages_1_and_2(model, groups, states[0].get("param_alignment_paddings"))
         wanted = [name for group in (*shapes, model.get("frozen_param_shapes") or {}) for name in group]
         if lost := [name for name in wanted if MODEL + name not in self.entries]:
-            raise CheckpointError(f"{self.folder}: lacks {lost[0]}, its optimizer states are not all there")
+            raise CheckpointError(f"{self.folder}: lacks {lost[0]}, files of optimizer states are missing")
         for name, original in (model.get("shared_params") or {}).items():
             if MODEL + original in self.entries:
                 self.entries[MODEL + name] = self.entries[MODEL + original]
@@ -141,7 +141,7 @@ class _Reader:
             self._add(name, shape, _consecutive(shards, 0, math.prod(shape)))
 
     def _add_stages_1_and_2(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]], paddings: Any) -> None:
-        """Add the parameters of ZeRO-1 and 2: those of a group are concatenated, then cut into one part per process."""
+        """Add the parameters of ZeRO-1 and 2: a group's are concatenated, then cut into one shard per process."""
         for number, shapes in enumerate(model["param_shapes"]):
             shards = [(file, groups[number]) for file, groups in zip(self.optims, ranks, strict=True)]
             padding = paddings[number] if paddings else [0] * len(shapes)
@@ -152,7 +152,7 @@ class _Reader:
                 offset += numel + behind
 
     def _add_stage_3(self, model: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> None:
-        """Add the parameters of ZeRO-3: each is cut into one part per process, and a process concatenates its parts."""
+        """Add the parameters of ZeRO-3: each is cut into one shard per process, which concatenates its shards."""
         shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
         offset = 0
         for name, shape in shapes.items():
@@ -166,7 +166,7 @@ class _Reader:
             self._add(name, shape, ranges)
             offset += share
 
-    # Pieces
+    # Chunks
 
     def _add(self, name: str, shape: Sequence[int], ranges: Sequence[tuple[int, StoredTensor, int, int, int]]) -> None:
         """Add a tensor of chunks: (file, stored tensor, offset in it, offset in the flattened tensor, length)."""

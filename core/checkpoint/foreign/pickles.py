@@ -1,8 +1,8 @@
 """Parse a pickle safely: read its content without importing or executing anything that it names.
 
 A pickle is a program that may call anything that can be imported. The machine here follows its instructions, but it
-imports nothing and calls only the functions that it was given. It builds plain containers, and every class or function
-that the program names must be known in advance.
+imports nothing and calls only the functions that it was given. It builds dicts, lists and tuples, and every class or
+function that the program names must be known in advance.
 
 Two alternatives were tried with tests/checkpoint/test_sources.py and test_attacks.py, and have these problems:
 

@@ -181,7 +181,7 @@ class TorchFile:
                 (numel,) = struct.unpack("<q", data.read(8))
                 begin, nbytes = data.tell(), storages[str(key)].nbytes
                 if numel != storages[str(key)].numel or begin + nbytes > self.size:
-                    raise CheckpointError(f"a tensor of {nbytes} bytes is not all in its {self.size} bytes")
+                    raise CheckpointError(f"a tensor of {nbytes} bytes exceeds the {self.size} bytes of the file")
                 self._begins[str(key)] = begin
                 data.seek(begin + nbytes)
             if storages.keys() - self._begins.keys():
@@ -194,7 +194,7 @@ class TorchFile:
     def _storage(self, given: Any, sizes: Mapping[str, int]) -> Storage:
         found = _storage_of(given)
         if found.key not in sizes or found.nbytes > sizes[found.key]:
-            raise CheckpointError(f"a tensor of {found.nbytes} bytes is not all in its {self.size} bytes")
+            raise CheckpointError(f"a tensor of {found.nbytes} bytes exceeds the {self.size} bytes of the file")
         return found
 
     # Functions and classes that a pickle of tensors names
@@ -208,7 +208,7 @@ class TorchFile:
         dtype = next(named, storage.dtype)
         stored = StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride))
         if not stored.is_inside(max(self.size, _EXPANDED_BYTES)):
-            raise CheckpointError(f"a tensor of shape {list(shape)[:8]} is not all in its {self.size} bytes")
+            raise CheckpointError(f"a tensor of shape {list(shape)[:8]} exceeds the {self.size} bytes of the file")
         return stored
 
 

@@ -24,7 +24,7 @@ _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)  # as int64; odd
 
 
 class Replicas:
-    """Fingerprints of this process's replicas: plain tensors, and DTensors that an axis of their mesh replicates.
+    """Fingerprints of this process's replicas: ordinary tensors, and DTensors that an axis of their mesh replicates.
 
     Args:
         tensors: key to tensor, for all tensors of this process.
@@ -84,8 +84,8 @@ class Replicas:
         first = min(split, key=order.index)
         most, *others = sorted(split[first], key=lambda owners: (-len(owners), owners))
         stray = ", ".join(map(str, sorted(rank for owners in others for rank in owners)))
-        more = f", {counted(len(split) - 1, 'tensor')} more likewise" if len(split) > 1 else ""
-        return f"{names[first]} is not the same everywhere, rank {stray} has another than rank {most[0]}{more}"
+        more = f" (and {counted(len(split) - 1, 'tensor')} more)" if len(split) > 1 else ""
+        return f"{names[first]} differs between processes, rank {stray} from rank {most[0]}{more}"
 
 
 def _number(name: str) -> int:
@@ -93,7 +93,7 @@ def _number(name: str) -> int:
 
 
 def _replica(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The local part of a replicated tensor, and its coordinates on the sharding axes; None if it is not replicated."""
+    """This process's shard of a replicated tensor, and its coordinates on the other axes; None if it is no replica."""
     if isinstance(tensor, DTensor):
         if not any(placement.is_replicate() for placement in tensor.placements):
             return None

@@ -54,16 +54,16 @@ def save_checkpoint(
     staging: Staging | None = None,
     finite: Collection[str] = (),
 ) -> Path:
-    """Write a checkpoint directory; every process must call it, and writes its own part.
+    """Write a checkpoint directory; every process must call it, and writes its own shard.
 
-    One tensor at a time is copied to the CPU, and only the part of it that this process writes.
+    One tensor at a time is copied to the CPU, and only the chunks of it that this process writes.
 
     Args:
         path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); an existing checkpoint of this
             name is replaced when the new one is complete.
-        state: key to tensor (plain: equal on all processes that have it; DTensor and FlatShard: each process's shard)
-            or JSON-able value (rank 0's is saved, or that of the first process that has it).
-        per_rank: JSON-able values that differ by process; read back as lists of those that are not empty, in order of
+        state: key to tensor (Tensor: equal on all processes that have it; DTensor and FlatShard: each process's shard)
+            or plain value (rank 0's is saved, or that of the first process that has it).
+        per_rank: plain values that differ by process; read back as lists of those that are not empty, in order of
             ``number``.
         number: position of this process in those lists; default: its rank.
         joined: lists of names, or mappings to such lists; the checkpoint gets the union over all processes.
@@ -214,7 +214,7 @@ class _Save:
         self._participants.meet(self.path.name, timeout_s)
 
     def prepare(self, copy: bool) -> None:
-        """Agree on the plan, make the directory, and, if ``copy``, copy this process's part so that training may go on.
+        """Agree on the plan, make the directory, and, if ``copy``, copy this process's shard: training may go on.
 
         If the plan of the last save is still valid on all processes, they copy at once, and one round of messages is
         enough.
@@ -302,7 +302,7 @@ class _Save:
         return tensor.detach()
 
     def finish(self) -> None:
-        """Write this process's part; rank 0 completes the checkpoint when all processes have written theirs."""
+        """Write this process's shard; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
             self._staging.nonfinite = self._participants.round(self._write, self._complete)
 
@@ -344,7 +344,7 @@ class _Save:
 
     def _complete(self, written: list[_Written]) -> list[tuple[str, ...]]:
         if found := self._replicas.difference([part.replicas for part in written], self._plan.index.entries()):
-            raise CheckpointError(f"{found}; what every process keeps has to be equal, or rank 0's alone")
+            raise CheckpointError(f"{found}; replicas must be equal, or only rank 0 may save the tensor")
         folder = self._folder
         files = {VALUES: directory.write_file(folder / VALUES, self._text)}
         files |= dict(part.file for part in written if part.file is not None)
