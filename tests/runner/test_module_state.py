@@ -169,7 +169,7 @@ def test_safetensors_hold_what_is_a_tensor_alone(tmp_path: Path, caplog: pytest.
     _, path = saved(tmp_path / "run")
     with caplog.at_level(logging.WARNING, "flextrain"):
         export_weights(path, tmp_path / "x.safetensors")
-    assert "counter._extra_state, same_counter._extra_state is left out; a .pth has it" in caplog.text
+    assert "counter._extra_state, same_counter._extra_state is left out; export to .pth to keep it" in caplog.text
     assert "scale._extra_state" in load_file(tmp_path / "x.safetensors")
     other = make_runner(tmp_path / "other", model=Untrained)
     other.load_checkpoint(tmp_path / "x.safetensors")
