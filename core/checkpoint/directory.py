@@ -312,7 +312,7 @@ def check_present(path: Path) -> None:
         if not path.exists():
             raise CheckpointError(f"{path}: does not exist")
         if not is_checkpoint(path):
-            raise CheckpointError(f"{path}: is no complete checkpoint, it has no {MANIFEST}{_meant(path)}")
+            raise CheckpointError(f"{path}: is not a complete checkpoint, it has no {MANIFEST}{_meant(path)}")
 
 
 def read_manifest(path: Path) -> Manifest:

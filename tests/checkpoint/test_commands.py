@@ -224,7 +224,7 @@ def test_verify_what_is_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
         error = said_no(capsys, "verify", tmp_path, *options)
         assert error.endswith(f"no manifest.json; the newest one in it is {tmp_path / 'a'}\n")
     (tmp_path / "w.pth").touch()
-    assert "w.pth: is no complete checkpoint" in said_no(capsys, "verify", tmp_path / "w.pth")
+    assert "w.pth: is not a complete checkpoint" in said_no(capsys, "verify", tmp_path / "w.pth")
 
 
 # export

@@ -163,7 +163,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(root: str, monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(f"{root}/d", example())
     assert not is_checkpoint(f"{root}/d")
-    with pytest.raises(CheckpointError, match=r"d: is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"d: is not a complete checkpoint"):
         Checkpoint.open(f"{root}/d")
     save_checkpoint(f"{root}/d", example())
     assert same(load_all(f"{root}/d"), example())
@@ -182,7 +182,7 @@ def test_latest_names_what_is_there(root: str) -> None:
     save_checkpoint(f"{root}/f", example())
     mark_latest(as_path(f"{root}/f"))
     remove_checkpoint(f"{root}/f")
-    with pytest.raises(CheckpointError, match='latest: names "f", which is no complete checkpoint'):
+    with pytest.raises(CheckpointError, match='latest: names "f", which is not a complete checkpoint'):
         find_latest(root)
 
 

@@ -271,9 +271,9 @@ def test_a_directory_without_its_manifest_is_no_checkpoint(tmp_path: Path) -> No
     train(tmp_path, train_cfg=dict(max_epochs=1))
     (tmp_path / "epoch_1" / "manifest.json").unlink()
     for options in (dict(resume=str(tmp_path / "epoch_1")), dict(load_from=str(tmp_path / "epoch_1"))):
-        with pytest.raises(CheckpointError, match=r"epoch_1: is no complete checkpoint, it has no manifest.json"):
+        with pytest.raises(CheckpointError, match=r"epoch_1: is not a complete checkpoint, it has no manifest.json"):
             train(tmp_path / "other", **options)
-    with pytest.raises(CheckpointError, match=r'latest: names "epoch_1", which is no complete checkpoint'):
+    with pytest.raises(CheckpointError, match=r'latest: names "epoch_1", which is not a complete checkpoint'):
         train(tmp_path, resume=True)
 
 

@@ -231,7 +231,7 @@ def test_several_indices(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no complete checkpoint, it has no manifest.json"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint, it has no manifest.json"):
         open_weights(tmp_path)
     with pytest.raises(CheckpointError, match="nothing: does not exist"):
         open_weights(tmp_path / "nothing")

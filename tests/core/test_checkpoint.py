@@ -255,7 +255,7 @@ def test_leftovers_of_a_killed_save_do_no_harm(tmp_path: Path) -> None:
 def test_a_half_deleted_checkpoint_is_none_and_is_replaced(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "a", example())
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="a: is no complete checkpoint, it has no manifest.json"):
+    with pytest.raises(CheckpointError, match="a: is not a complete checkpoint, it has no manifest.json"):
         Checkpoint.open(path)
     save_checkpoint(path, {"loop": 7})
     assert Checkpoint.open(path).values == {"loop": 7}
@@ -325,7 +325,7 @@ def test_latest(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "latest"]
     remove_checkpoint(first)
     assert not first.exists()
-    with pytest.raises(CheckpointError, match='latest: names "a", which is no complete checkpoint'):
+    with pytest.raises(CheckpointError, match='latest: names "a", which is not a complete checkpoint'):
         find_latest(tmp_path)
 
 
@@ -428,7 +428,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file: is no complete checkpoint.*are for load_from"):
+    with pytest.raises(CheckpointError, match="file: is not a complete checkpoint.*are for load_from"):
         Checkpoint.open(tmp_path / "file")
 
 

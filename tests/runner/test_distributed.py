@@ -425,7 +425,7 @@ def test_all_processes_take_the_checkpoint_that_rank_0_takes(
 def test_all_processes_hear_that_the_newest_is_gone(tmp_path: Path, workers2: WorkerGroup) -> None:
     (tmp_path / "latest").write_text("epoch_7")
     for heard in workers2.run(resumed_at, tmp_path, True):
-        assert str(heard).startswith(f'{tmp_path / "latest"}: names "epoch_7", which is no complete checkpoint')
+        assert str(heard).startswith(f'{tmp_path / "latest"}: names "epoch_7", which is not a complete checkpoint')
 
 
 class Save(Hook):

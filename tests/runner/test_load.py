@@ -421,5 +421,5 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_latest_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("epoch_7")
-    with pytest.raises(CheckpointError, match=r'latest: names "epoch_7", which is no complete checkpoint'):
+    with pytest.raises(CheckpointError, match=r'latest: names "epoch_7", which is not a complete checkpoint'):
         make_runner(tmp_path, resume=True).train()

@@ -225,7 +225,7 @@ class Lazy(Net):
     ("model", "message"),
     [
         (Unsavable, r"model._extra_state\['names'\]\[0\]: set cannot be saved"),
-        (OneWay, "model._extra_state: its module defines get_extra_state and no set_extra_state"),
+        (OneWay, "model._extra_state: its module defines get_extra_state but no set_extra_state"),
         (Adding, "model.version: is added by the model's own state_dict and is no parameter, buffer or extra state"),
         (Lazy, "model.net.0.weight: has no shape before the first batch, LazyLinear waits for it"),
         (Lazy(), "model.net.0.weight: has no shape before the first batch, LazyLinear waits for it"),
