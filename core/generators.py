@@ -28,7 +28,7 @@ def mix(number: int) -> int:
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Seed number ``position``, from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
+    """Seed ``number``, counted from 0, of SplitMix64 with ``seed``; computed without drawing those before it."""
     return mix(seed + _GAMMA * (number + 1) & _MASK)
 
 
