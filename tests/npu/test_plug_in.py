@@ -78,7 +78,7 @@ def doctor(**variables: str) -> tuple[dict[str, tuple[bool, str]], list[str]]:
 
 def test_the_doctor_sees_the_simulated_npu(simulated_npu: Path) -> None:
     strategies, _ = doctor()
-    assert strategies["NPUStrategy"] == (True, "on 2 x npu")
+    assert strategies["NPUStrategy"] == (True, "on 2 x npu, one per process")
     assert strategies["FSDPStrategy"] == (True, "on 2 x npu, one per process")
 
 
@@ -95,4 +95,4 @@ def test_the_doctor_sees_what_deepspeed_lacks_on_an_npu(simulated_npu: Path, mon
 
 def test_the_doctor_sees_a_device_that_nobody_registered(simulated_npu: Path) -> None:
     _, found = doctor(NPU_SIM_TYPE="toy")
-    assert any(line.startswith("warning: torch finds a device of type toy, of which flextrain") for line in found)
+    assert any(line.startswith("warning: torch finds a device of type toy, which flextrain") for line in found)
