@@ -1,4 +1,4 @@
-"""How a model is spread over devices, behind one interface."""
+"""Strategies: interchangeable ways to train a model on one or many devices, behind one interface."""
 
 from __future__ import annotations
 

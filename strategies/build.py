@@ -1,4 +1,4 @@
-"""The strategy of a run, from what its configuration says in several places."""
+"""Build the strategy of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NEVER_CALLED = {
     "save_checkpoint": "override state_dict()",
     "load_checkpoint": "override load_template(saved) and load_state_dict(state)",
 }
-"""Methods of MMEngine's strategies."""
+"""Methods of MMEngine's strategies that flextrain never calls, with the advice for a subclass that defines one."""
 
 
 def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
-    """The strategy that ``cfg`` describes; nothing is started.
+    """Return the strategy that ``cfg`` describes, without starting anything.
 
     Args:
-        cfg: a Strategy, ``dict(type=...)``, a class, a name, or None: one device for one process, DDP for several.
-        options: fields of the strategy's options that were given elsewhere in the runner's configuration; None was not
-            given.
+        cfg: a Strategy, ``dict(type=...)``, a class, a name, or None: SingleDeviceStrategy for one process, DDPStrategy
+            for several.
+        options: options of the strategy from other keys of the runner's configuration; None means not given.
 
     Raises:
-        ConfigError: a wrong option, or one that is given in two places with two values.
+        ConfigError: a wrong option, or two different values for one option.
     """
     options = {key: value for key, value in options.items() if value is not None}
     if isinstance(cfg, Strategy):

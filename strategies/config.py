@@ -14,12 +14,12 @@ from ..core.errors import ConfigError
 
 
 class ActivationCheckpointing(Config):
-    """Which submodules are recomputed in backward."""
+    """The submodules to recompute in backward."""
 
     check_fn: Callable[[nn.Module], bool] | None = None
-    """Says of a submodule whether to recompute it."""
+    """Returns whether to recompute a submodule."""
     classes: list[str] | None = None
-    """Names of submodules' classes to recompute; in place of check_fn."""
+    """Names of the classes to recompute; instead of check_fn."""
 
     @pydantic.model_validator(mode="after")
     def _one_way(self) -> ActivationCheckpointing:
@@ -32,20 +32,20 @@ class StrategyConfig(Config):
     """Options of every strategy."""
 
     device: str | None = None
-    """Kind of device: "cpu", "cuda", "npu", "xpu", "mps" or a registered one; None takes the accelerator that is here, else
-    the CPU."""
+    """Type of device: "cpu", "cuda", "npu", "xpu", "mps" or a registered one; None: the available accelerator, else the
+    CPU."""
     launcher: str | None = None
-    """Who started the processes: "none", "pytorch", "slurm" or "mpi"; None finds out."""
+    """Launcher of the processes: "none", "pytorch", "slurm" or "mpi"; None: detected from the environment."""
     backend: str | None = None
-    """Process-group back end, such as "nccl"; gloo carries what is on the CPU if it does not. None takes the device's."""
+    """Backend of the process group, such as "nccl"; gloo is added for CPU tensors if needed. None: the device's own."""
     timeout_s: float | int = pydantic.Field(1800.0, gt=0)
-    """Seconds after which a process that waits for others gives up."""
+    """Seconds after which waiting for other processes fails."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``."""
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
     exclude_frozen_parameters: bool | None = None
-    """Leave frozen parameters out of checkpoints; a run that resumes has them from its model, as that is built. None: False."""
+    """Leave frozen parameters out of checkpoints; a resumed run takes them from its newly built model. None: False."""
 
     @pydantic.field_validator("compile")
     @classmethod

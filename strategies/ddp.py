@@ -1,4 +1,4 @@
-"""The whole model in every process, gradients averaged while backward runs."""
+"""DDPStrategy: the whole model in every process, gradients averaged during backward (DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class WrapperOptions(Config):
     """Arguments of torch's DistributedDataParallel; None is torch's default."""
 
     static_graph: bool | None = None
-    """The same parameters take part in every iteration, in the same way."""
+    """Promise that every iteration uses the same parameters in the same way."""
     find_unused_parameters: bool | None = None
-    """Some parameters take no part in some iterations."""
+    """Allow iterations that do not use all parameters."""
     gradient_as_bucket_view: bool | None = None
-    """Gradients share memory with the buckets that are sent; saves one copy of the gradients."""
+    """Let gradients share memory with the all-reduce buckets; saves one copy of the gradients."""
     broadcast_buffers: bool | None = None
-    """Rank 0's buffers go to all processes before every forward."""
+    """Broadcast rank 0's buffers before every forward."""
     bucket_cap_mb: float | int | None = None
-    """Size of the messages in MiB."""
+    """Size of the all-reduce buckets in MiB."""
 
 
 class DDPWrapperConfig(WrapperOptions):
     """MMEngine's ``model_wrapper``."""
 
     type: Any = None
-    """Accepted when it names DistributedDataParallel."""
+    """Must name DistributedDataParallel or MMEngine's subclass, if given."""
 
 
 class DDPConfig(StrategyConfig, WrapperOptions):
     """Options of DDPStrategy."""
 
     model_wrapper: DDPWrapperConfig | None = None
-    """MMEngine's place for the arguments of DistributedDataParallel."""
+    """MMEngine's key for the arguments of DistributedDataParallel."""
     sync_bn: Literal["torch"] | None = None
-    """Batch normalisation over the batch of all processes; "torch" turns it on."""
+    """Batch normalisation over the batches of all processes: "torch" uses SyncBatchNorm."""
     comm_hook: CommHook | None = None
-    """How gradients travel: as they are, or halved to float16 or bfloat16."""
+    """Dtype of gradients in the all-reduce: their own, float16 or bfloat16."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> DDPConfig:
@@ -79,7 +79,7 @@ class DDPConfig(StrategyConfig, WrapperOptions):
         return self
 
     def wrapper_arguments(self) -> dict[str, Any]:
-        """What DistributedDataParallel is to be given, from both places."""
+        """Return the arguments for DistributedDataParallel, from the options and from ``model_wrapper``."""
         values = {key: getattr(self, key) for key in WrapperOptions.model_fields}
         if self.model_wrapper:
             values |= {k: v for k in values if (v := getattr(self.model_wrapper, k)) is not None}
@@ -88,10 +88,10 @@ class DDPConfig(StrategyConfig, WrapperOptions):
 
 @STRATEGIES.register_module()
 class DDPStrategy(Strategy):
-    """Data parallelism through torch's DistributedDataParallel; one process without launcher is a world of one.
+    """Data parallelism with torch's DistributedDataParallel; one process without launcher has world size 1.
 
-    A model that defines its own ``train_step`` (or ``_run_forward``) calls itself, so no wrapper can see its backward: its
-    gradients are then averaged at each update instead, in buckets, which gives the same result.
+    A model that defines its own ``train_step`` (or ``_run_forward``) calls itself, past any wrapper. Its gradients are
+    averaged at each update instead, in buckets, with the same result.
 
     Source: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
@@ -137,7 +137,7 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def _device_ids(self) -> list[torch.device] | None:
-        """This process's one device; None on the CPU, as DistributedDataParallel wants it."""
+        """Return this process's device in a list; None on the CPU, as DistributedDataParallel requires."""
         return None if self.device.type == "cpu" else [self.device]
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
@@ -150,7 +150,7 @@ class DDPStrategy(Strategy):
         return called, optim
 
     def _check_gradients_stay(self, optim: Optim | None) -> None:
-        """Raise StrategyError if gradients would move, or be missing, under an optimizer that keeps them to itself."""
+        """Raise StrategyError if gradients could move or be missing with an optimizer that keeps them in own memory."""
         arguments = self.config.wrapper_arguments()
         key = next((key for key in ("gradient_as_bucket_view", "find_unused_parameters") if arguments.get(key)), None)
         for wrapper in optim.wrappers.values() if optim and key else ():
@@ -162,10 +162,10 @@ class DDPStrategy(Strategy):
                 )
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """See Strategy; ``DistributedDataParallel.no_sync`` while disabled."""
+        """See Strategy; returns ``DistributedDataParallel.no_sync`` if disabled."""
         if enabled or not isinstance(self._model, DistributedDataParallel):
             return NOTHING
-        # A static graph is recorded in the first backward, which fails inside torch (2.15) under no_sync. Reducing once more
+        # torch (2.15) records a static graph in the first backward, and fails there under no_sync. One more reduction
         # does not change the window's sum.
         if self._model.static_graph and not self._recorded:
             self._recorded = True

@@ -1,4 +1,4 @@
-"""ProcessEnvironment: the device, the process group, and the topology of one process."""
+"""ProcessEnvironment: device, process group and topology of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .launch import Launch, detect_launch
 
 
 class ProcessEnvironment:
-    """The part of a strategy that knows processes and devices, and no model.
+    """The part of a strategy that handles processes and devices, without a model.
 
     Args:
         options: the fields of this class's ``Config``.
@@ -35,18 +35,18 @@ class ProcessEnvironment:
         self.device = torch.device("cpu")
         self.launch = Launch()
         self.topology = Topology()
-        """The relations of this process to the others, once ``setup_environment`` has been called."""
+        """This process's relations to the others; valid after ``setup_environment``."""
         self._spec: DeviceSpec | None = None
         self._owns_group = False
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """The rank of this process."""
         return self.topology.rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self.topology.world_size
 
     def setup_environment(self) -> None:
@@ -54,9 +54,9 @@ class ProcessEnvironment:
 
         Raises:
             LaunchError: the launcher's variables are missing.
-            ConfigError: a back end that the device does not have.
-            StrategyError: the device is not usable here, the strategy cannot run on this many processes, or the process
-                group that exists cannot carry CPU tensors.
+            ConfigError: a backend that the device does not support.
+            StrategyError: the device is not usable, the strategy cannot run on this number of processes, or the
+                existing process group cannot send CPU tensors.
         """
         if self._spec is not None:
             return
@@ -76,31 +76,31 @@ class ProcessEnvironment:
             self._owns_group = True
             dist.leave_at_exit()
         self._check_group()
-        dist.side_group(float(self.config.timeout_s))  # made now, where all processes are
+        dist.side_group(float(self.config.timeout_s))  # created here, because all processes are here
         self._spec = spec
-        self.topology = Topology()  # rank and world size are known from here on
+        self.topology = Topology()  # _arrange may need rank and world size
         self.topology = self._arrange()
         if self.topology.shares_data:
             self.topology.check()
 
     def _arrange(self) -> Topology:
-        """What this process is to the others; asked once, when the process group exists, and on every process.
+        """Return this process's relations to the others; called once on every process, after the process group exists.
 
-        By default every process trains on data of its own and holds all names.
+        By default every process trains on its own data and holds all parameters.
         """
         return Topology()
 
     def meet(self, call: str) -> None:
-        """Wait until every process has come to ``call``, which all of them have to make.
+        """Wait until every process has made ``call``; a collective.
 
         Raises:
-            StrategyError: on every process, one has not within ``timeout_s`` seconds, or is in another call.
+            StrategyError: on every process, if one does not come within ``timeout_s`` seconds or makes another call.
         """
         if problem := roll_call(call, float(self.config.timeout_s)):
             raise StrategyError(f"{call}: {problem}; every process has to call it")
 
     def _join_alone(self) -> None:
-        """Form a group of this process alone if there is none; for engines that cannot do without."""
+        """Create a process group of this process alone if there is none, for libraries that need one."""
         if dist.is_initialized():
             return
         assert self._spec is not None
@@ -109,11 +109,11 @@ class ProcessEnvironment:
         dist.leave_at_exit()
 
     def _check_group(self) -> None:
-        """Raise StrategyError if a group that others have made cannot carry CPU tensors: counts, metrics, objects."""
+        """Raise StrategyError if an existing process group cannot send CPU tensors: counts, metrics, objects."""
         if not dist.is_alone() and not dist.carries_cpu_tensors(found := dist.group_backend()):
             raise StrategyError(
-                f'strategy.backend: the process group that is there already has "{found}" and nothing for tensors on the '
-                f'CPU, make it with init_process_group("cpu:gloo,{found}") or leave it to the strategy'
+                f'strategy.backend: the existing process group has the backend "{found}" and none for CPU tensors, '
+                f'create it with init_process_group("cpu:gloo,{found}") or let the strategy create it'
             )
 
     def _check_world(self, world_size: int) -> None:

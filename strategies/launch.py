@@ -1,4 +1,4 @@
-"""Who started this process, and starting several of them without torchrun."""
+"""Detect the launcher and rank of this process (torchrun, Slurm, Open MPI), and start processes without torchrun."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ..core.errors import ConfigError, LaunchError, one_of, suggest
 
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
-# To choose from by the job's name, so that all of its processes agree; below those that the system gives to anybody.
+# A port is chosen by the job's name, so that all its processes agree; below the system's ephemeral ports.
 _PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the job, as the launcher says.
+    """This process's rank and the job's facts, as the launcher gives them.
 
     Attributes:
         launcher: "none", "pytorch" (torchrun and torch.distributed.launch), "slurm" or "mpi" (Open MPI).
-        rank, world_size: number of this process, and of all processes.
-        local_rank: number of this process on its machine; chooses the device.
-        init_method: where the processes meet: ``env://`` or ``tcp://host:port``.
-        job: what the launcher calls this job; empty where it has no name that others have not. Processes of another one
-            are not let in.
+        rank, world_size: rank of this process, and number of all processes.
+        local_rank: rank of this process on its machine; selects the device.
+        init_method: address of the rendezvous: ``env://`` or ``tcp://host:port``.
+        job: the launcher's unique name of the job; empty if it has none. Processes of another job are refused.
     """
 
     launcher: str = "none"
@@ -44,15 +43,15 @@ class Launch:
 
 
 def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = None) -> Launch:
-    """The place of this process in the job.
+    """Return this process's rank and the job's facts.
 
     Args:
-        launcher: one of LAUNCHERS, or None to find out.
+        launcher: one of LAUNCHERS, or None to detect it.
         env: environment variables; default: ``os.environ``.
 
     Raises:
-        ConfigError: no such launcher.
-        LaunchError: the launcher did not set what it should, or "none" was asked for in a job of several processes.
+        ConfigError: an unknown launcher.
+        LaunchError: a variable of the launcher is missing, or "none" was given in a job of several processes.
     """
     env = os.environ if env is None else env
     if launcher not in (None, *LAUNCHERS):
@@ -69,12 +68,12 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
     if launcher == "pytorch" or (launcher is None and {"RANK", "WORLD_SIZE"} <= env.keys()):
         rank = _int(env, "RANK")
         return Launch("pytorch", rank, _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK", rank))
-    # In a batch script without srun SLURM_NTASKS counts tasks that nobody started; the step's own number does not.
+    # In a batch script without srun, SLURM_NTASKS counts tasks that were not started; SLURM_STEP_NUM_TASKS does not.
     if launcher == "slurm" or (launcher is None and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1):
         size = _int(env, "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_host(_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST"))
         job = f"Slurm job {env.get('SLURM_JOB_ID', '?')} step {env.get('SLURM_STEP_ID', '?')}"
-        # Neighbouring jobs, and the steps of each, have different ones.
+        # Neighbouring jobs, and the steps of each, get different ports.
         own = _PORTS[(_int(env, "SLURM_JOB_ID", 0) * 101 + _int(env, "SLURM_STEP_ID", 0)) % len(_PORTS)]
         init = f"tcp://{host}:{_int(env, 'MASTER_PORT', own)}"
         return Launch("slurm", _int(env, "SLURM_PROCID"), size, _int(env, "SLURM_LOCALID"), init, job)
@@ -93,7 +92,7 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of Slurm's list: ``gpu[07-09,12]-a,cpu1`` gives ``gpu07-a``."""
+    """Return the first machine of Slurm's list: ``gpu[07-09,12]-a,cpu1`` gives ``gpu07-a``."""
     match = re.match(r"(?:[^,\[\]\s]|\[\w+[^\[\]]*\])+(?=,|$)", nodelist)
     if match is None:
         raise LaunchError(f'launcher: cannot read a machine from SLURM_STEP_NODELIST="{nodelist}", set MASTER_ADDR')
@@ -107,17 +106,17 @@ def launch(
     start_method: Literal["spawn", "fork"] = "spawn",
     **kwargs: Any,
 ) -> Any:
-    """Run ``fn(*args, **kwargs)`` in ``nprocs`` processes of this machine as torchrun would; returns rank 0's result.
+    """Run ``fn(*args, **kwargs)`` in ``nprocs`` processes of this machine like torchrun; return rank 0's result.
 
     For notebooks and scripts without torchrun. With "spawn", ``fn`` must be importable by the new processes; a function
-    defined in a notebook needs "fork", and no accelerator may have been used before.
+    defined in a notebook needs "fork", and the accelerator must not have been used before.
 
     Raises:
-        LaunchError: a process failed; the message holds its rank and traceback, the others are stopped.
+        LaunchError: a process failed; the message has its rank and traceback, the other processes are stopped.
     """
     if nprocs < 1:
         raise ConfigError(f"nprocs: {nprocs} is not allowed, give 1 or more")
-    # Kept here, as torchrun keeps it: between finding a free port and listening on it, another could take it.
+    # The store listens in this process, as in torchrun: another program could take a port that is only looked up.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
@@ -131,7 +130,7 @@ def launch(
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             advice = 'define it in a module that can be imported, or give start_method="fork"'
             raise LaunchError(f"fn: cannot be sent to another process, {error}; {advice}") from None
-        # Written by our own process a moment ago, in a folder of our own.
+        # Safe to unpickle: our own process has just written it in a temporary folder.
         return pickle.loads(result.read_bytes())
 
 
@@ -148,7 +147,7 @@ def _run_as_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     if "OMP_NUM_THREADS" not in os.environ:
-        # Each would start a thread per core, and they would keep each other waiting.
+        # By default each process starts one thread per core, and the threads compete for the cores.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // nprocs))
     value = fn(*args, **kwargs)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Optimizers of processes that hold different parameters of one copy of a model."""
+"""Gradient norms and overflows of optimizers on processes that hold different parameters of one replica of a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def spread_updates(
     topology: Topology,
     device: torch.device,
 ) -> None:
-    """Have norms, clipping and overflows combined over ``topology.model``, of which every process must come here.
+    """Combine norms, clipping and overflows over ``topology.model``; a collective of this group.
 
-    A parameter that several of them hold, under one name or as one that was tied in the whole model, counts once. Its gradient
-    has to be the whole one on each.
+    A parameter that several processes hold, under one name or tied in the whole model, counts once. Each of them must
+    have its full gradient.
 
     Args:
-        parameters: that this process holds, by their names in the whole model; a tied one by the first of its names.
+        parameters: this process's parameters, by their names in the whole model; a tied one by its first name.
     """
     names = {id(parameter): name for name, parameter in parameters}
     for wrapper in optim.wrappers.values():

@@ -1,4 +1,4 @@
-"""Which names of the model this process holds, what others call them, and who saves what each may have its own of."""
+"""Names: parameter and buffer names of the whole model, their aliases, and which process holds and saves each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..core.module_state import extra_aliases, keepers, tensor_names, torch_key
 
 
 class Names:
-    """The names of a model, of which a process may hold some only once the strategy has wrapped it.
+    """The names of a model, of which a process may hold only some after the strategy has wrapped it.
 
-    A name is the one in the model as it was built. A tied parameter has the first of its names, also on a process that
-    holds it under another one alone, as the last stage of a pipeline does.
+    Names are those in the model as it was built. A tied parameter has the first of its names, also on a process that
+    holds it only under another name, such as the last stage of a pipeline.
 
     Args:
-        model: as it was built, the same on every process.
+        model: the model as it was built, equal on every process.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class Names:
         self._owners: dict[str, int] = {}
 
     def gather(self, module: nn.Module) -> None:
-        """Find out who holds what; collective, once the model is what it will stay."""
+        """Exchange which process holds which name; a collective, called after the model was wrapped."""
         own = sorted({*(name for name, _ in module.named_buffers()), *(_part(m, n) for n, m in module.named_modules())})
         everyones = gather_differing(own)
         if all(names == own for names in everyones):
@@ -37,14 +37,14 @@ class Names:
                 self._owners.setdefault(name, rank)
 
     def owner(self, name: str, module: nn.Module, own: int) -> int:
-        """The first process that has the buffer ``name`` of ``module``, or its submodule of that name.
+        """Return the first rank that holds the buffer or submodule ``name`` of ``module``.
 
         Args:
-            own: the process that asks; it answers for modules that came later.
+            own: this process's rank, returned for modules that were added later.
         """
         if name in self._owners or not self._owners:
             return self._owners.get(name, 0)
-        while name:  # a buffer that has come up in training belongs to its module
+        while name:  # a buffer added during training belongs to its module's owner
             try:
                 return self._owners.get(_part(module.get_submodule(name), name), own)
             except AttributeError:
@@ -52,7 +52,7 @@ class Names:
         return self._owners.get(_part(module, ""), own)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this process holds, by their names in the model."""
+        """Yield this process's parameters with their names in the model."""
         if not self._aliases:
             yield from module.named_parameters()
             return
@@ -61,7 +61,7 @@ class Names:
             yield self._first(name, own), parameter
 
     def aliases(self, module: nn.Module) -> dict[str, str]:
-        """Further names of tied parameters and of modules with extra state, of all processes, to the first of them."""
+        """Return further names of tied parameters and modules with extra state, on any process, each with its first."""
         now = {**tied(module), **extra_aliases(module)}
         if not self._aliases:
             return now
@@ -71,11 +71,11 @@ class Names:
         return {**elsewhere, **{alias: self._first(name, names) for alias, name in now.items()}}
 
     def elsewhere(self, module: nn.Module) -> frozenset[str]:
-        """Names of parameters and persistent buffers that other processes hold, and this one does not."""
+        """Return the names of parameters and persistent buffers that only other processes hold."""
         return self._all - tensor_names(module) - {name for name, _ in self.parameters(module)}
 
     def keepers_elsewhere(self, module: nn.Module) -> frozenset[str]:
-        """Names of modules with extra state that other processes hold, and this one does not."""
+        """Return the names of modules with extra state that only other processes hold."""
         return self._keepers - {name for name, _ in keepers(module, every_name=True)}
 
     def _first(self, name: str, held: Container[str]) -> str:
@@ -84,12 +84,12 @@ class Names:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several, to the first of them."""
+    """Return further names of tied parameters, each with its first."""
     first: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def _part(module: nn.Module, name: str) -> str:
-    """A module by name and class: what stands in for another process's has another class."""
+    """Return a module's name and class; a placeholder for another process's module differs by its class."""
     return f"{name}: {type(module).__name__}"

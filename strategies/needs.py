@@ -1,4 +1,4 @@
-"""What a strategy needs on a machine, as data that `flextrain doctor` compares with what is installed."""
+"""Needs: the requirements of a strategy, which `flextrain doctor` compares with the machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ANY_DEVICE = "an accelerator per process or the CPU"
 
 @dataclass(frozen=True)
 class Needs:
-    """What has to be there for a strategy to run, besides torch.
+    """The requirements of a strategy, besides torch.
 
     Attributes:
         distributed: the strategy needs ``torch.distributed``.
         packages: the optional packages that it imports, each with the command that installs it.
-        device: the only type of device that it runs on; None: any accelerator, or the CPU.
-        others: what cannot be looked up, in words.
+        device: the only type of device that it supports; None: any accelerator, or the CPU.
+        others: requirements that cannot be checked, as text.
     """
 
     distributed: bool = False

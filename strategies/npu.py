@@ -1,4 +1,4 @@
-"""Ascend NPUs, one per process."""
+"""NPUStrategy: data parallelism on Ascend NPUs, one per process."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from .needs import Needs
 
 
 class NPUConfig(DDPConfig):
-    """Options of NPUStrategy: those of DDPStrategy, and torch_npu's switches. None leaves torch_npu's own default."""
+    """Options of NPUStrategy: those of DDPStrategy, and torch_npu's switches. None keeps torch_npu's default."""
 
     device: Literal["npu"] = "npu"
     """Always "npu"."""
     compile_mode: Literal["binary", "jit"] | None = "binary"
-    """Where operators come from: "binary" are those that CANN brings along, for any shape, which MMEngine chose too; "jit"
-    compiles each for the shapes it meets."""
+    """Source of the operators: "binary" uses CANN's prebuilt ones, for any shape, as MMEngine does; "jit" compiles each
+    operator for the shapes of its inputs."""
     allow_internal_format: bool | None = None
-    """Let operators keep tensors in layouts of the device's own."""
+    """Allow operators to store tensors in the device's private layouts."""
     matmul_hf32: bool | None = None
-    """Multiply float32 matrices in HF32, with fewer digits."""
+    """Multiply float32 matrices in HF32, which has lower precision."""
     conv_hf32: bool | None = None
-    """Convolve float32 tensors in HF32, with fewer digits."""
+    """Compute float32 convolutions in HF32, which has lower precision."""
     options: dict[str, str | int] | None = None
     """Further switches for ``torch.npu.set_option``, such as ``dict(ACL_OP_DEBUG_LEVEL=1)``."""
 
 
 @STRATEGIES.register_module()
 class NPUStrategy(DDPStrategy):
-    """One Ascend NPU per process, gradients averaged while backward runs; one process without launcher is a world of one.
+    """Data parallelism with one Ascend NPU per process; one process without launcher has world size 1.
 
-    Processes talk over HCCL, and over gloo about what is on the CPU. FSDPStrategy and DeepSpeedStrategy take
-    ``device="npu"`` too, or find it by themselves.
+    Processes communicate over HCCL, and over gloo for CPU tensors. FSDPStrategy and DeepSpeedStrategy accept
+    ``device="npu"`` too, or detect it.
 
     Raises:
-        StrategyError: torch_npu is not installed, cannot be imported, or finds no device; by setup_environment.
+        StrategyError: torch_npu is not installed, cannot be imported, or finds no device; raised by setup_environment.
 
     Source: https://www.hiascend.com/document, "Ascend Extension for PyTorch"
     """

@@ -1,4 +1,4 @@
-"""Whether optimizers can have parameters that are DTensors, and how what they keep of one lies."""
+"""ShardedOptimizers: check that optimizers can train DTensors, and create their state in the right layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROWS_EACH = 16
 
 
 class ShardedOptimizers:
-    """The optimizers of a run whose parameters are sharded by their first dimension over the last dimension of a mesh.
+    """The optimizers of parameters that are sharded in their first dimension over the last dimension of a mesh.
 
     Args:
-        mesh: with copies of the shards along its first dimension, if it has two.
+        mesh: the device mesh; if it has two dimensions, the first is for replicas of the shards.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -32,14 +32,14 @@ class ShardedOptimizers:
         self._layouts: dict[int, dict[tuple[int, str], tuple[Placement, ...]]] = {}
 
     def check(self, wrapper: OptimWrapper) -> None:
-        """Try the optimizer on small parameters that lie as the model's do, unless it is known to do without; collective.
+        """Try the optimizer on small parameters sharded like the model's, unless it is known to work; a collective.
 
         Raises:
-            StrategyError: on every process, if what comes out on any is not what comes of whole parameters.
+            StrategyError: on every process, if the result on any differs from that of whole parameters.
         """
         if wrapper.adapter.is_elementwise:
             return
-        # Not divisible, since a model's parameters need not be; and with a part for every process.
+        # Not divisible by the number of processes, as parameters may be, but with a shard for every process.
         samples = Samples.like(wrapper.optimizer, rows=_ROWS_EACH * self._mesh.size(-1) - 1)
         reason, self._layouts[id(wrapper)] = why_not_dtensors(wrapper.make_another, samples, self._spread)
         if found := next((one for one in dist.all_gather_object(reason) if one is not None), None):
@@ -59,7 +59,10 @@ class ShardedOptimizers:
         return spread.to(whole.device)
 
     def empty_state(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor | None:
-        """A tensor for state of ``info.shape`` and ``info.dtype``, lying as the optimizer's own; None if that is whole."""
+        """Return an empty tensor of ``info.shape`` and ``info.dtype``, sharded like the optimizer's state ``key``.
+
+        None if the optimizer's state is no DTensor.
+        """
         placements = self._layouts.get(id(wrapper), {}).get((parameter.ndim, key))
         if placements is None:
             return None

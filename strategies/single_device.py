@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""SingleDeviceStrategy: one process, one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import Strategy
 
 @STRATEGIES.register_module()
 class SingleDeviceStrategy(Strategy):
-    """Trains on one device in one process; what every other strategy must agree with."""
+    """Trains on one device in one process; the reference for every other strategy."""
 
     short_names = {"single": {}}
 

@@ -1,4 +1,4 @@
-"""CanonicalState: the names and tensors that a strategy gives to checkpoints, and takes from them."""
+"""CanonicalState: the names and tensors that a strategy saves to checkpoints and loads from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Optim = OptimWrapper | OptimWrapperDict
 
 
 class CanonicalState(ProcessEnvironment):
-    """The part of a strategy that names parameters, buffers and optimizer state as the user's model does.
+    """The part of a strategy that gives parameters, buffers and optimizer state under the names of the user's model.
 
     Args:
         options: the fields of this class's ``Config``.
@@ -37,7 +37,7 @@ class CanonicalState(ProcessEnvironment):
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module, unwrapped.
+        """The user's module, unwrapped.
 
         Raises:
             StrategyError: before ``setup``.
@@ -47,52 +47,52 @@ class CanonicalState(ProcessEnvironment):
         return self._module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process, by the names that checkpoints have: those in the model as it was built."""
+        """Return this process's parameters with their names in checkpoints: those in the model as it was built."""
         return self._names.parameters(self.module)
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters and of modules with extra state, on any process, to the one that is in use."""
+        """Return further names of tied parameters and modules with extra state, on any process, each with its first."""
         return self._names.aliases(self.module)
 
     def elsewhere(self) -> frozenset[str]:
-        """Names of the model's parameters and persistent buffers that other processes hold, and this one does not."""
+        """Return the names of the model's parameters and persistent buffers that only other processes hold."""
         return self._names.elsewhere(self.module)
 
     def keepers_elsewhere(self) -> frozenset[str]:
-        """Names of the model's modules with extra state that other processes hold, and this one does not."""
+        """Return the names of the model's modules with extra state that only other processes hold."""
         return self._names.keepers_elsewhere(self.module)
 
     def saves(self, name: str) -> bool:
-        """Whether this process is the one whose copy counts: of a buffer, or of the extra state of a module.
+        """Return whether this process saves a buffer, or a module's extra state.
 
-        Each process may have its own of those. The first counts that has one.
+        These may differ between processes; the first process that has it saves it.
         """
         return self._names.owner(name, self.module, self.rank) == self.rank
 
     def model_state(self) -> dict[str, Tensor]:
-        """Every parameter (its float32 master where one exists) and persistent buffer of this process, live, by name.
+        """Return this process's live parameters (float32 masters where they exist) and persistent buffers, by name.
 
-        The name is the one in the user's model; a tied parameter has the first of its names. The value's type says how it
-        lies: a plain tensor is whole on every process.
+        The name is the one in the user's model; a tied parameter has the first of its names. Its type gives the
+        layout: a ``torch.Tensor`` is whole on every process, a DTensor or FlatShard is a shard.
         """
         optim = self.optim
         state = {name: optim.master(p) if optim else p for name, p in self.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
 
     def appeared(self) -> tuple[list[str], list[str]]:
-        """Names of the parameters, and of the persistent buffers, that the model has and had not when it was set up."""
+        """Return the names of the parameters, and of the persistent buffers, that were added after ``setup``."""
         late = tensor_names(self.module) - self._at_setup if self._at_setup else frozenset()
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} if late else set()
         return sorted(late & parameters), sorted(late - parameters)
 
     def left_out(self) -> frozenset[str]:
-        """Names of the parameters that checkpoints lack and the model brings along: frozen ones, if they are excluded."""
+        """Return the names of the parameters that checkpoints do not contain: frozen ones, if these are excluded."""
         if not self.config.exclude_frozen_parameters:
             return frozenset()
         return frozenset(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
 
     def _offered(self) -> dict[str, Tensor]:
-        """``model.<name>`` for what a checkpoint gets from this process: all that it has, of buffers those that it saves."""
+        """Return this process's entries ``model.<name>`` for a checkpoint: its parameters, and the buffers it saves."""
         skipped = self.left_out().union(
             name for name, buffer in self.module.named_buffers() if not self._offers(name, buffer)
         )
@@ -100,7 +100,7 @@ class CanonicalState(ProcessEnvironment):
 
     def _offers(self, name: str, buffer: Tensor) -> bool:
         owner = self._names.owner(name, self.module, self.rank)
-        # What several hold in parts comes from all that share it with the owner.
+        # A sharded buffer comes from all processes of its mesh.
         return owner == self.rank or (isinstance(buffer, DTensor) and owner in buffer.device_mesh.mesh)
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -108,15 +108,15 @@ class CanonicalState(ProcessEnvironment):
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
 
     def state_dict(self) -> dict[str, Any]:
-        """The canonical state: tensors without copying them, and plain values.
+        """Return the canonical state: live tensors, not copied, and plain values.
 
-        - ``model.<name>``: parameters and persistent buffers, but for ``left_out()``;
-        - ``optim.state.<name>.<key>``: what the optimizer keeps of a parameter, if it has created it;
-        - ``optim.group.<name>.<key>``: the hyper-parameters in force for it, and its optimizer's class as ``optimizer``.
+        - ``model.<name>``: parameters and persistent buffers, except ``left_out()``;
+        - ``optim.state.<name>.<key>``: the optimizer state of a parameter, if it exists yet;
+        - ``optim.group.<name>.<key>``: its current hyper-parameters, and the class of its optimizer as ``optimizer``.
 
-        Needs no communication. Each process gives what it has; several may give the same, which a checkpoint gets once.
-        Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); other processes'
-        running statistics, which may differ while training is under way, are not kept.
+        Needs no communication. Each process returns its own state; a checkpoint stores equal entries of several once.
+        Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); the running
+        statistics of other processes, which may differ during training, are not saved.
         """
         state: dict[str, Any] = dict(self._offered())
         for name, wrapper, parameter, group in self._optimized():
@@ -126,10 +126,10 @@ class CanonicalState(ProcessEnvironment):
         return state
 
     def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors to fill, in this strategy's layout, for what a checkpoint holds.
+        """Return tensors to fill with the contents of a checkpoint, in this strategy's layout.
 
         Args:
-            saved: key to something with ``shape`` and ``dtype`` for tensors, to the value itself for plain values.
+            saved: by key, an object with ``shape`` and ``dtype`` for a tensor, or the plain value.
 
         Returns:
             The model's own tensors, to be filled in place, and the optimizer's or, before its first update, new ones.
@@ -149,16 +149,16 @@ class CanonicalState(ProcessEnvironment):
         return template
 
     def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
-        """An empty tensor for the state ``key`` of a parameter, of ``info.shape`` and ``info.dtype``, laid out like it."""
+        """Return an empty tensor of ``info.shape`` and ``info.dtype`` for state, in the parameter's layout."""
         if tuple(info.shape) == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
         return torch.empty(info.shape, dtype=info.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adopt a filled template together with the plain values; keys that are not there leave things as they are.
+        """Load a filled template together with the plain values; state without a key does not change.
 
         Raises:
-            CheckpointError: the state is of another class of optimizer.
+            CheckpointError: another class of optimizer saved the state.
         """
         for wrapper in self.optim.wrappers.values() if self.optim else ():
             wrapper.refresh()
@@ -188,7 +188,7 @@ class CanonicalState(ProcessEnvironment):
         adapter.load(packed)
 
     def _optimized(self) -> list[tuple[str, OptimWrapper, Tensor, dict[str, Any]]]:
-        """(name, its wrapper, the tensor that is optimized, its group) for every parameter of every optimizer."""
+        """Return (name, wrapper, optimized tensor, group) for every parameter of every optimizer."""
         if self.optim is None:
             return []
         names = {id(parameter): name for name, parameter in self.named_parameters()}

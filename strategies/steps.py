@@ -1,4 +1,4 @@
-"""What a strategy is handed for an update, or for a batch of evaluation: how the model at hand wants to be called."""
+"""TrainStep and EvalStep: the interfaces by which a strategy calls the model, for an update or an evaluation batch."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from torch import Tensor
 
 
 class TrainStep(Protocol):
-    """One update, as ``Strategy.run_window`` drives it.
+    """One update, for ``Strategy.run_window``.
 
-    For every micro-batch ``begin`` comes first. Then either ``run``, or ``forward`` and ``backward``, in whatever order a
-    schedule has for those of all micro-batches.
+    For every micro-batch call ``begin`` first, then either ``run``, or ``forward`` and ``backward``. A schedule may order
+    the forwards and backwards of all micro-batches freely.
     """
 
     shares: Sequence[float | None]
-    """What the loss of each micro-batch is multiplied by, so that gradients add up to the update's; None: by 1."""
+    """Factor of each micro-batch's loss, so that the sum of the gradients is that of the update; None: 1."""
 
     def begin(self, index: int) -> bool:
-        """Say that micro-batch number ``index`` comes next; whether its backward is to reduce gradients."""
+        """Announce micro-batch ``index``; return whether its backward must reduce gradients."""
 
     def run(self, batch: Any, index: int) -> dict[str, Tensor]:
-        """Forward and backward of a micro-batch; what to log of it, 0-dim and without a graph."""
+        """Run forward and backward of a micro-batch; return its values to log, 0-dim and without a graph."""
 
     def prepare(self, batch: Any) -> Any:
-        """The model's input for a micro-batch, on the device."""
+        """Return the model's input for a micro-batch, on the device."""
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, 0-dim with its graph, computed under ``autocast``; and what to log of it.
+        """Return the loss of a micro-batch, 0-dim with its graph, computed under ``autocast``, and its values to log.
 
         Raises:
-            StrategyError: the model's own ``train_step`` does forward and backward in one.
+            StrategyError: the model defines its own ``train_step``, which combines forward and backward.
         """
 
     def backward(self, loss: Tensor, index: int) -> None:
-        """Differentiate a loss: multiplied by its share, and scaled against underflow where that was asked for."""
+        """Run backward of a loss, multiplied by its share, and by the loss scale if there is one."""
 
     def mean(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What to log of the window, from what ``run`` or ``forward`` gave for each of its micro-batches."""
+        """Return the window's values to log, from those that ``run`` or ``forward`` returned for its micro-batches."""
 
 
 class EvalStep(Protocol):
-    """One batch of evaluation, as ``Strategy.evaluate`` drives it."""
+    """One batch of evaluation, for ``Strategy.evaluate``."""
 
     def prepare(self, batch: Any) -> Any:
-        """The model's input for a batch, on the device."""
+        """Return the model's input for a batch, on the device."""
 
     def predict(self, batch: Any) -> Any:
-        """What the model predicts for a batch, by its ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""
+        """Return the predictions for a batch, of the model's ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""

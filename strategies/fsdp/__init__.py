@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every process keeps a part of each parameter."""
+"""Fully sharded data parallelism (FSDP2): every process keeps a shard of each parameter."""
 
 from __future__ import annotations
 

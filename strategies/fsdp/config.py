@@ -1,4 +1,4 @@
-"""Options of FSDPStrategy, and which of them exclude each other."""
+"""Options of FSDPStrategy, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class MixedPrecision(Config):
     """Dtypes by name ("bfloat16") or as torch's; parameters are stored and updated in float32."""
 
     param_dtype: str | torch.dtype | None = None
-    """Of forward and backward, and of the parameters that are gathered for them."""
+    """Dtype of forward and backward, and of gathered parameters; None: float32."""
     reduce_dtype: str | torch.dtype | None = None
-    """In which gradients are reduced; None: float32."""
+    """Dtype in which gradients are reduced; None: float32."""
     output_dtype: str | torch.dtype | None = None
-    """Of what the model returns; None: float32."""
+    """Dtype of the model's outputs; None: float32."""
     cast_forward_inputs: bool = True
     """Cast floating-point inputs of every unit to param_dtype."""
 
@@ -40,7 +40,7 @@ class MixedPrecision(Config):
         return self
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype of one of the keys; float32 where none is given."""
+        """Return the dtype of one of the keys; float32 if it is None."""
         value = getattr(self, key)
         return torch.float32 if value is None else to_dtype(value, f"strategy.mixed_precision.{key}")
 
@@ -49,25 +49,25 @@ class FSDPConfig(StrategyConfig):
     """Options of FSDPStrategy."""
 
     model_wrapper: FSDPWrapperConfig | None = None
-    """MMEngine's place for ``auto_wrap_policy`` and the like."""
+    """MMEngine's key for ``auto_wrap_policy`` and other arguments of FSDP."""
     wrap: Literal["blocks"] | list[str] | Callable[..., bool] | None = None
-    """Which submodules are units, gathered and freed at once: "blocks" (the repeated ones), names of classes, or a function
-    of the submodule. None: the model as a whole is one."""
+    """Submodules that are units, each gathered and freed as a whole: "blocks" (the repeated ones), names of classes, or
+    a function of the submodule. None: the whole model is one unit."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered parameters between forward and backward; an int: keep them on groups of so many processes. None: for
-    every unit but the outermost, which backward begins with."""
+    """Free gathered parameters between forward and backward; an int: keep them sharded over groups of that many
+    processes. None: free those of every unit except the outermost, because backward begins with it."""
     mixed_precision: MixedPrecision | None = None
-    """Compute in another dtype than float32; faster than AmpOptimWrapper."""
+    """Compute in a dtype other than float32; faster than AmpOptimWrapper."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in the memory of the host."""
+    """Keep parameters, gradients and optimizer state in host memory."""
     replicate_size: PositiveInt = 1
-    """Copies of the sharded model (hybrid sharding): each is spread over world_size / replicate_size processes."""
+    """Replicas of the sharded model (hybrid sharding): each is sharded over world_size / replicate_size processes."""
     prefetch: PositiveInt | None = None
-    """Units that are gathered ahead of the one that computes; None: torch's own choice, one."""
+    """Number of units to gather ahead of the one that computes; None: torch's default, 1."""
     reduce_every_micro_batch: bool = False
-    """While micro-batches accumulate, reduce the gradients of each at once: saves memory and costs communication."""
+    """Reduce gradients after every micro-batch, not once per window: saves memory, costs communication."""
     skip_init_weights: bool = False
-    """Leave the parameters of a model given as dict or callable at zero, because a checkpoint is loaded."""
+    """Leave the parameters of a model given as dict or callable at zero, if a checkpoint is loaded anyway."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -107,12 +107,12 @@ class FSDPConfig(StrategyConfig):
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are kept on the host, from both places."""
+        """Whether parameters are kept in host memory, from the option and from ``model_wrapper``."""
         return self.cpu_offload or bool(self.model_wrapper and self.model_wrapper.offloads)
 
     @property
     def reshards(self) -> bool | int | None:
-        """What happens after forward, from both places."""
+        """The value of ``reshard_after_forward``, from the option or from ``model_wrapper``."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.model_wrapper.reshards if self.model_wrapper else None

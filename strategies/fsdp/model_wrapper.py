@@ -1,4 +1,4 @@
-"""MMEngine's ``model_wrapper``: what of torch's older FullyShardedDataParallel has a counterpart."""
+"""MMEngine's ``model_wrapper``: translation of the arguments of torch's older FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pydantic
 from ...core.config import Config
 from ...core.errors import ConfigError, one_of, suggest
 
-# FSDP1's and MMEngine's keys that have no counterpart, and what to do instead.
+# FSDP1's and MMEngine's keys without counterpart, and what to do instead.
 _REFUSED = {
     "process_group": "processes are arranged by strategy.replicate_size",
     "ignored_modules": "every parameter is sharded",
@@ -18,7 +18,7 @@ _REFUSED = {
     "param_init_fn": "a model given as dict or callable is initialised as its constructor says",
     "device_id": "give strategy.device",
 }
-# Those that say what is always so, with the value that says it.
+# Keys whose setting is fixed, with the only accepted value.
 _ALWAYS = {"use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True}
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
@@ -69,10 +69,10 @@ class FSDPWrapperConfig(Config):
 
     @property
     def reshards(self) -> bool | None:
-        """What the sharding strategy says about the time after forward."""
+        """The value of ``reshard_after_forward`` for the sharding strategy; None if none is given."""
         return _RESHARD.get(getattr(self.sharding_strategy, "name", self.sharding_strategy))
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are kept on the CPU."""
+        """Whether parameters are kept in host memory."""
         return bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))

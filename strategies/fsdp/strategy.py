@@ -1,4 +1,4 @@
-"""Every process keeps a part of each parameter: fully sharded data parallelism through torch's fully_shard (FSDP2)."""
+"""FSDPStrategy: fully sharded data parallelism with torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _logger = logging.getLogger("flextrain")
 
 @STRATEGIES.register_module()
 class FSDPStrategy(Strategy):
-    """Parameters, gradients and optimizer state in parts, one per process; a unit is gathered while it computes.
+    """Shards parameters, gradients and optimizer state over the processes; a unit is gathered while it computes.
 
-    A model given as dict or callable is never whole in any process: it is built without memory and initialised parameter
-    by parameter, with the values that an ordinary construction would give. A model given as an instance is sharded as it
-    is. Buffers are rank 0's at every update, as under DDP.
+    A model given as dict or callable is never whole in any process: it is built on the meta device and initialised
+    parameter by parameter, with the same values as an ordinary construction. A model given as an instance is sharded as
+    it is. Buffers are rank 0's at every update, as under DDP.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023;
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -56,19 +56,19 @@ class FSDPStrategy(Strategy):
         super().__init__(**options)
         self._without_memory = ModelWithoutMemory(keep_zeros=self.config.skip_init_weights)
         self._units: list[nn.Module] = []
-        self._scalars: set[nn.Parameter] = set()  # without a dimension to shard; whole in every process
+        self._scalars: set[nn.Parameter] = set()  # have no dimension to shard; whole in every process
         self._roots: list[FSDPModule] = []
         self._sharded: ShardedOptimizers | None = None
 
     @property
     def module(self) -> nn.Module:
-        """See Strategy; its parameters are the sharded ones, also after a forward that no backward followed."""
+        """See Strategy; its parameters are always the shards, also after a forward without backward."""
         for root in self._roots:
             root.reshard()
         return super().module
 
     def setup_environment(self) -> None:
-        """See Strategy; one process alone forms a group too, which a device mesh needs."""
+        """See Strategy; a single process creates a process group too, because a device mesh needs one."""
         super().setup_environment()
         self._join_alone()
 
@@ -79,11 +79,11 @@ class FSDPStrategy(Strategy):
             )
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """See Strategy; parameters take no memory."""
+        """See Strategy; parameters are on the meta device and take no memory."""
         return self._without_memory.context
 
     def init_weights(self, model: BaseModel) -> None:
-        """See Strategy; noted like the constructor's doing."""
+        """See Strategy; on a meta-device model the calls are recorded, like those of its constructor."""
         is_deferred = any(parameter.is_meta for parameter in model.parameters())
         with self._without_memory.context if is_deferred else NOTHING:
             model.init_weights()
@@ -123,11 +123,11 @@ class FSDPStrategy(Strategy):
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
-        if optim is not None:  # a model that is only evaluated has them from a checkpoint
+        if optim is not None:  # for evaluation only, a checkpoint gives the values
             self._without_memory.check_initialised()
 
     def _place(self, model: nn.Module) -> None:
-        """See Strategy; the parameters of an instance are made equal and stay where they are until they are sharded."""
+        """See Strategy; an instance's parameters get rank 0's values, and move to the device when they are sharded."""
         share_weights(model)
         for scalar in self._scalars:
             if not scalar.is_meta:
@@ -148,7 +148,7 @@ class FSDPStrategy(Strategy):
             options = self._options(outermost=unit in roots)
             if any(parameter in self._scalars for parameter in unit.parameters()):
                 options["ignored_params"] = self._scalars
-            # Spelled out: torch 2.6 takes no None.
+            # Resolved here, because torch 2.6 does not accept None.
             after = unit not in roots if reshard is None else reshard
             fully_shard(unit, mesh=mesh, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
@@ -174,7 +174,7 @@ class FSDPStrategy(Strategy):
             names, shape = names[1:], shape[1:]
         if not self.topology.shares_data:
             return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        # Every process has to make the groups of all.
+        # Every process must create the groups of all processes.
         everyones = sorted(set(dist.all_gather_object(data.ranks)))
         ranks = torch.tensor(everyones).view(-1, *shape)
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", *names))[names]
@@ -186,7 +186,7 @@ class FSDPStrategy(Strategy):
             policy = MixedPrecisionPolicy(
                 param_dtype=mixed.dtype("param_dtype"),
                 reduce_dtype=mixed.dtype("reduce_dtype"),
-                # Between units the values stay in the dtype that is computed in.
+                # Between units, activations stay in the compute dtype.
                 output_dtype=mixed.dtype("output_dtype") if outermost else None,
                 cast_forward_inputs=mixed.cast_forward_inputs,
             )
@@ -209,13 +209,13 @@ class FSDPStrategy(Strategy):
     # Around a micro-batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """See Strategy; casts are not kept, they would be a copy of the whole model."""
+        """See Strategy; without autocast's cache, which would hold a copy of the whole model."""
         if not self.precision.autocast:
             return NOTHING
         return torch.autocast(self.device.type, self.precision.compute, cache_enabled=False)  # type: ignore[no-any-return,unused-ignore]
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """See Strategy; FSDPModule.set_requires_gradient_sync."""
+        """See Strategy; uses FSDPModule.set_requires_gradient_sync."""
         if enabled or self.config.reduce_every_micro_batch:
             return NOTHING
         return self._without_reduction()
@@ -266,6 +266,6 @@ class FSDPStrategy(Strategy):
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:
-    """The outermost unit stays gathered for the backward to come; in evaluation there is none."""
+    """Free the outermost unit after an evaluation forward; in training it stays gathered for backward."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()

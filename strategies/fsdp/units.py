@@ -1,4 +1,4 @@
-"""Which submodules FSDP gathers and frees at once, and what is set up for each."""
+"""FSDP units, the submodules that are gathered and freed as a whole: choice, checks, prefetching."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .config import FSDPConfig
 
 
 def choose_roots(model: nn.Module) -> list[nn.Module]:
-    """What is called as a whole: the model, or each of its children if it has its own ``train_step``.
+    """Return the modules that are called directly: the model, or its children if it has its own ``train_step``.
 
     Raises:
-        StrategyError: such a model has parameters of its own, which belong to no child.
+        StrategyError: a model with its own ``train_step`` has parameters that belong to no child.
     """
     if not overrides(model, "train_step"):
         return [model]
@@ -32,10 +32,10 @@ def choose_roots(model: nn.Module) -> list[nn.Module]:
 
 
 def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
-    """The units beside the model as a whole, inner ones first.
+    """Return the units besides the whole model, inner ones first.
 
     Raises:
-        ConfigError: what the configuration asks for accepts no submodule.
+        ConfigError: the configured policy accepts no submodule.
     """
     wrapper, wrap = config.model_wrapper, config.wrap
     policy = wrapper.auto_wrap_policy if wrapper else None
@@ -60,7 +60,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
 
 
 def check_one_dtype(unit: nn.Module) -> None:
-    """Raise StrategyError if the parameters of a unit, which are gathered together, differ in dtype."""
+    """Raise StrategyError if the parameters of a unit differ in dtype, because FSDP gathers them together."""
     kinds = {parameter.dtype for parameter in unit.parameters()}
     if len(kinds) > 1:
         names = ", ".join(sorted(map(str, kinds)))
@@ -68,7 +68,7 @@ def check_one_dtype(unit: nn.Module) -> None:
 
 
 def described(units: Iterable[nn.Module]) -> str:
-    """The units for a log line: how many there are of a class and a size, with their parameters."""
+    """Return the units as text for a log line: number, class and parameters of equal units."""
     counts: dict[tuple[str, int], int] = {}
     for unit in units:
         name = type(unit).__name__.removeprefix("FSDP")
@@ -77,8 +77,8 @@ def described(units: Iterable[nn.Module]) -> str:
 
 
 def prefetch(model: nn.Module, units: Sequence[nn.Module], ahead: int) -> None:
-    """Have ``ahead`` units gathered before the one that computes is through, in forward and in backward."""
-    # In the order of the model, which is the order of forward in all but unusual models.
+    """Make FSDP gather the next ``ahead`` units while a unit computes, in forward and in backward."""
+    # The order of the submodules is the order of forward in all but unusual models.
     order = [cast(FSDPModule, m) for m in model.modules() if any(m is unit for unit in units)]
     for i, unit in enumerate(order):
         unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
@@ -86,7 +86,7 @@ def prefetch(model: nn.Module, units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that stand in a ModuleList or Sequential beside others of their class, and have parts."""
+    """Return the outermost submodules, with children, that a ModuleList or Sequential has several of, by class."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for container in model.modules():
@@ -99,7 +99,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units that share no parameter with a module outside of them; a shared one belongs to an outer unit."""
+    """Return the units that share no parameter with a module outside; a shared parameter belongs to an outer unit."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -108,10 +108,10 @@ def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.Module], int]:
-    """The submodules that a policy of torch.distributed.fsdp.wrap accepts, inner ones first, and their parameters' number.
+    """Return the submodules that a policy of torch.distributed.fsdp.wrap accepts, inner ones first, and their elements.
 
-    Such a policy is asked with ``recurse=True`` whether to look into a module, and with ``recurse=False`` whether the module
-    is a unit, given the number of its parameters that no inner unit has.
+    The policy is called with ``recurse=True`` to decide whether to look into a module, and with ``recurse=False`` to
+    decide whether the module is a unit, given the number of its parameter elements that are in no inner unit.
     """
     size = _numel(module)
     if not policy(module=module, recurse=True, nonwrapped_numel=size):

@@ -1,4 +1,4 @@
-"""A model that was built without memory: each process gets its part of every parameter, with the values of an ordinary one."""
+"""Build a model on the meta device; initialise each process's shards with the values of an ordinary construction."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ...core.torch_private import apply_to_tensors, storage_key
 
 
 class ModelWithoutMemory:
-    """Builds a model on the meta device, and gives its parameters memory once they are sharded.
+    """Builds a model on the meta device, and gives its parameters memory after they were sharded.
 
     Args:
-        keep_zeros: leave the parameters at zero, because a checkpoint is loaded.
+        keep_zeros: leave the parameters at zero, because a checkpoint will be loaded.
     """
 
     def __init__(self, keep_zeros: bool) -> None:
         self.context = DeferredInit()
-        """In which the model is built, and initialises itself."""
+        """Context for building and initialising the model."""
         self._keep_zeros = keep_zeros
         self._built: dict[str, Tensor] = {}
 
     def note(self, model: nn.Module) -> None:
-        """Note the parameters that are on the meta device, before they are sharded."""
+        """Record the parameters that are on the meta device; call it before they are sharded."""
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
 
     def check_initialised(self) -> None:
-        """Raise StrategyError if a parameter has no memory, and nothing gives it a value."""
+        """Raise StrategyError if a parameter on the meta device is never initialised."""
         if self._keep_zeros:
             return
         untouched = {name for name, built in self._built.items() if storage_key(built) not in self.context.touched}
@@ -48,17 +48,18 @@ class ModelWithoutMemory:
     def materialize(
         self, model: nn.Module, scalars: Iterable[nn.Parameter], device: torch.device, *, on_host: bool
     ) -> None:
-        """Give every parameter memory for this process's part of it, and the values that the constructor wanted.
+        """Allocate this process's shard of every parameter, and initialise it as the constructor does.
 
         Args:
-            model: with its parameters sharded.
+            model: the model with sharded parameters.
             scalars: the parameters that are whole on every process.
-            device: where ``scalars`` go, and the others too, unless they stay ``on_host``.
+            device: device of ``scalars``, and of the other parameters unless ``on_host``.
+            on_host: keep the other parameters in host memory.
         """
         if not self._built:
             return
         for scalar in scalars:
-            if scalar.is_meta:  # in place, since several modules may have it
+            if scalar.is_meta:  # in place, because several modules may share it
                 real = nn.Parameter(torch.zeros_like(scalar, device=device), requires_grad=scalar.requires_grad)
                 torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
         home = torch.device("cpu") if on_host else device
@@ -79,7 +80,7 @@ def _gather(target: Tensor) -> Tensor:
 
 
 def _scatter(target: Tensor, whole: Tensor) -> None:
-    """Keep this process's part of a tensor that every process has."""
+    """Copy this process's shard of a tensor that every process has into ``target``."""
     if isinstance(target, DTensor):
         fill(target, whole)
     else:

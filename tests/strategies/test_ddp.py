@@ -173,8 +173,8 @@ def group_of_others(backend: str) -> tuple[list[str], bool]:
 def test_a_group_without_cpu_tensors_is_refused(workers2: WorkerGroup) -> None:
     """What init_process_group("nccl") makes, in words that a machine without CUDA understands."""
     message = (
-        'strategy.backend: the process group that is there already has "cuda:gloo" and nothing for tensors on the CPU, '
-        'make it with init_process_group("cpu:gloo,cuda:gloo") or leave it to the strategy'
+        'strategy.backend: the existing process group has the backend "cuda:gloo" and none for CPU tensors, '
+        'create it with init_process_group("cpu:gloo,cuda:gloo") or let the strategy create it'
     )
     assert workers2.run(group_of_others, "cuda:gloo") == [([message], True)] * 2
     assert workers2.run(group_of_others, "cpu:gloo,cuda:gloo") == [([], True)] * 2
