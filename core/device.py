@@ -218,7 +218,7 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
-    """``data`` with every tensor in it on ``device``; dicts, lists, tuples, named tuples and dataclasses keep their type.
+    """``data`` with all of its tensors on ``device``; dicts, lists, (named) tuples and dataclasses keep their type.
 
     An object with a ``to`` method (a batch encoding, a packed sequence) is moved by that method. ``non_blocking``
     applies to copies to an accelerator only; copies to the CPU always block.

@@ -46,7 +46,7 @@ class Difference:
 
 
 def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | None:
-    """Return the first difference between the processes, the same on all processes; None if there is none. A collective.
+    """Return the first difference between the processes, the same one on each; None without any. A collective.
 
     It sends one message of 32 bytes, and all items in a second message only if the digests differ.
 

@@ -263,7 +263,7 @@ def group_backend() -> str:
 def init_process_group(
     backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
 ) -> None:
-    """Join the default process group. It can be joined again after it was left. The arguments are those of ``store_of_group``.
+    """Join the default process group; after leaving, it can be joined again. Arguments are as in ``store_of_group``.
 
     Raises:
         LaunchError: not all processes joined within ``timeout_s`` seconds.

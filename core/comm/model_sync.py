@@ -21,5 +21,5 @@ def share_weights(model: nn.Module, parameters: Iterable[Tensor] | None = None) 
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers that can be averaged; others (counters, masks) are equal on all processes or do not affect training."""
+    """The buffers that can be averaged; others (counters, masks) are equal on all, or do not affect training."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
