@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from flextrain import FlexibleRunner
-from flextrain.strategies.deepspeed.internals import forget_process_groups
+from flextrain.strategies.deepspeed.engine_internals import forget_process_groups
 from flextrain.testing import WorkerGroup
 
 RESULTS = Path(__file__).parent / "results"

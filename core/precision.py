@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, StrategyError, one_of
-from .norms import is_norm
+from .normalisation_layers import is_norm
 
 DTYPES = {
     "float32": torch.float32,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..core.config import Config, check_call, validate
 from ..core.errors import ConfigError, one_of, suggest
-from ..core.norms import is_norm
+from ..core.normalisation_layers import is_norm
 from ..core.overriding import refuse_unused
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 

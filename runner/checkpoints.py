@@ -13,8 +13,8 @@ from .configuration import check_loading
 from .options import Resume
 from .parts import Parts
 from .resume import run_state
+from .resume.choose_checkpoint import find_source
 from .resume.saver import Saver
-from .resume.source import find_source
 
 
 class Checkpoints(Parts):

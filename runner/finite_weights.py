@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.comm import collectives as dist
 from ..core.finite import nonfinite
-from ..core.norms import running_statistics
+from ..core.normalisation_layers import running_statistics
 from ..optim.canonical import STATE
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
-from .ending import tell_how_it_ended, terminable
 from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
-from .resume.source import find_source
+from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
+from .termination import tell_how_it_ended, terminable
 
 
 class FlexibleRunner(Checkpoints):

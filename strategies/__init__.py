@@ -9,8 +9,8 @@ from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
 from .launch import detect_launch, launch
-from .needs import Needs
 from .npu import NPUStrategy
+from .requirements import Needs
 from .single_device import SingleDeviceStrategy
 
 __all__ = [

@@ -21,7 +21,7 @@ from ..optim.description import description as recipe_of
 from .config import StrategyConfig
 from .model_parts import spread_updates
 from .names import Names
-from .needs import Needs
+from .requirements import Needs
 from .state import CanonicalState, Optim
 from .steps import EvalStep, TrainStep
 

@@ -16,12 +16,12 @@ from ..core.config import Config
 from ..core.errors import ConfigError, StrategyError
 from ..core.gradients import average
 from ..core.model import calls_itself
-from ..core.norms import BATCH_NORM
+from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
-from .needs import ANY_DEVICE, Needs
+from .requirements import ANY_DEVICE, Needs
 from .state import Optim
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 from torch import nn
 
-from ..core.comm.together import gather_differing
+from ..core.comm.joint_errors import gather_differing
 from ..core.module_state import extra_aliases, keepers, tensor_names, torch_key
 
 

@@ -8,7 +8,7 @@ from ..core.device import device_spec
 from ..core.errors import ConfigError
 from ..core.registry import STRATEGIES
 from .ddp import DDPConfig, DDPStrategy
-from .needs import Needs
+from .requirements import Needs
 
 
 class NPUConfig(DDPConfig):

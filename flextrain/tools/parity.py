@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.comm.collectives import destroy_process_group
 from ..core.errors import ConfigError
-from ..core.norms import BATCH_NORM
+from ..core.normalisation_layers import BATCH_NORM
 from ..core.random_state import torch_states
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS, Hook

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from ...core.comm.together import gather_differing, raising_together
+from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, ConfigError, FlexTrainError, counted
 from ...core.random_state import load_rng_state

@@ -22,7 +22,7 @@ from ...core.checkpoint import (
     save_in_background,
     what_is_not_finite,
 )
-from ...core.comm.together import gather_differing, raising_together
+from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
 from ...core.random_state import rng_state

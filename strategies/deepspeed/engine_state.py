@@ -13,8 +13,8 @@ from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
 from ...optim.adapters.base import OptimizerAdapter, without_inner
 from ...optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
-from . import internals
-from .internals import Fragment
+from . import engine_internals
+from .engine_internals import Fragment
 
 # State that torch's optimizers keep once per parameter, in a tensor with one element.
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -49,7 +49,7 @@ class EngineState:
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer."""
-        return internals.inner_optimizer(self.engine)
+        return engine_internals.inner_optimizer(self.engine)
 
     @property
     def adapter(self) -> OptimizerAdapter:
@@ -65,7 +65,9 @@ class EngineState:
     def _untrained(self, name: str, parameter: Tensor) -> Tensor:
         if name in self.originals:
             return self.originals[name]
-        return internals.own_shard(parameter) if internals.is_partitioned(parameter) else parameter.detach()
+        return (
+            engine_internals.own_shard(parameter) if engine_internals.is_partitioned(parameter) else parameter.detach()
+        )
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return existing optimizer state as ``optim.state.<name>.<key>``, settings as ``optim.group.<name>.<key>``.
@@ -154,17 +156,17 @@ class EngineState:
                 optimizer.state[flat] = without_inner(self.adapter.own_state(adopted))
             self.adapter.load_inner(flat, adopted)
         self._incoming = {}
-        internals.relink(self.engine)
+        engine_internals.relink(self.engine)
 
     def follow_masters(self) -> None:
         """Copy the values of ``parameters`` into the weights that the model computes with; a collective."""
         for name, parameter in self.module.named_parameters():
             original = self.originals.get(name)
             if isinstance(original, FlatShard):
-                internals.own_shard(parameter).to_local().copy_(original.to_local())
+                engine_internals.own_shard(parameter).to_local().copy_(original.to_local())
             elif original is not None:
                 parameter.detach().copy_(original)
-        internals.refresh(self.engine, self.fragments)
+        engine_internals.refresh(self.engine, self.fragments)
 
 
 def _numbers(saved: Mapping[str, Any], fragments: Mapping[str, Fragment]) -> set[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.precision import cast_tensors
-from . import internals
+from . import engine_internals
 
 
 def cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype, chosen: Collection[int | str] | None) -> None:
@@ -43,20 +43,20 @@ def float32_originals(model: nn.Module, dtype: torch.dtype, left_out: Collection
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        split = internals.is_partitioned(parameter)
+        split = engine_internals.is_partitioned(parameter)
         if name not in left_out:
-            own = internals.own_shard(parameter) if split else parameter.detach()
+            own = engine_internals.own_shard(parameter) if split else parameter.detach()
             found[name] = own.to("cpu", torch.float32, copy=True)
         if split:
-            internals.cast_shard(parameter, dtype)
+            engine_internals.cast_shard(parameter, dtype)
     return found
 
 
 def own_shard_of_original(model: nn.Module, name: str, original: Tensor) -> Tensor:
     """Return the part of a frozen parameter's original that belongs to this process's shard of the parameter."""
     parameter = model.get_parameter(name)
-    if not internals.is_partitioned(parameter) or isinstance(original, FlatShard):
+    if not engine_internals.is_partitioned(parameter) or isinstance(original, FlatShard):
         return original
-    shard = internals.own_shard(parameter)
+    shard = engine_internals.own_shard(parameter)
     size = shard.to_local().numel()
     return FlatShard(original.reshape(-1)[shard.start : shard.start + size].clone(), shard.shape, shard.start)

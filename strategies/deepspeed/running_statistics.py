@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.norms import BATCH_NORM
+from ...core.normalisation_layers import BATCH_NORM
 
 _STATISTICS = ("running_mean", "running_var")
 

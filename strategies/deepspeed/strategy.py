@@ -21,9 +21,9 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
-from ..needs import Needs
+from ..requirements import Needs
 from ..state import Optim
-from . import internals
+from . import engine_internals
 from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
@@ -105,7 +105,7 @@ class DeepSpeedStrategy(Strategy):
         if "LOCAL_RANK" not in os.environ:
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
-        internals.forget_process_groups()  # those of an earlier strategy in this process
+        engine_internals.forget_process_groups()  # those of an earlier strategy in this process
         try:
             with without_shared_memory():
                 deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
@@ -130,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
 
     def init_weights(self, model: BaseModel) -> None:
         """See Strategy; sharded parameters are gathered during the call."""
-        split = [parameter for parameter in model.parameters() if internals.is_partitioned(parameter)]
+        split = [parameter for parameter in model.parameters() if engine_internals.is_partitioned(parameter)]
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(Strategy):
             self._check_model(model)
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
-        return tensor.ds_shape if internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
+        return tensor.ds_shape if engine_internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
@@ -177,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def _place(self, model: nn.Module) -> None:
-        whole = [parameter for parameter in model.parameters() if not internals.is_partitioned(parameter)]
+        whole = [parameter for parameter in model.parameters() if not engine_internals.is_partitioned(parameter)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)
         share_weights(model, whole)
@@ -202,9 +202,9 @@ class DeepSpeedStrategy(Strategy):
         scalars = model.parameters() if stage == 3 else ()
         with (
             announced(float(self.config.timeout_s)),
-            internals.weights_agree(),
-            internals.scalars_as_vectors(scalars),
-            internals.no_spare_memory(self.device),
+            engine_internals.weights_agree(),
+            engine_internals.scalars_as_vectors(scalars),
+            engine_internals.no_spare_memory(self.device),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
         if self._checkpointing:
@@ -247,15 +247,15 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
         return frozen_groups
 
-    def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[internals.Fragment]:
+    def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[engine_internals.Fragment]:
         """Return the engine's fragments, after its masters got the float32 values that half precision has rounded."""
         assert self._wrapper is not None
-        internals.forget_trial_step(self._engine)
-        fragments = internals.fragments(self._engine, model)
+        engine_internals.forget_trial_step(self._engine)
+        fragments = engine_internals.fragments(self._engine, model)
         for fragment in fragments:
             if fragment.name in originals:
                 fragment.take(originals[fragment.name])
-        internals.check_layout(fragments)
+        engine_internals.check_layout(fragments)
         marks = not self._engine_is_unmanaged()
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
         return fragments
@@ -285,12 +285,12 @@ class DeepSpeedStrategy(Strategy):
         """See Strategy."""
         if self._engine is not None:
             self._engine.destroy()
-            internals.forget_modules(self.module)
+            engine_internals.forget_modules(self.module)
         began = self._spec is not None
         self._engine = self._state = self._wrapper = None
         super().teardown()
         if began:
-            internals.forget_process_groups()
+            engine_internals.forget_process_groups()
             restore_linear()
         if self._set_local_rank:
             os.environ.pop("LOCAL_RANK", None)

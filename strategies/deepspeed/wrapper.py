@@ -16,8 +16,8 @@ from ...core.overriding import overridden
 from ...core.precision import Precision
 from ...core.registry import OPTIM_WRAPPERS
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
-from . import internals
-from .internals import Fragment
+from . import engine_internals
+from .engine_internals import Fragment
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -80,7 +80,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             marks_boundary: the engine must be told which micro-batch is the last of its window.
         """
         self._engine, self._fragments, self._marks_boundary = engine, fragments, marks_boundary
-        self._optimizer = internals.inner_optimizer(engine)
+        self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
         if clips_here and self.clip_grad is not None:
             # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.
@@ -127,15 +127,15 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     def refresh(self) -> None:
         """See OptimWrapper; collective."""
-        internals.refresh(self._engine, self._fragments)
+        engine_internals.refresh(self._engine, self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale under float16, in the form of torch's GradScaler; an empty dict otherwise."""
         if self.precision.compute is not torch.float16:
             return {}
-        return {"scaler": internals.scale_state(internals.loss_scaler(self._engine))}
+        return {"scaler": engine_internals.scale_state(engine_internals.loss_scaler(self._engine))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the loss scale of ``state_dict``, if it has one."""
         if self.precision.compute is torch.float16 and state_dict.get("scaler"):
-            internals.load_scale_state(internals.loss_scaler(self._engine), state_dict["scaler"])
+            engine_internals.load_scale_state(engine_internals.loss_scaler(self._engine), state_dict["scaler"])

@@ -18,14 +18,14 @@ from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
-from ...core.norms import running_statistics
+from ...core.normalisation_layers import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
 from ...core.torch_private import settle_unit
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
-from ..needs import ANY_DEVICE, Needs
+from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from ..state import Optim
 from .config import FSDPConfig

@@ -162,7 +162,7 @@ def save_with_deepspeed(folder: Path, stage: int, half: bool) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from flextrain.strategies.deepspeed.compiling import without_shared_memory
-    from flextrain.strategies.deepspeed.internals import forget_process_groups
+    from flextrain.strategies.deepspeed.engine_internals import forget_process_groups
 
     with without_shared_memory():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)

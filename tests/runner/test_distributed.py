@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from flextrain import CheckpointError
 from flextrain.runner.hooks import Hook
-from flextrain.runner.resume import source as runner_module
+from flextrain.runner.resume import choose_checkpoint as runner_module
 from flextrain.testing import WorkerGroup
 
 from .training import (

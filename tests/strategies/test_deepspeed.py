@@ -671,15 +671,15 @@ def test_optimizers_by_name() -> None:
 
 
 def test_what_a_foreign_layout_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flextrain.strategies.deepspeed import internals
+    from flextrain.strategies.deepspeed import engine_internals
 
-    original = internals.fragments
+    original = engine_internals.fragments
 
-    def shifted(engine: Any, module: nn.Module) -> list[internals.Fragment]:
+    def shifted(engine: Any, module: nn.Module) -> list[engine_internals.Fragment]:
         parts = original(engine, module)
         return [*parts[1:], dataclasses.replace(parts[0], offset=parts[0].offset + 1)]  # type: ignore[operator]
 
-    monkeypatch.setattr(internals, "fragments", shifted)
+    monkeypatch.setattr(engine_internals, "fragments", shifted)
     with pytest.raises(StrategyError, match="^DeepSpeed: the master weights of"), alone(zero(1), adamw()):
         pass
 
@@ -857,7 +857,7 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(updates: int, monkeypatch: py
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # rank 0 talks of overflows
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from flextrain.strategies.deepspeed.internals import load_scale_state, scale_state
+    from flextrain.strategies.deepspeed.engine_internals import load_scale_state, scale_state
 
     def scaler() -> Any:
         return DynamicLossScaler(2.0**16, 3, 1.0, delayed_shift=2, consecutive_hysteresis=False)
@@ -879,7 +879,7 @@ def test_a_loss_scale_goes_on_between_torch_and_deepspeed(updates: int) -> None:
     """From DeepSpeed to torch and back: the scale grows with the same update."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from flextrain.strategies.deepspeed.internals import load_scale_state, scale_state
+    from flextrain.strategies.deepspeed.engine_internals import load_scale_state, scale_state
 
     def scaler() -> Any:
         return DynamicLossScaler(8.0, 4, 1.0, delayed_shift=1, consecutive_hysteresis=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flextrain import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from flextrain.core.checkpoint import Checkpoint, export_weights, find_latest
 from flextrain.core.comm import collectives as dist
-from flextrain.core.comm.together import raising_together
+from flextrain.core.comm.joint_errors import raising_together
 from flextrain.core.errors import CheckpointError
 from flextrain.runner.finite_weights import nonfinite_weights
 from flextrain.testing import WorkerGroup

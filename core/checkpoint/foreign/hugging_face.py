@@ -12,8 +12,8 @@ import pydantic
 from ...errors import CheckpointError
 from ..load.checkpoint import Checkpoint
 from ..untrusted import read_json, sibling
-from .single_file import open_file
 from .stored_tensors import joined
+from .weights_file import open_file
 
 INDEX = ".safetensors.index.json"
 _INDICES = (f"*{INDEX}", "*.bin.index.json")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...comm.collectives import all_gather_object, get_rank, get_world_size
-from ...comm.together import gather_differing, raising_together
+from ...comm.joint_errors import gather_differing, raising_together
 from ...errors import CheckpointError
 from .. import directory
 from ..manifest import DTYPES, VALUES, FileEntry, TensorEntry

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...comm.together import gather_differing
+from ...comm.joint_errors import gather_differing
 from ...errors import CheckpointError, nearest
 from ...module_state import EXTRA, module_of
 from ..directory import is_checkpoint
 from ..foreign import deepspeed, hugging_face
-from ..foreign.single_file import open_file
 from ..foreign.stored_tensors import MODEL
+from ..foreign.weights_file import open_file
 from ..manifest import TensorEntry
 from ..paths import as_path, is_local
 from .checkpoint import Checkpoint

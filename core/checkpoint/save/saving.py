@@ -33,7 +33,7 @@ from ..storage import write_shard
 from .participants import Participants
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
-from .written_index import WrittenIndex, file_of
+from .tensor_entries import TensorEntries, file_of
 
 _logger = logging.getLogger("flextrain")
 
@@ -136,7 +136,7 @@ class _Plan:
     """The rank, the world size, and the layout of each tensor of this process."""
     items: Sequence[WriteItem] = ()
     """The chunks that this process writes."""
-    index: WrittenIndex = field(default_factory=WrittenIndex)
+    index: TensorEntries = field(default_factory=TensorEntries)
     """The index of what all processes write; on rank 0."""
 
 
@@ -270,7 +270,7 @@ class _Save:
         self._text = text
 
     def _agree(self) -> _Plan:
-        index = WrittenIndex()
+        index = TensorEntries()
 
         def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
             plans, metadata = self._planner.create_global_plan(offers)

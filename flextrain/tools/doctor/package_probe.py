@@ -97,7 +97,7 @@ def strategy_facts() -> Facts:
     """The declarations of every registered strategy: its short names and its needs."""
     # By absolute name: as a script this file belongs to no package.
     registry = importlib.import_module("flextrain.core.registry").STRATEGIES
-    needs_nothing = importlib.import_module("flextrain.strategies.needs").Needs()
+    needs_nothing = importlib.import_module("flextrain.strategies.requirements").Needs()
     expanded = registry.short_names()
     found: dict[str, Facts] = {}
     for name in registry:

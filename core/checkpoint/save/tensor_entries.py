@@ -9,7 +9,7 @@ from ..manifest import DTYPE_NAMES, StoredChunk, TensorEntry
 from ..storage import name_in_file
 
 
-class WrittenIndex:
+class TensorEntries:
     """Entries of all tensors for the manifest, computed from the plans when they are first needed."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, instancenorm, normalization
 
 from flextrain.core.errors import StrategyError
-from flextrain.core.norms import BATCH_NORM, is_norm, running_statistics
+from flextrain.core.normalisation_layers import BATCH_NORM, is_norm, running_statistics
 from flextrain.core.precision import Precision, cast_parameters
 from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy
