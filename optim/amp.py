@@ -66,8 +66,8 @@ class LossScaler:
         """
         if not isinstance(self._scaler, GroupedGradScaler):
             raise StrategyError(
-                f"{where}: float16 under this optimizer's own loss scaling cannot be agreed on by processes with other parameters "
-                "of the model, choose bfloat16 or one of torch's optimizers"
+                f"{where}: this optimizer's own float16 loss scaling cannot combine overflows of processes that hold "
+                "different parameters, choose bfloat16 or one of torch's optimizers"
             )
         self._scaler.agree = model_group.any
         self._scaler.scale(torch.zeros((), device=model_group.device))  # creates the scale on a process without a loss

@@ -79,7 +79,7 @@ def guard_updates(optim: OptimWrapper | OptimWrapperDict, *, skips: bool) -> Non
         if skips and (own := overridden(wrapper, *_DECIDE_ABOUT_UPDATES)):
             kind: Any = type(wrapper)
             raise ConfigError(
-                f'env_cfg.nonfinite: "skip" has no hold on {kind.__name__}, which defines {own[0]} anew; choose "warn" or '
-                '"raise"'
+                f'env_cfg.nonfinite: "skip" has no effect on {kind.__name__}, which defines its own {own[0]}; choose '
+                '"warn" or "raise"'
             )
         wrapper.guard = UpdateGuard() if skips else None

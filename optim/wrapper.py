@@ -148,8 +148,8 @@ class OptimWrapper:
         """
         if self.adapter.owns_gradients:
             raise StrategyError(
-                f"{self.where}.optimizer: {type(self.optimizer).__name__} clips the gradients that it keeps by itself, and the "
-                "strategy spreads the model over processes; choose one of torch's optimizers"
+                f"{self.where}.optimizer: {type(self.optimizer).__name__} keeps and clips its gradients itself, and "
+                "cannot combine norms of processes with different parameters; choose one of torch's optimizers"
             )
         self._model_group = model_group
 
@@ -177,8 +177,8 @@ class OptimWrapper:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
         if not resumes(self.make_another, samples):
             _logger.warning(
-                '%s.optimizer: %s keeps something outside of its "state" and "param_groups", which checkpoints do not '
-                "have; a run that is resumed goes on otherwise than one that was not interrupted",
+                '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
+                "contain; a resumed run will differ from an uninterrupted one",
                 self.where,
                 kind,
             )

@@ -1,4 +1,4 @@
-"""Strategy: where a model lives and who talks to whom. The base class behaves as one device."""
+"""Strategy, the base class: places and wraps the model, runs its windows, gives its state. It trains on one device."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .steps import EvalStep, TrainStep
 
 
 def kept_gradients(engine: str) -> StrategyError:
-    """What ``drop_gradients`` raises where ``engine`` keeps gradients that nobody else can reach."""
+    """Return the error of ``drop_gradients`` for an ``engine`` whose gradients cannot be dropped from outside."""
     return StrategyError(
-        f"train(): the last one ended in the middle of an update, of which {engine} keeps gradients; make a new runner with "
-        "resume=True, or with load_from"
+        f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
+        "runner with resume=True, or with load_from"
     )
 
 
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""A context that changes nothing; one for all, since every micro-batch enters two."""
+"""A context that does nothing; a single object, because every micro-batch enters two."""
 
 
 class Strategy(CanonicalState):
-    """Spreads a model over devices and keeps its state canonical; runs alone as one device.
+    """Trains a model on one or many devices and gives its state in canonical form; the base class uses one device.
 
-    Subclasses override ``_wrap``, mostly; further ``grad_sync``, ``autocast``, ``module`` and the three methods of state.
-    One whose processes do not all train on data of their own says so in ``_arrange``.
+    Most subclasses override ``_wrap``; some also ``grad_sync``, ``autocast``, ``module`` and the three methods of
+    state. If several processes train on the same data, or hold different parameters, override ``_arrange``.
     ``setup`` is called once; a strategy serves one model.
 
     Args:
@@ -55,43 +55,44 @@ class Strategy(CanonicalState):
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
     needs: ClassVar[Needs] = Needs()
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Short names for ``strategy=`` and `flextrain verify`, each with the options that it stands for; not inherited."""
+    """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.precision = Precision()
-        self._puts_off_sync = True  # whether grad_sync does anything, which setup finds out
+        self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
-    # Life
+    # Setup and teardown
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
-        """Raise if this strategy cannot train such a model, or with such a wrapper; asked when a runner is made.
+        """Raise if this strategy cannot train this model, or with this wrapper; called when a runner is made.
 
         Args:
-            model: the module or its class; None where only a function knows it. It is not built or placed yet.
-            optim: its torch optimizer is not built yet.
+            model: the module or its class; None if only a function can build it. It is not set up yet.
+            optim: the wrapper, whose torch optimizer is not built yet.
         """
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context in which the runner builds a model from a configuration; may place parameters on the meta device."""
+        """Return the context in which the runner builds a model; parameters may be on the meta device after it."""
         return nullcontext()
 
     def init_weights(self, model: BaseModel) -> None:
-        """Have a model, as ``init_context`` left it, initialise itself; before ``setup``."""
+        """Call ``model.init_weights()`` for a model built in ``init_context``; before ``setup``."""
         model.init_weights()
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
-        """Give every process rank 0's weights, place and wrap the model, and build the optimizer at the right moment.
+        """Give every process rank 0's weights, place and wrap the model, and build the optimizer; a collective.
 
         Args:
             model: the user's module; it is changed in place and stays ``self.module``.
-            optim: what an update is; None for evaluation only.
+            optim: the wrapper to train with; None for evaluation only.
 
         Returns:
-            What to call in place of ``model``, and the wrapper to train with (possibly another object than ``optim``).
+            The module to call instead of ``model``, and the wrapper to train with, which may be another object than
+            ``optim``.
 
         Raises:
-            StrategyError, ConfigError: something asked for cannot be honoured; nothing is found out later.
+            StrategyError, ConfigError: a setting is not possible; all such errors are raised here, none later.
         """
         if self._model is not None:
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
@@ -131,56 +132,56 @@ class Strategy(CanonicalState):
         return self._model, optim
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """The shape of a whole parameter or buffer of a model that ``init_context`` may have left in parts."""
+        """Return the whole shape of a parameter or buffer, which may be sharded since ``init_context``."""
         return tensor.shape
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
-        """Raise if this strategy cannot do what the model or the wrapper asks for."""
+        """Raise if this strategy does not support the model, or the settings of the wrapper."""
 
     def _place(self, model: nn.Module) -> None:
-        """Bring the model to the device and every process to rank 0's weights."""
+        """Move the model to the device, and give every process rank 0's weights."""
         model.to(self.device)
         share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """What to call in place of ``model``, which is on the device and equal on all processes; called once."""
+        """Return the module to call instead of ``model``, which is on the device and equal on all processes."""
         return model
 
     def _compile(self, model: nn.Module) -> None:
         """Compile the wrapped model in place."""
         options = self.config.compile if isinstance(self.config.compile, dict) else {}
-        # A model with its own train_step calls its parts; the whole is never called.
+        # A model with its own train_step calls its submodules; forward of the whole model is never called.
         parts = list(self.module.children()) if overrides(self.module, "train_step") else [model]
         compile_in_place(parts, options)
 
     def teardown(self) -> None:
-        """Leave the process group, if this strategy joined it, and let go of the model; may be called again."""
+        """Leave the process group, if this strategy joined it, and drop the model; may be called again."""
         self._model = self._module = self.optim = None
         self._leave_environment()
 
     # Around a micro-batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Context for forward, in training and evaluation: autocast where the precision asks for it."""
+        """Return the context for forward, in training and evaluation: autocast if the precision needs it."""
         if not self.precision.autocast:
             return NOTHING
         return torch.autocast(self.device.type, self.precision.compute)  # type: ignore[no-any-return,unused-ignore]
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """Context for forward and backward of one micro-batch; with False, reducing gradients is put off."""
+        """Return the context for forward and backward of a micro-batch; it reduces gradients only if ``enabled``."""
         return NOTHING
 
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
-        """Forward and backward of the micro-batches of one update; the update itself comes after.
+        """Run forward and backward of the micro-batches of one update, but not the update itself.
 
         By default one micro-batch after the other, each within ``grad_sync``.
 
         Args:
-            window: the micro-batches, as ``split`` gave them.
-            step: calls the model the way it wants to be called.
+            window: the micro-batches, as returned by ``split``.
+            step: the interface to call the model.
 
         Returns:
-            What to log: 0-dim tensors by name, means over the window. On every process, also those that see no loss.
+            Values to log: 0-dim tensors by name, means over the window. On every process, also those without loss.
         """
         parts = []
         for i, batch in enumerate(window):
@@ -188,49 +189,49 @@ class Strategy(CanonicalState):
             if self._puts_off_sync:
                 with self.grad_sync(reduces):
                     parts.append(step.run(batch, i))
-            else:  # entering a context that does nothing takes as long as the rest of this loop
+            else:  # entering an empty context takes as long as the rest of this loop
                 parts.append(step.run(batch, i))
         return step.mean(parts)
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
-        """What the model predicts for a batch of evaluation, as ``split`` gave it; None on processes that have no outputs.
+        """Return the predictions for an evaluation batch that ``split`` returned; None on processes without outputs.
 
-        Those are no processes that report, see ``Topology``. By default one forward.
+        Processes without outputs do not report metrics, see ``Topology``. By default one forward.
         """
         return step.predict(batch)
 
     def split(self, batch: Any) -> Any:
-        """The part of a batch that this process computes with, where several share one; by default all of it.
+        """Return this process's shard of a batch, if several processes share one; by default the whole batch.
 
-        What ``loss_weight`` counts in the parts is added up over all processes.
+        The ``loss_weight`` of the shards is summed over all processes.
         """
         return batch
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of an update that an exception has ended, because all of its micro-batches come again.
+        """Drop the gradients of an update that an exception has ended: all of its micro-batches will be repeated.
 
         Raises:
-            StrategyError: they cannot be forgotten.
+            StrategyError: the gradients cannot be dropped.
         """
         if self.optim is not None:
             self.optim.zero_grad()
 
     def share_buffers(self) -> None:
-        """Give every process the floating-point buffers of the first part of the data; all come here before evaluation.
+        """Give every process the floating-point buffers of the first data shard; a collective, before evaluation.
 
-        Running statistics follow what a process trains on. Evaluation with those of each would depend on which process
-        has which sample; DistributedDataParallel sends rank 0's before every forward for the same reason.
+        Running statistics depend on a process's training data. With different ones, metrics would depend on which
+        process evaluates which sample; therefore DistributedDataParallel broadcasts rank 0's before every forward.
         """
         self.topology.data.share(floating_buffers(self.module))
 
     def average_buffers(self) -> None:
-        """Give every process the means of the floating-point buffers over the parts of the data; all come here."""
+        """Give every process the means of the floating-point buffers over the data shards; a collective."""
         self.topology.data.average(floating_buffers(self.module))
 
     # Precision
 
     def precision_report(self) -> PrecisionReport:
-        """The dtypes in force, read off the tensors."""
+        """Return the dtypes in use, read from the tensors."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         stored = dtypes(trainable)
         compute = self.precision.compute
@@ -249,10 +250,10 @@ class Strategy(CanonicalState):
         )
 
     def _check_precision(self) -> None:
-        """Raise StrategyError if the tensors are not what was asked for."""
+        """Raise StrategyError if the tensors do not have the dtypes of ``precision``."""
         asked, report = self.precision, self.precision_report()
         if asked.param is not None and asked.param not in report.parameters:
             require(asked.param, report.parameters, "parameters")
         if asked.autocast:
-            # Autocast casts what it computes with; what is stored, and updated, has to keep its digits.
+            # Autocast casts for computation only; stored parameters must stay in float32 for accurate updates.
             require(torch.float32, report.masters or report.parameters, "parameters under autocast")

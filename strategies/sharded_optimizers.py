@@ -44,8 +44,8 @@ class ShardedOptimizers:
         reason, self._layouts[id(wrapper)] = why_not_dtensors(wrapper.make_another, samples, self._spread)
         if found := next((one for one in dist.all_gather_object(reason) if one is not None), None):
             raise StrategyError(
-                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {found}; FSDP spreads every parameter over "
-                "processes, choose AdamW, or DDPStrategy"
+                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {found}; FSDP shards every "
+                "parameter, choose AdamW, or DDPStrategy"
             )
 
     def _spread(self, whole: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 class TrainStep(Protocol):
     """One update, for ``Strategy.run_window``.
 
-    For every micro-batch call ``begin`` first, then either ``run``, or ``forward`` and ``backward``. A schedule may order
-    the forwards and backwards of all micro-batches freely.
+    For every micro-batch call ``begin`` first, then either ``run``, or ``forward`` and ``backward``. A schedule may
+    order the forwards and backwards of all micro-batches freely.
     """
 
     shares: Sequence[float | None]
@@ -48,4 +48,4 @@ class EvalStep(Protocol):
         """Return the model's input for a batch, on the device."""
 
     def predict(self, batch: Any) -> Any:
-        """Return the predictions for a batch, of the model's ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""
+        """Return the predictions for a batch, by ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""

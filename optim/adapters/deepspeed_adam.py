@@ -26,7 +26,7 @@ class DeepSpeedAdamAdapter(EquivalentAdapter):
 
     @property
     def equivalent(self) -> str | None:
-        """See TwinAdapter."""
+        """See EquivalentAdapter."""
         if not all(group["bias_correction"] for group in self.optimizer.param_groups):
             return None
         return "AdamW" if self.optimizer.adam_w_mode else "Adam"
@@ -37,11 +37,11 @@ class DeepSpeedAdamAdapter(EquivalentAdapter):
         return True
 
     def can_set(self, key: str) -> bool:
-        """See TwinAdapter; DeepSpeedCPUAdam has a setting amsgrad, but ignores it."""
+        """See EquivalentAdapter; DeepSpeedCPUAdam has a setting amsgrad, but ignores it."""
         return key != "amsgrad" and super().can_set(key)
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
-        """See TwinAdapter; FusedAdam counts the updates of a group in the state of its last parameter only."""
+        """See EquivalentAdapter; FusedAdam counts the updates of a group in the state of its last parameter only."""
         if self.kind != "FusedAdam":
             return of_state
         state = self.optimizer.state

@@ -1,4 +1,4 @@
-"""TwinAdapter: checkpoints of an optimizer that computes the same as one in torch.optim, its equivalent."""
+"""EquivalentAdapter: checkpoints of an optimizer that computes the same as one in torch.optim, its equivalent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EquivalentAdapter(OptimizerAdapter):
 
     @property
     def is_elementwise(self) -> bool:
-        """See OptimizerAdapter; true if it has a twin, since all twins are elementwise."""
+        """See OptimizerAdapter; true if it has an equivalent, since all of these are elementwise."""
         return self.equivalent is not None or super().is_elementwise
 
     @property

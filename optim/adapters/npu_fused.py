@@ -94,7 +94,7 @@ class FusedAdapter(EquivalentAdapter):
 
     @property
     def equivalent(self) -> str | None:
-        """See TwinAdapter."""
+        """See EquivalentAdapter."""
         return EQUIVALENTS.get(self.kind)
 
     def refuse(self, reason: str) -> StrategyError:
@@ -194,7 +194,7 @@ class FusedAdapter(EquivalentAdapter):
     # Checkpoints
 
     def steps(self, parameter: Tensor, of_state: int) -> int:
-        """See TwinAdapter; NpuFusedBertAdam does not increase the number in a parameter's own state."""
+        """See EquivalentAdapter; NpuFusedBertAdam does not increase the number in a parameter's own state."""
         if self.kind != "NpuFusedBertAdam" or not self.optimizer.is_states_combined:
             return of_state
         for index, group in enumerate(self.optimizer.param_groups):

@@ -311,7 +311,7 @@ def _why_not_dtensors(
     try:
         parts = samples.run(make, spread)
     except TrialError as error:
-        return f"cannot update parameters that are spread over processes, {error}", {}
+        return f"cannot update sharded parameters, {error}", {}
     layouts = {
         (value.ndim, key): tuple(kept.placements)
         for value, state in zip(whole.values, parts.states, strict=True)
@@ -320,12 +320,12 @@ def _why_not_dtensors(
     }
     for (_, key), placements in layouts.items():
         if any(placement.is_partial() for placement in placements):
-            return f'keeps "{key}" as sums that are not added up yet, which no checkpoint has', layouts
+            return f'keeps "{key}" as partial sums, which no checkpoint can contain', layouts
     values = [_gathered(value) for value in parts.values]
     states = [{key: _gathered(kept) for key, kept in state.items()} for state in parts.states]
     for i, value in enumerate(whole.values):
         if not _close(values[i], value, value - whole.before[i], _TOLERANCE_SPREAD):
-            return "updates parameters that are spread over processes otherwise than whole ones", layouts
+            return "updates sharded parameters differently from whole ones", layouts
         for key, kept in whole.states[i].items():
             if _is_nested(kept):
                 return f'keeps "{key}", a {type(kept).__name__} of tensors', layouts
@@ -337,9 +337,9 @@ def _why_not_dtensors(
                         layouts,
                     )
                 if not _close(other, kept, kept, _TOLERANCE_SPREAD):
-                    return f'keeps another "{key}" of parameters that are spread over processes', layouts
+                    return f'keeps another "{key}" of sharded parameters than of whole ones', layouts
             elif not _same(other, kept, _TOLERANCE_SPREAD):
-                return f'keeps another "{key}" of parameters that are spread over processes', layouts
+                return f'keeps another "{key}" of sharded parameters than of whole ones', layouts
     return None, layouts
 
 

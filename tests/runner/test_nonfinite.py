@@ -458,7 +458,7 @@ class OwnStep(OptimWrapper):
 
 def test_skipping_is_refused_where_it_has_no_hold(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r'^env_cfg.nonfinite: "skip" has no hold on OwnStep, which defines step anew'
+        ConfigError, match=r'^env_cfg.nonfinite: "skip" has no effect on OwnStep, which defines its own step'
     ):
         make_runner(tmp_path, env_cfg=dict(nonfinite="skip"), optim_wrapper=OwnStep(SGD))
     with pytest.raises(ConfigError, match=r'^env_cfg.nonfinite: "skp" is not allowed, choose "warn", "raise", "skip"'):

@@ -179,10 +179,10 @@ ELEMENTWISE = ("NAdam", "Lion")
 # What is refused, with the part of the message that names what is in the way.
 NEEDS_CLOSURE = "Sam cannot be stepped once per update as it is (AssertionError: sharpness-aware"
 REFUSED_SPREAD = {
-    "Adafactor": "Adafactor cannot update parameters that are spread over processes, RuntimeError: aten.",
-    "HuggingFace": "Adafactor cannot update parameters that are spread over processes, RuntimeError: aten.",
-    "NovoGrad": 'NovoGrad keeps "norm" as sums that are not added up yet',
-    "Shampoo": "Shampoo cannot update parameters that are spread over processes, RuntimeError: aten.",
+    "Adafactor": "Adafactor cannot update sharded parameters, RuntimeError: aten.",
+    "HuggingFace": "Adafactor cannot update sharded parameters, RuntimeError: aten.",
+    "NovoGrad": 'NovoGrad keeps "norm" as partial sums',
+    "Shampoo": "Shampoo cannot update sharded parameters, RuntimeError: aten.",
     "Sam": NEEDS_CLOSURE,
 }
 REFUSED_PIECES = {
@@ -396,7 +396,7 @@ def test_state_that_checkpoints_do_not_have(
 ) -> None:
     with caplog.at_level("WARNING", logger="flextrain"):
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(3, 3), ClimbsFirst(dict(type=kind)))
-    expected = f'optim_wrapper.optimizer: {kind.__name__} keeps something outside of its "state" and "param_groups"'
+    expected = f'optim_wrapper.optimizer: {kind.__name__} keeps values outside of its "state" and "param_groups"'
     assert [message.startswith(expected) for message in caplog.messages] == [True] * warned
 
 
