@@ -1,4 +1,4 @@
-"""How parameters are updated: wrappers, parameter groups and schedules."""
+"""Updates of parameters: OptimWrappers, parameter groups and schedulers."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class FSDPStrategy(Strategy):
     def _mesh(self) -> DeviceMesh:
         copies, data = self.config.replicate_size, self.topology.data
         if data.count % copies:
-            raise StrategyError(f"strategy.replicate_size: {copies} does not divide the {data.count} parts of the data")
+            raise StrategyError(f"strategy.replicate_size: {copies} does not divide the {data.count} data shards")
         names: tuple[str, ...] = ("replicate", "shard")
         shape: tuple[int, ...] = (copies, data.count // copies)
         if copies == 1:
