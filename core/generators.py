@@ -64,6 +64,8 @@ class Apart:
         self._numpy_look, self._look = numpy_look(self._numpy), look_at_both()
         # Position of Python's and torch's generators at the last copy of their states; few batches move them.
         self._at: Any = None
+        self.drew = False
+        """Whether a generator drew in the last ``with``, which has ended."""
 
     def __enter__(self) -> None:
         self._outer_numpy = _NUMPY.get_bit_generator()
@@ -75,7 +77,9 @@ class Apart:
 
     def __exit__(self, *exc_info: object) -> None:
         _NUMPY.set_bit_generator(self._outer_numpy)
+        self.drew = self._numpy_look() != self._numpy_mark
         if (self._look(), _PYTHON.gauss_next) != self._at:
+            self.drew = True
             set_python_state(self._python)
             _TORCH.set_state(self._torch)
 

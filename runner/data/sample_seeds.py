@@ -59,14 +59,15 @@ class SeededDataset(Dataset[Any]):
         if turn.epoch != self.epoch:
             tell_epoch(self.dataset, turn.epoch)  # for the copy in a worker that is kept over epochs
             self.epoch = turn.epoch
-        self._watch = self._watch or Watch()
-        with self._watch:
-            if self._draws is False:
+        self._watch = watch = self._watch or Watch()
+        if self._draws is False:
+            with watch:
                 batch = self._read(turn.indices)
-                if not self._watch.moved():
-                    return batch
-                self._draws = True  # from now on; this batch is read again with seeds
-            return self._draw(turn, self._watch)
+            if not watch.drew:
+                return batch
+            self._draws = True  # from now on; this batch is read again with seeds
+        with watch:
+            return self._draw(turn, watch)
 
     def _read(self, indices: Any) -> Any:
         if self._at_once:

@@ -60,7 +60,7 @@ class IterTimerHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Record the time spent waiting for the batch."""
-        self._data_times.append(time.perf_counter() - self._last)
+        self._data_times.put(time.perf_counter() - self._last)
 
     def after_train_iter(
         self,
@@ -75,7 +75,7 @@ class IterTimerHook(Hook):
         self._last = now
         self._seconds += seconds
         self._done += 1
-        self._times.append(seconds)
+        self._times.put(seconds)
 
     def before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         """Record the time spent waiting for a validation or test batch."""

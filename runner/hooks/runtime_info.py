@@ -67,7 +67,7 @@ class RuntimeInfoHook(Hook):
         """Record the learning rate of each optimizer's first parameter group."""
         for history, optimizer in self._rates:
             rate = optimizer.param_groups[0]["lr"]
-            history.append(rate if type(rate) is float else _as_it_is(rate))
+            history.put(rate if type(rate) is float else _as_it_is(rate))
         if self._get_lr is not None:
             for name, rates in self._get_lr().items():
                 runner.message_hub.update_scalar(f"train/{name}", rates[0])
@@ -84,7 +84,7 @@ class RuntimeInfoHook(Hook):
             histories = self._outputs
             for key, value in outputs.items():
                 if key in histories:
-                    histories[key].append(value)
+                    histories[key].put(value)
                 else:  # the first time, with all checks
                     runner.message_hub.update_scalar(f"train/{key}", value)
                     histories[key] = runner.message_hub.history(f"train/{key}")

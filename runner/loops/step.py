@@ -66,9 +66,8 @@ class Stepper:
         )
         self.shares: Sequence[float | None] = _WHOLE
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
-        self._has_own_window = type(strategy).run_window is not Strategy.run_window
-        splits = type(strategy).split is not Strategy.split or overridden(strategy, "split")
-        self._split = strategy.split if splits else None
+        self._has_own_window = _has_own(strategy, "run_window")
+        self._split = strategy.split if _has_own(strategy, "split") else None
         self._eval_steps = {mode: _EvalStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
@@ -93,6 +92,9 @@ class Stepper:
         if overridden(optim, "optim_context"):
             self._autocast = partial(optim.optim_context, self.module)
         self._should_sync = optim.should_sync if overridden(optim, "should_sync") else None  # type: ignore[union-attr]
+        # Strategy.run_window does nothing more for a single micro-batch than to run it.
+        syncs = _has_own(self.strategy, "grad_sync") or self._should_sync is not None
+        self._runs_single = not self._has_own_window and not syncs
         if not isinstance(optim, OptimWrapperDict):
             self._differentiate = optim.update_params if self._updates_itself else optim.backward
             self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
@@ -112,7 +114,11 @@ class Stepper:
         if shares is None:
             return self._leave_out(optim)
         self.shares = shares
-        outputs = self._run_window(window, self)
+        if shares is _WHOLE and self._runs_single:  # the most frequent case, and a few calls less
+            optim.begin(0, 1)
+            outputs = self.run(window[0], 0)
+        else:
+            outputs = self._run_window(window, self)
         if self._updates_itself:
             for name, wrapper in optim.wrappers.items():
                 if (norm := wrapper.last_step.grad_norm) is not None:
@@ -309,6 +315,11 @@ class _EvalStep:
     def predict(self, batch: Any) -> Any:
         """See EvalStep."""
         return self._stepper.predict(batch, self._mode)
+
+
+def _has_own(strategy: Strategy, name: str) -> bool:
+    """Whether a method of the strategy is not Strategy's."""
+    return getattr(type(strategy), name) is not getattr(Strategy, name) or bool(overridden(strategy, name))
 
 
 def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

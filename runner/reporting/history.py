@@ -26,7 +26,7 @@ class HistoryBuffer:
         name: the scalar's name, for messages.
     """
 
-    __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "averaged", "name")
+    __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "averaged", "name", "put")
 
     def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
         self.name = name
@@ -38,6 +38,8 @@ class HistoryBuffer:
         self._read = 0  # number of values read so far
         self.averaged: list[Any] = []
         """This rank's own values, in order, that the last ``reduce`` replaced by means."""
+        self.put: Callable[[float | Tensor], None] = self._new.append
+        """``append`` of a value that counts once, without a call in between."""
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
         """Add one value; a tensor must have one element and no autograd graph, and must not be changed later."""
@@ -53,6 +55,7 @@ class HistoryBuffer:
         now = self._values.maxlen
         if now is not None and (maxlen is None or maxlen > now):
             self._new, self._values = deque(self._new, maxlen), deque(self._values, maxlen)
+            self.put = self._new.append
             self._counts = None if self._counts is None else deque(self._counts, maxlen)
 
     @property
