@@ -114,6 +114,15 @@ def test_means_divide_by_the_number_of_items() -> None:
     assert hub.get_scalar("train/plain").statistics("current") == 3.0
 
 
+def test_what_is_put_into_a_history_that_grew_is_kept() -> None:
+    history = MessageHub(history=2).history("train/loss")
+    history.put(1.0)
+    history.grow(3)
+    for value in (2.0, 3.0):
+        history.put(value)
+    assert history.data == [1.0, 2.0, 3.0]
+
+
 def test_history_is_bounded_and_grows_on_request() -> None:
     hub = MessageHub(history=3)
     hub.retain("train/all", None)
