@@ -63,9 +63,13 @@ REGISTERING_MODULES.update(
         "strategy": (f"{__name__}.strategies",),
         "function": (f"{__name__}.runner.data.dataloaders",),
         "sampler": (f"{__name__}.runner.data.samplers",),
-        "metric": (f"{__name__}.runner.metrics.base",),
+        "metric": (f"{__name__}.runner.metrics.torchmetrics",),
         "hook": (f"{__name__}.runner.hooks",),
-        "loop": (f"{__name__}.runner.loops.train", f"{__name__}.runner.loops.evaluate"),
+        "loop": (
+            f"{__name__}.runner.loops.epoch",
+            f"{__name__}.runner.loops.iteration",
+            f"{__name__}.runner.loops.evaluate",
+        ),
         "reporter": (f"{__name__}.runner.reporting",),
     }
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .data.dataloaders import build_dataloader, pseudo_collate
 from .data.samplers import DefaultSampler, InfiniteSampler
+from .loops.epoch import EpochBasedTrainLoop
 from .loops.evaluate import TestLoop, ValLoop
-from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
-from .metrics.base import BaseMetric, Evaluator
+from .loops.iteration import IterBasedTrainLoop
+from .metrics.base import BaseMetric
+from .metrics.evaluator import Evaluator
 from .runner import FlexibleRunner
 
 __all__ = [

@@ -19,9 +19,11 @@ from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
 from .data.checks import check_dataloader, is_infinite
 from .data.user_loaders import batch_size
+from .loops.epoch import EpochBasedTrainLoop
 from .loops.evaluate import EvalLoop
-from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from .metrics.base import check_evaluator
+from .loops.iteration import IterBasedTrainLoop
+from .loops.train import TrainLoop
+from .metrics.evaluator import check_evaluator
 from .options import FixedOptions
 from .reporting import build_log_processor, build_reporters, check_log_level
 

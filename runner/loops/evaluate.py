@@ -12,7 +12,8 @@ from ...core.registry import LOOPS
 from ..data.dataloader_reader import Feed
 from ..data.own_loader_reader import Reader
 from ..data.user_loaders import goes_its_own_way, length_of
-from ..metrics.base import Evaluator, TorchMetric, build_evaluator
+from ..metrics.evaluator import Evaluator, build_evaluator
+from ..metrics.torchmetrics import TorchMetric
 from .lockstep import until_all_end
 from .train import BaseLoop
 

@@ -28,23 +28,13 @@ from ...core.module_state import own_loading
 from ...core.random_state import rng_state
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
+from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
 from .hook_view import SavedView
 from .model_extras import LATE, extra_template, finish, module_state, prepare
-from .pieces import (
-    advice,
-    begin_epoch_anew,
-    check_counts,
-    check_hooks,
-    check_optimizer,
-    continue_epoch,
-    data_facts,
-    load_loader,
-    load_random,
-    load_schedulers,
-    piece,
-    schedules_anew,
-    telling_what_differs,
-)
+from .optimizer_settings import check_optimizer, telling_what_differs
+from .pieces import advice, check_hooks, piece
+from .random_states import load_random
+from .scheduler_states import load_schedulers, schedules_anew
 
 if TYPE_CHECKING:
     from ..run import Run

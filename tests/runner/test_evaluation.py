@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from flextrain import BaseMetric, ConfigError, FlexibleRunner
 from flextrain.runner import Evaluator
 from flextrain.runner.hooks import Hook
-from flextrain.runner.metrics.base import build_evaluator, check_evaluator
+from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
 from flextrain.testing import WorkerGroup
 
 from .training import SGD, Accuracy, Net, Samples, configuration, make_runner, validation

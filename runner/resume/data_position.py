@@ -1,0 +1,181 @@
+"""Resume at the position in the data where a checkpoint was written, also with other batches or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from ...core.config import Config, validate
+from ...core.errors import CheckpointError, counted
+from ..data.dataloaders import TrainData
+from ..data.samplers import DefaultSampler
+from ..data.user_loaders import batch_size
+from .random_states import are_now
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+
+class DataFacts(Config):
+    """The position in the data, and the settings that give it its meaning."""
+
+    seed: int
+    """Seed of the run."""
+    sampler: str
+    """Name of the class that determines the order of batches."""
+    sampler_seed: int | None
+    shuffle: bool | None
+    num_samples: int | None
+    """Samples of the dataset; None for a stream without a length."""
+    shards: int
+    """Number of data shards."""
+    batch_size: int | None
+    accumulate: int
+    drop_last: bool
+    epoch_length: int | None
+    """Updates of a whole epoch."""
+    position: int | None = pydantic.Field(ge=0)
+    """Samples of the epoch before the next update; None if positions count batches."""
+    by_index: bool = False
+    """True if the order is computed by index; older checkpoints do not have this key."""
+    workers: int | None = None
+    """Workers that read a stream, whose order may depend on their number; None for other data and older checkpoints."""
+
+
+# Settings that determine the order of samples, and settings that determine how it is cut into batches.
+_ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
+_BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
+
+
+def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
+    """Return the facts of the current data, at the position that the loop's state names."""
+    data = runner.train_loop.data
+    sampler = data.splittable
+    return DataFacts(
+        seed=runner.seed,
+        sampler=data.sampler_name,
+        sampler_seed=sampler.seed if sampler else None,
+        shuffle=sampler.shuffle if sampler else None,
+        num_samples=data.num_samples,
+        shards=runner.strategy.topology.data.count,
+        batch_size=batch_size(runner.train_dataloader),
+        accumulate=runner.accumulate,
+        drop_last=data.drop_last,
+        epoch_length=data.epoch_length,
+        position=data.position(loop["epoch"], loop["inner"]),
+        by_index=sampler.by_index if sampler else False,
+        workers=data.stream_workers,
+    )
+
+
+def check_counts(loop: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError if a counter of the loop's state is missing or not a number."""
+    for key in ("epoch", "iter", "inner", "validated", "left"):
+        if not isinstance(loop[key], int) and not (key == "left" and loop[key] is None):
+            raise ValueError(f"{key} is {loop[key]!r}")
+
+
+def begin_epoch_anew(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loop's state at the beginning of its epoch, or at the end if the epoch was finished."""
+    return _at_the_end(data, loop) if loop["left"] == 0 else {**loop, "inner": 0}
+
+
+def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loop's state with its position in the data, counted in updates of this run.
+
+    With flextrain's samplers and torch's batches the epoch continues with the next sample, whatever the batches and the
+    number of processes are now. All other data need the former settings, unless the epoch is finished.
+
+    Raises:
+        CheckpointError: the rest of the epoch would not consist of the samples that are left.
+    """
+    then = validate(DataFacts, saved, "data")
+    if then.seed != runner.seed:
+        runner.logger.info(f"The data order continues with the checkpoint's seed {then.seed}")
+        runner.use_data_seed(then.seed)
+    now, data = data_facts(runner, loop), runner.train_loop.data
+    changed = [key for key in (*_ORDER, *_BATCHES) if getattr(then, key) != getattr(now, key)]
+    if then.workers is None and "workers" in changed:
+        changed.remove("workers")
+    if data.splittable is not None and then.num_samples == now.num_samples:
+        data.splittable.by_index = then.by_index
+    if then.epoch_length != now.epoch_length:
+        _say_what_changed(runner, then, now, changed)
+    if loop["inner"] == 0:
+        return dict(loop)
+    if loop["left"] == 0:
+        return _at_the_end(data, loop) if changed or data.splittable else dict(loop)
+    _refuse(then, now, [key for key in changed if key in _ORDER or data.splittable is None])
+    if data.splittable is None or then.position is None:
+        return dict(loop)
+    return _split_anew(runner, then.position, loop, bool(changed))
+
+
+def _at_the_end(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
+    if data.epoch_length is None:
+        return {**loop, "epoch": loop["epoch"] + 1, "inner": 0}
+    return {**loop, "inner": data.epoch_length}
+
+
+def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
+    for key in changed:
+        alike = all(getattr(then, k) == getattr(now, k) for k in _ORDER)
+        why = f", and the order of a {now.sampler} cannot be split again" if alike else ""
+        raise CheckpointError(
+            f"was saved in the middle of an epoch with {key}={getattr(then, key)}, it is {getattr(now, key)} now{why}; "
+            "resume from the end of an epoch to change it"
+        )
+
+
+def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
+    data = runner.train_loop.data
+    sampler, shards = data.splittable, runner.strategy.topology.data.count
+    if isinstance(sampler, DefaultSampler) and not sampler.round_up and (sampler.num_samples - position) % shards:
+        raise CheckpointError(
+            f"{sampler.num_samples - position} samples of the epoch are left, which round_up=False gives unevenly to "
+            f"{shards} processes; leave round_up out"
+        )
+    inner = data.resume_at(loop["epoch"], position)
+    if changed:
+        runner.logger.info(
+            f"Epoch {loop['epoch'] + 1} continues after {position} samples; with the current batches its next "
+            f"update is number {inner + 1}"
+        )
+    return {**loop, "inner": inner}
+
+
+def _say_what_changed(runner: Run, then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
+    reasons = [f"{key} {getattr(then, key)} -> {getattr(now, key)}" for key in changed if key != "epoch_length"]
+    runner.logger.warning(
+        f"An epoch has {now.epoch_length} iterations now, it had {then.epoch_length} ({', '.join(reasons) or 'other data'}): "
+        "schedules by iteration continue from their own count"
+    )
+
+
+def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> None:
+    """Restore the state of a training loader that has its own.
+
+    Raises:
+        CheckpointError: in the middle of an epoch, a state is missing for a process, or the loader cannot load one.
+    """
+    data, (index, count) = runner.train_loop.data, runner.strategy.topology.shard
+    states = states or [None] * count  # older checkpoints have no such key
+    had_one = any(state is not None for state in states)
+    if not data.keeps_position and not had_one:
+        return
+    if data.keeps_position and had_one and len(states) == count:
+        data.load_loader_state(states[index], begins=not loop["inner"])
+        return
+    if len(states) != count:
+        why = f"the loader's state is that of {counted(len(states), 'process', 'processes')}, and there {are_now(runner)} now"
+    elif had_one:
+        why = f"has the state of a loader, and {data.sampler_name} takes none"
+    else:
+        why = f"has no state of a loader, which {data.sampler_name} would go on from"
+    if loop["inner"] and loop["left"] != 0:
+        raise CheckpointError(
+            f"was saved in the middle of an epoch, and {why}; resume from the end of an epoch to change it"
+        )
+    runner.logger.warning(f"The loader starts the next epoch without its saved state: {why}")
