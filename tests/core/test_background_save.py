@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.torch_version import TorchVersion
 
 from flextrain.core.checkpoint import (
     Checkpoint,
@@ -331,7 +333,9 @@ def in_chunks(whole: Tensor, column: int, mesh: DeviceMesh) -> DTensor:
     begin = 2 * dist.get_rank()
     rows = whole[begin : begin + 2]
     local = LocalShardsWrapper([rows[:, :column].clone(), rows[:, column:].clone()], [(begin, 0), (begin, column)])
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    # DTensor.from_local() would view the chunks as one first, which torch 2.6 cannot.
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
 def moved(path: Path, case: str) -> None:
@@ -454,7 +458,8 @@ def overlapping(path: Path) -> tuple[str, bool]:
 @pytest.mark.distributed
 def test_nothing_is_left_of_what_could_not_be_planned(workers2: WorkerGroup, tmp_path: Path) -> None:
     for message, left in workers2.run(overlapping, tmp_path / "a"):
-        assert "could not be saved on rank 0: Failed to validate global plan: key:w has overlapping chunks" in message
+        assert "could not be saved on rank 0: Failed to validate global plan" in message
+        assert "key:w has overlapping chunks" in message or TorchVersion(torch.__version__) < "2.9"  # it says no more
         assert not left
 
 

@@ -22,7 +22,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 TIMEOUT_S = 120.0  # a cold import on a busy machine
 # Each with the oldest allowed version; tests/test_doctor.py compares them with pyproject.toml.
 REQUIRED = {"torch": "2.6", "numpy": "1.24", "pydantic": "2.3", "safetensors": "0.4.5", "xxhash": "3", "rich": "13"}
-OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.17", "torchvision": "0", "torchmetrics": "1.1"}
+OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.19.8", "torchvision": "0", "torchmetrics": "1.1"}
 OWN_DEVICES = ("cpu", "cuda", "npu", "xpu", "mps")
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 
