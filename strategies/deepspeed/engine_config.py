@@ -162,7 +162,6 @@ def engine_config(
     world_size: int,
     on_cpu: bool,
     num_elements: int,
-    unmanaged: bool,
     checkpointing: EngineCheckpointing | None,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
@@ -170,7 +169,6 @@ def engine_config(
     Args:
         stage: ZeRO's stage; 0 if there is nothing to shard.
         num_elements: number of elements of the model, an upper bound for buckets.
-        unmanaged: the caller, not DeepSpeed, decides when an accumulation window ends.
     """
     zero = config.zero_optimization.model_dump(exclude_none=True)
     zero["stage"] = stage
@@ -202,13 +200,13 @@ def engine_config(
         "gradient_predivide_factor": float(config.gradient_predivide_factor),
         "steps_per_print": config.steps_per_print or _NEVER,
         "wall_clock_breakdown": config.wall_clock_breakdown,
+        # The caller, not DeepSpeed, decides when an accumulation window ends.
+        "managed_gradient_accumulation": False,
     }
     if config.communication_data_type:
         keys["communication_data_type"] = config.communication_data_type
     if checkpointing:
         keys["activation_checkpointing"] = checkpointing.model_dump(exclude_none=True)
-    if unmanaged:
-        keys["managed_gradient_accumulation"] = False
     return keys
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -256,8 +255,7 @@ class DeepSpeedStrategy(Strategy):
             if fragment.name in originals:
                 fragment.take(originals[fragment.name])
         engine_internals.check_layout(fragments)
-        marks = not self._engine_is_unmanaged()
-        self._wrapper.bind(self._engine, fragments, clips_here=stage == 0, marks_boundary=marks)
+        self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
         return fragments
 
     def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
@@ -268,14 +266,8 @@ class DeepSpeedStrategy(Strategy):
             world_size=self.world_size,
             on_cpu=self.device.type == "cpu",
             num_elements=num_elements,
-            unmanaged=self._engine_is_unmanaged(),
             checkpointing=self._checkpointing,
         )
-
-    def _engine_is_unmanaged(self) -> bool:
-        """Return whether the caller may decide when a window ends; versions before 0.19 must be told every time."""
-        constants = importlib.import_module("deepspeed.runtime.constants")
-        return hasattr(constants, "MANAGED_GRADIENT_ACCUMULATION")
 
     def _compile(self, model: nn.Module) -> None:
         options = self.config.compile if isinstance(self.config.compile, dict) else {}

@@ -32,7 +32,6 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _engine: Any = None
     _fragments: Sequence[Fragment] = ()
     _clips_here = False
-    _marks_boundary = False
     _norm: Tensor | None = None
 
     @classmethod
@@ -72,14 +71,13 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                     "its own, and so does DeepSpeed; choose one of torch's optimizers"
                 )
 
-    def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool, marks_boundary: bool) -> None:
+    def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool) -> None:
         """Use ``engine`` for backward and update from now on.
 
         Args:
             clips_here: this wrapper clips the gradients, not the engine.
-            marks_boundary: the engine must be told which micro-batch is the last of its window.
         """
-        self._engine, self._fragments, self._marks_boundary = engine, fragments, marks_boundary
+        self._engine, self._fragments = engine, fragments
         self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
         if clips_here and self.clip_grad is not None:
@@ -100,8 +98,6 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """See OptimWrapper; the engine scales the loss and skips updates that are not finite."""
         if self.guard is not None:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        if self._marks_boundary:
-            self._engine.set_gradient_accumulation_boundary(self.should_sync())
         self._engine.backward(loss)
 
     def step(self) -> StepInfo:

@@ -110,20 +110,6 @@ def test_parity_with_options(workers2: WorkerGroup, stage: int, options: dict[st
         assert max(differences.values()) < 1e-5, differences
 
 
-def older_engine(stage: int) -> dict[str, float]:
-    """As if DeepSpeed could not leave the end of a window to its caller."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedStrategy, "_engine_is_unmanaged", lambda _: False)
-        return train_both(stage, Mlp, {})
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_with_an_engine_that_counts_micro_batches(workers2: WorkerGroup, stage: int) -> None:
-    for differences in workers2.run(older_engine, stage):
-        assert max(differences.values()) < 1e-5, differences
-
-
 # Half precision
 
 
