@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from flextrain.testing import WorkerGroup
 
@@ -80,6 +82,8 @@ def simulated_npu() -> Path:
         pytest.skip("the simulated device needs g++")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("the simulated device needs Python's headers (python3-dev)")
+    if TorchVersion(torch.__version__) < "2.9":
+        pytest.skip(f"the simulated device needs c10::DeviceAllocator of torch 2.9, this is {torch.__version__}")
     cache = Path(os.environ.get("NPU_SIM_CACHE", Path(__file__).parents[2] / "build" / "npu_sim"))
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:  # sessions beside this one would build it too
