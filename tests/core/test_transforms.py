@@ -135,7 +135,14 @@ class Plain(nn.Module):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param("aot_eager", marks=pytest.mark.processes),  # torch 2.6 starts the compiler's for it too
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_modules_keep_names_and_numbers(backend: str) -> None:
     plain = Plain()
     compiled = copy.deepcopy(plain)
