@@ -585,7 +585,7 @@ UNUSABLE = [
         "batch_sampler",
         "train_dataloader.batch_size",
     ),
-    case("param_scheduler[0].by_epoch", True, "never", train_cfg=dict(by_epoch=False, max_iters=5)),
+    case("param_scheduler[0].by_epoch", True, "no effect", train_cfg=dict(by_epoch=False, max_iters=5)),
     case(
         "param_scheduler",
         dict(generator=dict(type="LinearLR")),
