@@ -103,6 +103,14 @@ def test_weights_beside_other_things(tmp_path: Path, key: str) -> None:
     same(read(tmp_path / "weights.pth"), dict(model.state_dict()))
 
 
+def test_a_path_as_python_3_13_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({"state_dict": tensors(), "path": Path("x")}, file, _use_new_zipfile_serialization=False)
+    file.write_bytes(file.read_bytes().replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert b"cpathlib._local\n" in file.read_bytes()
+    same(read(file), tensors())
+
+
 def test_mmengines_own_log(tmp_path: Path) -> None:
     history = pytest.importorskip("mmengine.logging.history_buffer").HistoryBuffer([1.0, 2.0], [1, 1])
     state = {"w": torch.ones(2)}

@@ -331,6 +331,7 @@ def alone(
         strategy.teardown()
 
 
+@pytest.mark.processes  # of the compiler, with torch 2.6
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_process_without_launcher(stage: int) -> None:
     batches = one_each(data(Mlp, 3))

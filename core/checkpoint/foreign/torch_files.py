@@ -331,7 +331,7 @@ _INERT = (
     r"builtins\.(bool|bytearray|bytes|complex|dict|float|frozenset|int|list|long|range|set|slice|str|tuple)",
     r"argparse\.Namespace|collections\.(Counter|deque)",
     r"_codecs\.encode|datetime\.\w+|deepspeed\.[\w.]+",
-    r"numpy\.(dtype|ndarray|_?core\.multiarray\.(_reconstruct|scalar))|pathlib\.(Pure)?(Posix|Windows)?Path",
+    r"numpy\.(dtype|ndarray|_?core\.multiarray\.(_reconstruct|scalar))|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path",
     r"torch\.(Tensor|device|nn\.parameter\.Buffer|serialization\._get_layout|distributed\.tensor\.[\w.]+)",
     r"torch\.distributed\.device_mesh\.DeviceMesh",
 )
