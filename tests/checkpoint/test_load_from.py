@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.core.checkpoint import open_weights
+from flextrain.core.comm import collectives
 from flextrain.testing import WorkerGroup
 from flextrain.testing.sessions import whole_model
 
@@ -193,7 +194,7 @@ def save_with_deepspeed(folder: Path, stage: int, half: bool) -> None:
     dist.barrier()
     engine.destroy()
     forget_process_groups()
-    dist.destroy_process_group()
+    collectives.destroy_process_group()
 
 
 @pytest.fixture(params=[(stage, half) for stage in range(4) for half in (False, True)], ids=str)
