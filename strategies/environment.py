@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.comm import collectives as dist
+from ..core.comm.joint_errors import raising_together
 from ..core.comm.matched_calls import roll_call
 from ..core.comm.topology import Topology
 from ..core.config import validate
@@ -79,9 +80,14 @@ class ProcessEnvironment:
         dist.side_group(float(self.config.timeout_s))  # created here, because all processes are here
         self._spec = spec
         self.topology = Topology()  # _arrange may need rank and world size
-        self.topology = self._arrange()
-        if self.topology.shares_data:
-            self.topology.check()
+        try:
+            with raising_together():
+                self.topology = self._arrange()
+            if not dist.is_alone():
+                self.topology.check()
+        except BaseException:
+            self._spec, self.topology = None, Topology()  # another call must not find it set up
+            raise
 
     def _arrange(self) -> Topology:
         """Return this process's relations to the others; called once on every process, after the process group exists.

@@ -34,7 +34,14 @@ class DataShard:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise StrategyError(f"Topology.data.index: {self.index} is not allowed with {self.count} shards")
-        if self.count == 1 or (self.group is None and self.count == dist.get_world_size()):
+        if self.count == 1:
+            return
+        if self.group is None and self.count == dist.get_world_size():
+            if self.index != dist.get_rank():
+                raise StrategyError(
+                    f"Topology.data.index: {self.index} is not allowed on rank {dist.get_rank()}, without a group the shards are "
+                    "those of the ranks in their order"
+                )
             return
         if self.group is None:
             raise StrategyError(

@@ -15,7 +15,7 @@ from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
 from ...core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
-from ...core.torch_private import is_compiled, tree_map_only
+from ...core.torch_private import is_compiled, is_view, tree_map_only
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
@@ -200,7 +200,7 @@ class Stepper:
                 loss, logs = self._losses(data)
         if self._reuses_outputs:
             return loss, {name: value.detach().clone() for name, value in logs.items()}
-        return loss, {name: value.detach() for name, value in logs.items()}
+        return loss, {name: _kept(value) for name, value in logs.items()}
 
     def backward(self, loss: Tensor, index: int) -> None:
         """See TrainStep."""
@@ -255,7 +255,7 @@ class Stepper:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
-        values = {name: torch.as_tensor(value).detach() for name, value in logs.items()}
+        values = {name: _kept(torch.as_tensor(value)) for name, value in logs.items()}
         if self._reuses_outputs:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
@@ -320,6 +320,14 @@ class _EvalStep:
 def _has_own(strategy: Strategy, name: str) -> bool:
     """Whether a method of the strategy is not Strategy's."""
     return getattr(type(strategy), name) is not getattr(Strategy, name) or bool(overridden(strategy, name))
+
+
+def _kept(value: Tensor) -> Tensor:
+    """Return a value to log, which is read only when a line is written.
+
+    A parameter or a buffer, or a view of one, may change in place until then: it is copied.
+    """
+    return value.detach().clone() if value.grad_fn is None or is_view(value) else value.detach()
 
 
 def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

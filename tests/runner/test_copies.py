@@ -257,10 +257,40 @@ class OtherPlace(DDPStrategy):
         return Topology(data=DataShard(1 - self.rank, 2, torch.distributed.group.WORLD))
 
 
+class SameIndex(DDPStrategy):
+    """All processes say that theirs is the first shard."""
+
+    def _arrange(self) -> Topology:
+        return Topology(data=DataShard(0, 2))
+
+
+class NobodyOfAll(DDPStrategy):
+    def _arrange(self) -> Topology:
+        return Topology(reports=False)
+
+
+class Disagreeing(DDPStrategy):
+    """Only rank 0 says that data are shared."""
+
+    def _arrange(self) -> Topology:
+        return Topology(data=DataShard(0, 1)) if self.rank == 0 else Topology()
+
+
+class OneWrong(Wrong):
+    """Only rank 1 finds something wrong."""
+
+    who = (0,)
+
+    def _arrange(self) -> Topology:
+        return Topology(data=DataShard(3, 2)) if self.rank == 1 else super()._arrange()
+
+
 def refusal(kind: type) -> str:
     strategy = kind()
     try:
         with pytest.raises(StrategyError) as caught:
+            strategy.setup_environment()
+        with pytest.raises(StrategyError, match="^Topology"):  # a second call does not take it for set up
             strategy.setup_environment()
     finally:
         strategy.teardown()
@@ -277,6 +307,10 @@ def refusal(kind: type) -> str:
             "Topology.data.group: missing, 3 of the 2 processes train on other shards of the data than this one",
         ),
         (OtherPlace, "of 2 there, and has shard"),
+        (SameIndex, "Topology.data.index: 0 is not allowed on rank 1"),
+        (NobodyOfAll, "each shard one process that reports"),
+        (Disagreeing, "all need the same count"),
+        (OneWrong, "Topology.data.index: 3 is not allowed with 2 shards"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_on_every_process(

@@ -1,4 +1,8 @@
-"""A compiled model may write every call's outputs to the same memory, as CUDA graphs do; what is kept of them stays as it was."""
+"""Outputs whose memory is written again later: what is kept of them stays as it was.
+
+A compiled model may write every call's outputs to the same memory, as CUDA graphs do; a parameter or buffer that a model
+gives to log changes with the update.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +89,53 @@ def test_kept_outputs(tmp_path: Path, how: str) -> None:
     plain = trained(tmp_path / "plain", "")
     assert len(set(plain[0])) == len(plain[0])
     assert trained(tmp_path / "compiled", how) == plain
+
+
+class OwnTensors(Net):
+    """Gives its own tensors to log: a buffer that counts its calls, a parameter, and a view of one."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.scales = nn.Parameter(torch.zeros(2))
+
+    def forward(self, *args: Any, mode: str = "tensor", **kwargs: Any) -> Any:
+        found = super().forward(*args, mode=mode, **kwargs)
+        if mode != "loss":
+            return found
+        self.calls += 1
+        loss = found["loss"] + self.scale + self.scales.sum()
+        return {"loss": loss, "calls": self.calls, "scale": self.scale, "first": self.scales[0]}
+
+
+class WithTrainStep(OwnTensors):
+    """The same in MMEngine's train_step."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        losses = self(**data, mode="loss")
+        optim_wrapper.update_params(losses["loss"])
+        return losses
+
+
+class WithoutMode(OwnTensors):
+    """The same in a dict of a forward without mode."""
+
+    def forward(self, index: Any, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(index, x, y, mode="loss")
+
+
+@pytest.mark.parametrize("kind", [OwnTensors, WithTrainStep, WithoutMode])
+def test_a_model_logs_its_own_tensors(tmp_path: Path, kind: type[OwnTensors]) -> None:
+    """Each figure is that of its iteration, however late it is read."""
+    optim_wrapper = dict(optimizer=dict(type="SGD", lr=1.0))
+    runner = make_runner(tmp_path, model=kind(), train_cfg=dict(max_epochs=1), optim_wrapper=optim_wrapper)
+    runner.train()
+    calls = runner.message_hub.get_scalar("train/calls").data
+    assert len(calls) > 2
+    assert calls == [i + 1.0 for i in range(len(calls))]
+    # Some model's train_step gives its values after the update.
+    before = 1.0 if kind is WithTrainStep else 0.0
+    for name in ("scale", "first"):
+        assert runner.message_hub.get_scalar(f"train/{name}").data == [-(i + before) for i in range(len(calls))]
