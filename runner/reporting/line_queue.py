@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,19 +20,21 @@ class LineQueue(logging.Filter):
     gap, and at the latest at the end of an epoch or of the run. Lines further apart than GAP_S are not delayed, so a
     loop that hangs has shown all.
 
-    It is also a filter of the logger: it writes the pending lines before any other record, which keeps the order.
+    It is also a filter of the logger: it writes the pending lines before any other record, which keeps the order. Records of
+    other threads and of forked processes, such as a dataloader's workers, leave them to the thread that trains.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._logger: logging.Logger | None = None
+        self._owner = _here()
         self._waiting: list[Callable[[], None]] = []
         self._written = self._put = 0.0
 
     def open(self, logger: logging.Logger) -> None:
         """Start to watch ``logger``; before this no line is delayed."""
         self.close()
-        self._logger = logger
+        self._logger, self._owner = logger, _here()
         logger.addFilter(self)
 
     def close(self) -> None:
@@ -59,9 +63,16 @@ class LineQueue(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass, after the pending lines have been written; an error in them does not stop it."""
+        if not self._waiting or _here() != self._owner:
+            return True
         try:
             self.flush()
         except RuntimeError as error:  # reading scalars from a device that has failed
             assert self._logger is not None, "it is this filter that was asked"
             self._logger.error(f"Pending log lines could not be written: {error}")
         return True
+
+
+def _here() -> tuple[int, int]:
+    """Return the current process and thread."""
+    return os.getpid(), threading.get_ident()

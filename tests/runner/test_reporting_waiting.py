@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +159,25 @@ def test_lines_that_cannot_be_written_do_not_keep_the_reason_from_being_logged(
         "Pending log lines could not be written: device lost",
         "Training ended: device lost",
     ]
+
+
+def test_pending_lines_are_written_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a background save that logs, and not by a forked worker of the dataloader, where they would come twice."""
+    logger = logging.getLogger("flextrain.test_of_waiting_lines")
+    written: list[int] = []
+    queue = LineQueue()
+    queue.open(logger)
+    for i in range(2):
+        queue.put(partial(written.append, i))
+    assert written == [0]
+    thread = threading.Thread(target=logger.error, args=("a save failed",))
+    thread.start()
+    thread.join()
+    assert written == [0]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "getpid", lambda: -1)
+        logger.error("in a worker")
+    assert written == [0]
+    logger.error("here")
+    assert written == [0, 1]
+    queue.close()
