@@ -32,15 +32,22 @@ Offsets = tuple[int, ...]
 
 def cut_more_than_once(tensor: DTensor) -> bool:
     """Whether several axes of the mesh shard it, or one does in strides: torch may be wrong for these layouts."""
-    return sum(_split_factor(placement) for placement in tensor.placements if not placement.is_replicate()) > 1
+    sharding = (
+        placement for placement in tensor.placements if not (placement.is_replicate() or placement.is_partial())
+    )
+    return sum(map(_split_factor, sharding)) > 1
 
 
 def chunks_of(tensor: DTensor) -> dict[Offsets, Tensor]:
     """The local shard as chunks: offsets in the whole tensor to a view of the local tensor.
 
     Raises:
-        ValueError: the shape of the local tensor does not match the placements.
+        ValueError: the shape of the local tensor does not match the placements, or a sum over processes is pending.
     """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"has a pending sum ({tensor.placements}), which is no shard of anything; redistribute it first"
+        )
     local = cast(DTensor, tensor.detach()).to_local()
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:  # this process is not in the mesh

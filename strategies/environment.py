@@ -82,7 +82,13 @@ class ProcessEnvironment:
         self.topology = Topology()  # _arrange may need rank and world size
         try:
             with raising_together():
-                self.topology = self._arrange()
+                arranged: object = self._arrange()
+                if not isinstance(arranged, Topology):
+                    raise StrategyError(
+                        f"{type(self).__name__}._arrange: gave {type(arranged).__name__}, return Topology(data=DataShard(index, "
+                        "count, group))"
+                    )
+                self.topology = arranged
             if not dist.is_alone():
                 self.topology.check()
         except BaseException:

@@ -119,6 +119,8 @@ class Stepper:
             outputs = self.run(window[0], 0)
         else:
             outputs = self._run_window(window, self)
+            if self._has_own_window:  # one that gives losses with their graphs would keep these until a line is read
+                outputs = {name: value.detach() for name, value in outputs.items()}
         if self._updates_itself:
             for name, wrapper in optim.wrappers.items():
                 if (norm := wrapper.last_step.grad_norm) is not None:

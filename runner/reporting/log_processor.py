@@ -129,7 +129,7 @@ class LogProcessor:
                 size = length if cfg.window_size == "epoch" else cfg.window_size
                 hub.retain(f"{mode}/{cfg.name}", size if isinstance(size, int) else None)
 
-    def get_log_after_iter(self, runner: Run, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
+    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: Mode) -> tuple[dict[str, Any], str]:
         """Return the record and the line of an iteration; in training a collective, which all processes call alike.
 
         The training loss is the mean over the processes; all other scalars are this process's own.
@@ -210,7 +210,7 @@ class LogProcessor:
         return record, f"{self._header(runner, mode, done, epoch)}  {'  '.join(fields)}"
 
     def get_log_after_epoch(
-        self, runner: Run, batch_idx: int, mode: Mode, with_non_scalar: bool = False
+        self, runner: Any, batch_idx: int, mode: Mode, with_non_scalar: bool = False
     ) -> tuple[dict[str, Any], str]:
         """Return the record and the line of a validation or test pass of ``batch_idx`` batches."""
         hub = runner.message_hub

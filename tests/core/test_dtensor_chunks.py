@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
@@ -208,3 +208,16 @@ def stray(path: Path) -> str:
 def test_a_part_of_another_shape_is_refused(workers2: WorkerGroup, tmp_path: Path) -> None:
     for heard in workers2.run(stray, tmp_path):
         assert "could not be saved on rank 1: x: has a part of shape (5,)" in heard
+
+
+def pending() -> float:
+    with group():
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+        tensor = DTensor.from_local(torch.full((2,), float(dist.get_rank() + 1)), mesh, [Shard(0), Partial()])
+        with pytest.raises(ValueError, match="has a pending sum"):
+            chunks_of(tensor)
+        return full_tensor(tensor)[0].item()
+
+
+def test_a_sum_that_is_pending_is_added_up_and_has_no_chunks(workers2: WorkerGroup) -> None:
+    assert workers2.run(pending) == [3.0, 3.0]

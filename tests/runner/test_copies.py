@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from flextrain import ConfigError, DataShard, DDPStrategy, FSDPStrategy, StrategyError, Topology
+from flextrain import ConfigError, DataShard, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyError, Topology
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.testing import WorkerGroup, check_strategy
 
@@ -255,6 +255,16 @@ class WithoutGroup(DDPStrategy):
 class OtherPlace(DDPStrategy):
     def _arrange(self) -> Topology:
         return Topology(data=DataShard(1 - self.rank, 2, torch.distributed.group.WORLD))
+
+
+class Forgets(SingleDeviceStrategy):
+    def _arrange(self) -> Any:
+        Topology()
+
+
+def test_a_topology_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(StrategyError, match=r"Forgets._arrange: gave NoneType, return Topology\("):
+        Forgets().setup_environment()
 
 
 class SameIndex(DDPStrategy):

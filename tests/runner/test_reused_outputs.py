@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import BaseMetric, Hook
+from flextrain import BaseMetric, Hook, SingleDeviceStrategy
 
 from .training import Net, make_runner, validation
 
@@ -139,3 +139,19 @@ def test_a_model_logs_its_own_tensors(tmp_path: Path, kind: type[OwnTensors]) ->
     before = 1.0 if kind is WithTrainStep else 0.0
     for name in ("scale", "first"):
         assert runner.message_hub.get_scalar(f"train/{name}").data == [-(i + before) for i in range(len(calls))]
+
+
+class WithGraph(SingleDeviceStrategy):
+    def run_window(self, window: Any, step: Any) -> dict[str, Tensor]:
+        (batch,) = window
+        step.begin(0)
+        loss, _ = step.forward(batch)
+        step.backward(loss, 0)
+        return {"loss": loss}
+
+
+def test_the_graph_of_a_logged_loss_is_let_go(tmp_path: Path) -> None:
+    keeps = Keeps()
+    make_runner(tmp_path, strategy=WithGraph(), custom_hooks=[keeps]).train()
+    assert len(keeps.losses) > 1
+    assert not any(loss.requires_grad for loss in keeps.losses)
