@@ -23,8 +23,8 @@ def test_loop_overhead(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     by_hand, flextrain = json.loads((tmp_path / "loop_overhead.json").read_text())["loops"]
     assert by_hand["reads_per_iteration"] == 0
-    # One read per log line, and a log line every ten iterations.
-    assert 0.05 < flextrain["reads_per_iteration"] <= 0.1
+    # A log line every ten iterations, and at most one read for each: lines of a fast loop are read together.
+    assert 0 < flextrain["reads_per_iteration"] <= 0.1
     assert {"added_us", "added_us_stream", "added_us_accumulate"} <= flextrain.keys()
     assert "| flextrain |" in (tmp_path / "loop_overhead.md").read_text()
     assert (tmp_path / "loop_overhead.png").stat().st_size > 0

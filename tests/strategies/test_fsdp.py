@@ -695,7 +695,7 @@ def setup_fails(case: str) -> str:
         ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
         ("copies", "strategy.replicate_size: 2 does not divide the 1 processes"),
         ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
-        ("optimizer of matrices", "optim_wrapper.optimizer: Adafactor cannot update parameters that are spread over"),
+        ("optimizer of matrices", "optim_wrapper.optimizer: Adafactor cannot update sharded parameters"),
         ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),
     ],
 )

@@ -247,7 +247,9 @@ def test_a_rank_left_alone_in_a_collective_does_not_hang(
 ) -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2 failed, ValueError: one rank gave up"):
         workers2.run(fail)
-    assert waits[-1] <= workers_module.GRACE_S < waits[0]
+    first, *later = waits  # one wait, if the other rank's answer came with the first
+    assert first > workers_module.GRACE_S
+    assert all(wait <= workers_module.GRACE_S for wait in later)
     assert workers2.run(sum_of_ranks) == [[3.0], [3.0]]
 
 
