@@ -245,6 +245,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_rank_left_alone_in_a_collective_does_not_hang(
     workers2: WorkerGroup, waits: list[float], fail: Callable[[], None]
 ) -> None:
+    workers2.run(sum_of_ranks)  # which starts the workers, if that is to be done
+    waits.clear()
     with pytest.raises(WorkerError, match="rank 1 of 2 failed, ValueError: one rank gave up"):
         workers2.run(fail)
     first, *later = waits  # one wait, if the other rank's answer came with the first
