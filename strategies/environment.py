@@ -80,7 +80,7 @@ class ProcessEnvironment:
         dist.side_group(float(self.config.timeout_s))  # created here, because all processes are here
         # The processes compare their topologies below, where one that is alone would wait without end.
         if not dist.is_alone():
-            self.meet(f"{type(self).__name__}.setup_environment()")
+            self.meet("Strategy.setup_environment()")
         self._spec = spec
         self.topology = Topology()  # _arrange may need rank and world size
         try:

@@ -112,7 +112,7 @@ def second_runner(folder: Path) -> str:
 
 def test_a_runner_that_only_one_makes(workers2: WorkerGroup, tmp_path: Path) -> None:
     message, _ = workers2.run(second_runner, tmp_path)
-    expected = "DDPStrategy.setup_environment(): rank 1 did not come within 0.5 s, last seen in FlexibleRunner(); every"
+    expected = "Strategy.setup_environment(): rank 1 did not come within 0.5 s, last seen in FlexibleRunner(); every"
     assert message.startswith(expected)
 
 
