@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from .config import check_call
-from .errors import ConfigError, suggest
+from .errors import ConfigError, nearest, suggest
 from .registering_modules import REGISTERING_MODULES
 
 T = TypeVar("T")
@@ -168,8 +168,9 @@ class Registry:
     def _split(self, cfg: Any, where: str) -> tuple[Any, dict[str, Any]]:
         if isinstance(cfg, Mapping):
             if "type" not in cfg:
-                hint = suggest("type", cfg)
-                raise ConfigError(f"{where}.type: missing, say which {self.name}{hint}")
+                if meant := nearest("type", cfg, 0.75):
+                    raise ConfigError(f'{where}.{meant}: unknown key, did you mean "type"?')
+                raise ConfigError(f"{where}.type: missing, say which {self.name}")
             return cfg["type"], {key: value for key, value in cfg.items() if key != "type"}
         if isinstance(cfg, str) or _is_factory(cfg):
             return cfg, {}

@@ -13,6 +13,7 @@ from ..core.comm.topology import Topology
 from ..core.config import validate
 from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import StrategyError
+from ..core.overriding import refuse_misspelled
 from .config import StrategyConfig
 from .launch import Launch, detect_launch
 
@@ -33,6 +34,7 @@ class ProcessEnvironment:
                 f"{type(self).__name__}.data_shard: is never asked, define _arrange() and give Topology(data=DataShard(index, "
                 "count, group)), strategy.topology then has it"
             )
+        refuse_misspelled(type(self), "strategy")
         self.device = torch.device("cpu")
         self.launch = Launch()
         self.topology = Topology()

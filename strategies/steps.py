@@ -12,7 +12,8 @@ class TrainStep(Protocol):
     """One update, for ``Strategy.run_window``.
 
     For every micro-batch call ``begin`` first, then either ``run``, or ``forward`` and ``backward``. A schedule may
-    order the forwards and backwards of all micro-batches freely.
+    order the forwards and backwards of all micro-batches freely, unless the model's wrapper depends on the order:
+    DistributedDataParallel needs each backward right after its forward.
     """
 
     shares: Sequence[float | None]

@@ -171,7 +171,7 @@ def test_build_leaves_the_configuration_alone() -> None:
 @pytest.mark.parametrize(
     "cfg, message",
     [
-        (dict(typ="Lamp"), 'here.type: missing, say which thing, did you mean "typ"?'),
+        (dict(typ="Lamp"), 'here.typ: unknown key, did you mean "type"?'),
         (dict(), "here.type: missing, say which thing"),
         (dict(type="Lmap"), 'here.type: "Lmap" is no known thing, did you mean "Lamp"?'),
         ("Lmap", 'here: "Lmap" is no known thing, did you mean "Lamp"?'),

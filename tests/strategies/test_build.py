@@ -114,6 +114,8 @@ def test_strategies_of_third_parties(
         (dict(type="zero3", zero_optimization=dict(stage=2)), {}, 'strategy.zero_optimization.stage: 2 disagrees with type "zero3", give one of them'),
         (dict(type="ddp", static=True), {}, 'strategy.static: unknown key, did you mean "static_graph"?'),
         (dict(static_graph=True), {}, "strategy.type: missing, say which strategy"),
+        (dict(tp=2), {}, "strategy.type: missing, say which strategy"),
+        (dict(tpye="fsdp"), {}, 'strategy.tpye: unknown key, did you mean "type"?'),
         (dict(type="DDPStrategy", static=True), {}, 'strategy.static: unknown key, did you mean "static_graph"?'),
         (dict(type="DDPStrategy", compile=True), dict(compile=dict(backend="eager")), "strategy.compile: True disagrees with compile={'backend': 'eager'}, give one of them"),
         (DDPStrategy(), dict(compile=True), "compile: the strategy is already built, give compile=True to it"),

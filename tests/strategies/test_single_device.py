@@ -390,3 +390,27 @@ def test_the_parts_of_a_model_with_its_own_step_are_compiled() -> None:
     assert len(compiled) == 1
     assert list(strategy.module.state_dict()) == ["net.weight"]
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("arrange", "_arrange"),
+        ("run_windw", "run_window"),
+        ("_run_window", "run_window"),
+        ("wrap", "_wrap"),
+        ("splitt", "split"),
+    ],
+)
+def test_a_misspelled_method_is_refused_with_the_nearest_name(name: str, meant: str) -> None:
+    def method(self: Any) -> None: ...
+
+    kind = type("Mine", (SingleDeviceStrategy,), {name: method})
+    with pytest.raises(ConfigError, match=rf'strategy: Mine.{name} would never be called, did you mean "{meant}"\?'):
+        kind()
+    kind = type("Both", (SingleDeviceStrategy,), {name: method, meant: getattr(SingleDeviceStrategy, meant).__call__})
+    kind()  # a helper of the method that is there
+
+
+def test_a_method_of_another_name_is_nobody_s_business() -> None:
+    type("Mine", (SingleDeviceStrategy,), {"make_mesh": lambda self: None, "_helper": lambda self: None})()
