@@ -140,7 +140,9 @@ class Plain(nn.Module):
     [
         "eager",
         pytest.param("aot_eager", marks=pytest.mark.processes),  # torch 2.6 starts the compiler's for it too
-        pytest.param("inductor", marks=pytest.mark.slow),
+        pytest.param(
+            "inductor", marks=[pytest.mark.slow, pytest.mark.processes]
+        ),  # it starts the compiler, unless its cache has the code
     ],
 )
 def test_compiled_modules_keep_names_and_numbers(backend: str) -> None:
