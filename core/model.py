@@ -177,14 +177,20 @@ def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
     return next((name for name in names if overrides(module, name)), None)
 
 
+NO_LOSS = "no key contains 'loss'; those that do are summed: a tensor counts by its mean, a list of tensors by the sum of means"
+"""What a result lacks that is no loss, for messages."""
+
+
 def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of all values whose name contains "loss", and all values as 0-dim tensors to log, "loss" first.
 
     A value is a tensor (its mean is taken) or a sequence of tensors (the sum of their means).
 
     Raises:
-        ConfigError: a value of another type, or no name that contains "loss".
+        ConfigError: no dict, a value of another type, or no name that contains "loss".
     """
+    if type(losses) is not dict and not isinstance(losses, Mapping):
+        raise ConfigError(f"model: forward(mode='loss') gave {type(losses).__name__}, give a dict of losses")
     only = losses.get("loss") if len(losses) == 1 else None
     if isinstance(only, Tensor) and only.dim() == 0:  # fast path: most models return this
         return only, {"loss": only}
@@ -198,7 +204,7 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
             raise ConfigError(f"model: loss {name!r} is {type(value).__name__}, give a tensor or a list of tensors")
     parts = [value for name, value in values.items() if "loss" in name]
     if not parts:
-        raise ConfigError(f"model: forward(mode='loss') gave {list(values)}, no name contains 'loss'")
+        raise ConfigError(f"model: gave {', '.join(map(repr, values)) or 'nothing'}, and {NO_LOSS}")
     total = parts[0]
     for part in parts[1:]:
         total = total + part

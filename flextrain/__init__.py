@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .core.model import BaseModel as BaseModel
     from .core.registry import DATA_SAMPLERS as DATA_SAMPLERS
     from .core.registry import DATASETS as DATASETS
+    from .core.registry import EVALUATOR as EVALUATOR
     from .core.registry import FUNCTIONS as FUNCTIONS
     from .core.registry import HOOKS as HOOKS
     from .core.registry import LOOPS as LOOPS
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
     from .runner.hooks.hook import Hook as Hook
     from .runner.metrics.base import BaseMetric as BaseMetric
+    from .runner.metrics.evaluator import Evaluator as Evaluator
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
@@ -61,9 +63,11 @@ REGISTERING_MODULES.update(
         "optimizer wrapper constructor": (f"{__name__}.optim",),
         "parameter scheduler": (f"{__name__}.optim.schedulers",),
         "strategy": (f"{__name__}.strategies",),
-        "function": (f"{__name__}.runner.data.dataloaders",),
+        "function": (f"{__name__}.runner.data.collate",),
+        "dataset": (f"{__name__}.runner.data.dataset_wrappers",),
         "sampler": (f"{__name__}.runner.data.samplers",),
-        "metric": (f"{__name__}.runner.metrics.torchmetrics",),
+        "metric": (f"{__name__}.runner.metrics.torchmetrics", f"{__name__}.runner.metrics.dump_results"),
+        "evaluator": (f"{__name__}.runner.metrics.evaluator",),
         "hook": (f"{__name__}.runner.hooks",),
         "loop": (
             f"{__name__}.runner.loops.epoch",
@@ -79,6 +83,7 @@ _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],
     "runner.metrics.base": ["BaseMetric"],
+    "runner.metrics.evaluator": ["Evaluator"],
     "runner.hooks.hook": ["Hook"],
     "strategies.base": ["Strategy"],
     "core.comm.topology": ["DataShard", "Topology"],
@@ -105,6 +110,7 @@ _HOMES = {
         "HOOKS",
         "LOOPS",
         "METRICS",
+        "EVALUATOR",
         "REPORTERS",
         "STRATEGIES",
     ],

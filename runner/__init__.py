@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from .data.dataloaders import build_dataloader, pseudo_collate
+from .data.collate import pseudo_collate
+from .data.dataloaders import build_dataloader
 from .data.samplers import DefaultSampler, InfiniteSampler
 from .loops.epoch import EpochBasedTrainLoop
 from .loops.evaluate import TestLoop, ValLoop
 from .loops.iteration import IterBasedTrainLoop
 from .metrics.base import BaseMetric
+from .metrics.dump_results import DumpResults
 from .metrics.evaluator import Evaluator
 from .runner import FlexibleRunner
 
 __all__ = [
     "BaseMetric",
     "DefaultSampler",
+    "DumpResults",
     "EpochBasedTrainLoop",
     "Evaluator",
     "FlexibleRunner",

@@ -37,6 +37,8 @@ OPTIONAL |= {"sklearn", "transformers", "wandb"}
 # Adding or removing a name here is a decision about the public interface.
 PUBLIC = {
     "__version__",
+    "EVALUATOR",
+    "Evaluator",
     "FlexibleRunner",
     "BaseModel",
     "BaseDataPreprocessor",

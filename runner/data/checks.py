@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...core.config import check_call
 from ...core.errors import ConfigError, one_of, suggest
-from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from ...core.registry import DATA_SAMPLERS, FUNCTIONS
+from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler
 from .user_loaders import gives_batches
 
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
-_BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn")
+_BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 
 
 def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
@@ -42,9 +43,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         raise ConfigError(f"{where}.dataset: missing, it must be given")
     dataset, sampler = cfg["dataset"], cfg.get("sampler")
     if is_config(dataset):
-        kind = DATASETS.check(dataset, f"{where}.dataset")
-        if inspect.isclass(kind) and not _is_dataset(kind):
-            raise ConfigError(f"{where}.dataset.type: {kind.__name__} is no dataset, it has no __getitem__")
+        check_dataset_config(dataset, f"{where}.dataset")
     else:
         check_dataset(dataset, cfg, where, training)
     if sampler is not None and "shuffle" in cfg:
@@ -102,17 +101,19 @@ def _check_workers(cfg: Mapping[str, Any], where: str) -> None:
             f"{suggest(context, methods)}"
         )
     init = cfg.get("worker_init_fn")
-    if init is not None and not callable(init):
-        raise ConfigError(f"{where}.worker_init_fn: {init!r} is not allowed, give a function")
+    if isinstance(init, (Mapping, str)):
+        function, arguments = named_function(init, f"{where}.worker_init_fn")
+        worker = next(iter(inspect.signature(function).parameters), "")
+        provided = (worker, *worker_facts(function, arguments))
+        check_call(function, arguments, f"{where}.worker_init_fn", provided)
+    elif init is not None and not callable(init):
+        raise ConfigError(
+            f"{where}.worker_init_fn: {init!r} is not allowed, give a function, its name, or dict(type=...)"
+        )
     if not cfg.get("num_workers", 0):
         for key in ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"):
             if cfg.get(key):
                 raise ConfigError(f"{where}.{key}: needs num_workers of 1 or more")
-
-
-def is_config(value: Any) -> bool:
-    """True if a part is described by a configuration, False if it is built already."""
-    return isinstance(value, (Mapping, str, type))
 
 
 def _is_dataset(value: Any) -> bool:
@@ -160,17 +161,23 @@ def is_infinite(sampler: Any) -> bool:
 
 def _check_collate(collate: Any, where: str) -> None:
     if isinstance(collate, (Mapping, str)):
-        if isinstance(collate, Mapping) and "type" not in collate:
-            raise ConfigError(f"{where}.type: missing, say which function")
-        function, arguments = collate_function(collate, where)
+        function, arguments = named_function(collate, where)
         batch = next(iter(inspect.signature(function).parameters), "")
         check_call(function, arguments, where, (batch,))
     elif not callable(collate):
         raise ConfigError(f"{where}: {collate!r} is not allowed, give a function, its name, or dict(type=...)")
 
 
-def collate_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return the function that a configuration names, and its arguments except the batch."""
+def named_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[str, Any]]:
+    """Return the function that a configuration names, and its keyword arguments."""
+    if isinstance(cfg, Mapping) and "type" not in cfg:
+        raise ConfigError(f"{where}.type: missing, say which function")
     kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
     arguments = {key: value for key, value in cfg.items() if key != "type"} if isinstance(cfg, Mapping) else {}
     return FUNCTIONS.get(kind, f"{where}.type"), arguments
+
+
+def worker_facts(function: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a ``worker_init_fn`` is told beside the worker: those that it takes and are not given."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in ("num_workers", "rank", "seed") if name in parameters and name not in arguments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from ...core.comm.collectives import all_gather_object, is_alone
 from ...core.errors import ConfigError, counted
-from ...core.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
-from .checks import check_dataloader, check_dataset, collate_function, is_config
+from .checks import check_dataloader, check_dataset, named_function, worker_facts
 from .dataloader_reader import Feed
+from .dataset_wrappers import build_dataset, is_config
 from .epochs import tell_loader_epoch
 from .own_loader_reader import Reader
 from .sample_seeds import order_seed
@@ -27,19 +28,6 @@ _UNKNOWN = object()
 
 Splittable = DefaultSampler | InfiniteSampler
 """Samplers that can split the rest of an epoch again, from any position."""
-
-
-@FUNCTIONS.register_module()
-def pseudo_collate(samples: Sequence[Any]) -> Any:
-    """Gather the fields of the samples into lists, without stacking; MMEngine's default."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return {key: pseudo_collate([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(pseudo_collate(field) for field in zip(*samples, strict=True)))
-    if isinstance(first, (list, tuple)):
-        return [pseudo_collate(field) for field in zip(*samples, strict=True)]
-    return list(samples)
 
 
 def build_dataloader(
@@ -55,7 +43,9 @@ def build_dataloader(
 
     Args:
         cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or
-            another object that gives batches. In a DataLoader, torch's own sequential or random sampler is replaced by
+            another object that gives batches. ``worker_init_fn=dict(type=..., **arguments)`` names a function of the
+            worker's number, which is told ``num_workers``, ``rank`` (the index of the data shard) and ``seed`` if it
+            takes them. In a DataLoader, torch's own sequential or random sampler is replaced by
             a DefaultSampler; any other is kept. A list of batches is split by a DefaultSampler too.
         training: shuffle by default, and give every process equally many samples; otherwise no sample is repeated.
         seed: seed of the order and of the workers.
@@ -78,15 +68,20 @@ def build_dataloader(
     kwargs = dict(cfg)
     dataset = kwargs.pop("dataset")
     if is_config(dataset):
-        dataset = DATASETS.build(dataset, f"{where}.dataset")
+        dataset = build_dataset(dataset, f"{where}.dataset")
         check_dataset(dataset, cfg, where, training)
     if hasattr(dataset, "full_init"):
         dataset.full_init()
     collate = kwargs.pop("collate_fn", "pseudo_collate")
     if isinstance(collate, (Mapping, str)):
-        function, arguments = collate_function(collate, f"{where}.collate_fn")
+        function, arguments = named_function(collate, f"{where}.collate_fn")
         # A lambda could not be pickled for worker processes that are not forked.
         collate = functools.partial(function, **arguments) if arguments else function
+    if isinstance(kwargs.get("worker_init_fn"), (Mapping, str)):
+        function, arguments = named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
+        facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
+        told = {name: facts[name] for name in worker_facts(function, arguments)}
+        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **told)
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, **kwargs)

@@ -84,8 +84,7 @@ class EvalLoop(BaseLoop):
         for hook in runner.hook_calls[f"before_{self.mode}_iter"]:
             hook(runner, batch_idx, batch)
         outputs = self._forward(batch)
-        if self._topology.reports:
-            self.evaluator.process(data_samples=outputs, data_batch=batch)
+        self.evaluator.process(data_samples=outputs, data_batch=batch)
         for hook in runner.hook_calls[f"after_{self.mode}_iter"]:
             hook(runner, batch_idx, batch, outputs)
 

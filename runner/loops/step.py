@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
-from ...core.model import overrides, own_run_forward, parse_losses, run_forward, takes_mode
+from ...core.model import NO_LOSS, overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
 from ...core.torch_private import is_compiled, is_view, tree_map_only
 from ...optim.wrapper import OptimWrapper, StepInfo
@@ -31,7 +31,8 @@ class Stepper:
     A model may have
 
     - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
-    - any other ``forward``: its result must have a ``loss``, as an attribute or a key; other scalars of a dict are logged;
+    - any other ``forward``: its result has a ``loss``, as an attribute or a key, or it is a dict, and all values whose key
+      contains "loss" are summed, as ``parse_losses`` does; other scalars of a dict are logged;
     - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes arguments from a batch; without it the batch is copied to the device as it is;
@@ -244,7 +245,7 @@ class Stepper:
 
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = run_forward(self.model, data)
-        total, logs = self.parse({"loss": self._own_loss(result)})
+        total, logs = self.parse(self._own_losses(result))
         if isinstance(result, Mapping) and len(result) > 1:
             scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
             logs = {**scalars, **logs}
@@ -264,18 +265,22 @@ class Stepper:
             values["loss"] = torch.stack([part.float() for part in parts]).sum()
         return values
 
-    def _own_loss(self, result: Any) -> Tensor:
-        """Return the loss of a model whose forward has no mode."""
-        if isinstance(result, Mapping) and "loss" in result:
-            loss = result["loss"]
-        else:
-            loss = getattr(result, "loss", None)
-        if not isinstance(loss, Tensor):
-            raise ConfigError(
-                f"model: {type(self.module).__name__}.forward has no parameter mode and gave {type(result).__name__} "
-                "without a loss; return an object or dict with a loss, or take mode"
-            )
-        return loss
+    def _own_losses(self, result: Any) -> dict[str, Any]:
+        """Return the losses of a model whose forward has no mode: its ``loss``, or the parts of one in a dict."""
+        is_dict = isinstance(result, Mapping)
+        loss = result["loss"] if is_dict and "loss" in result else getattr(result, "loss", None)
+        if isinstance(loss, Tensor) or (is_dict and loss is not None):
+            return {"loss": loss}
+        # An object with a loss that is None was not given what its loss is computed from.
+        if is_dict and "loss" not in result and not hasattr(result, "loss"):
+            losses = {name: value for name, value in result.items() if isinstance(name, str) and "loss" in name}
+            if losses:
+                return losses
+        name, kind = type(self.module).__name__, type(result).__name__
+        raise ConfigError(
+            f"model: {name}.forward has no parameter mode and gave {kind} without a loss; return an object or dict with a "
+            f"loss, or take mode{f': {NO_LOSS}' if is_dict else ''}"
+        )
 
     def evaluate(self, batch: Any, mode: str) -> Any:
         """Return the strategy's output for one batch; ``mode`` is "val" or "test"."""

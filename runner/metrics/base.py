@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,16 @@ from torch import Tensor
 from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.device import to_device
+from ...core.errors import ConfigError, FlexTrainError
 
 _NOTHING = object()
+
+
+class _Failure(NamedTuple):
+    """Why there are no metrics, for the processes that wait for them."""
+
+    reason: str
+    is_configuration: bool
 
 
 class BaseMetric(ABC):
@@ -24,13 +32,19 @@ class BaseMetric(ABC):
     Args:
         collect_device: "cpu" or "gpu", accepted for MMEngine's configurations; results are always gathered on the CPU.
         prefix: prefix of every name, as in ``prefix/accuracy``; default: the class's ``default_prefix``.
+        collect_dir: a folder, accepted for MMEngine's configurations; results are gathered through the process group.
     """
 
     default_prefix: ClassVar[str | None] = None
     topology: Topology | None = None
     """The strategy's, set by the loop: one process of each data shard has results. None: every process has results."""
 
-    def __init__(self, collect_device: Literal["cpu", "gpu"] = "cpu", prefix: str | None = None) -> None:
+    def __init__(
+        self,
+        collect_device: Literal["cpu", "gpu"] = "cpu",
+        prefix: str | None = None,
+        collect_dir: str | None = None,
+    ) -> None:
         self.prefix = prefix or self.default_prefix
         self.results: list[Any] = []
         self.dataset_meta: dict[str, Any] | None = None
@@ -68,15 +82,37 @@ class BaseMetric(ABC):
             results = [result for result in in_turn if result is not _NOTHING]
             if size is not None and len(results) - size < len(parts):
                 results = results[:size]
-            metrics = self._named(self.compute_metrics(results))
+            metrics = self._on_rank_0(results)
         self.reset()
-        return dist.broadcast_object(metrics)
+        return self._from_rank_0(metrics)
+
+    def _on_rank_0(self, results: list[Any]) -> dict[str, Any]:
+        """Return the metrics of all results; the other processes wait, so an exception is told to them first."""
+        try:
+            return self._named(self.compute_metrics(results))
+        except Exception as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            dist.broadcast_object(_Failure(reason, isinstance(error, ConfigError)))
+            raise
+
+    def _from_rank_0(self, metrics: Any) -> dict[str, Any]:
+        found: dict[str, Any] | _Failure = dist.broadcast_object(metrics)
+        if not isinstance(found, _Failure):
+            return found
+        if found.is_configuration:
+            raise ConfigError(found.reason)
+        raise FlexTrainError(f"{type(self).__name__}.compute_metrics: failed on rank 0, {found.reason}")
 
     def reset(self) -> None:
         """Drop all results, also those of an evaluation that an exception ended; called before every evaluation."""
         self.results.clear()
 
-    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, metrics: Any) -> dict[str, Any]:
+        if not isinstance(metrics, Mapping):
+            given = "None" if metrics is None else type(metrics).__name__
+            raise ConfigError(
+                f"evaluator: {type(self).__name__}.compute_metrics gave {given}, return a dict of metrics by name"
+            )
         return {f"{self.prefix}/{name}" if self.prefix else name: _number(value) for name, value in metrics.items()}
 
 

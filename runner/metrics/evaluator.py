@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
-from ...core.registry import METRICS
+from ...core.registry import EVALUATOR, METRICS
+from ..data.collate import pseudo_collate
+from ..data.user_loaders import length_of
 from .base import BaseMetric
 from .torchmetrics import TorchMetric, is_torchmetric, is_torchmetric_class
 
 
+@EVALUATOR.register_module()
 class Evaluator:
     """Evaluates several metrics together.
 
     Args:
-        metrics: built metrics.
+        metrics: a metric, one of torchmetrics, or ``dict(type=...)``; or a list of them.
+
+    Raises:
+        ConfigError: one of them is no metric, or its arguments are invalid.
     """
 
-    def __init__(self, metrics: Iterable[BaseMetric]) -> None:
-        self.metrics = list(metrics)
+    def __init__(self, metrics: Any, *, where: str = "evaluator") -> None:
+        self.metrics: list[BaseMetric] = [_built(item, key) for item, key in _items(metrics, where)]
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
@@ -56,9 +63,19 @@ class Evaluator:
             metric.reset()
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
-        """Pass one batch to every metric."""
+        """Pass one batch to every metric; of a process whose outputs do not count, nothing is passed.
+
+        Args:
+            data_samples: what the model predicted. Samples in a list or tuple that have ``to_dict`` (MMEngine's data
+                elements) are passed as dicts.
+            data_batch: the batch as the dataloader gave it.
+        """
+        topology = self.topology
+        if topology is not None and not topology.reports:
+            return
+        samples = as_dicts(data_samples)
         for metric in self.metrics:
-            metric.process(data_batch, data_samples)
+            metric.process(data_batch, samples)
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """Return all metrics by name, on every process; a collective.
@@ -74,36 +91,117 @@ class Evaluator:
                 found[name] = value
         return found
 
+    def offline_evaluate(
+        self, data_samples: Iterable[Any], data: Iterable[Any] | None = None, chunk_size: int = 1
+    ) -> dict[str, Any]:
+        """Return all metrics of predictions that were made before; a collective.
+
+        Args:
+            data_samples: predictions, one for each sample. Several processes each give their own.
+            data: the samples they belong to, as the dataset gives them; without it metrics get None.
+            chunk_size: number of samples that are passed to the metrics at once.
+
+        Raises:
+            ConfigError: ``data`` has more or fewer samples than ``data_samples``.
+        """
+        if chunk_size < 1:
+            raise ConfigError(f"offline_evaluate.chunk_size: {chunk_size} is not allowed, give 1 or more")
+        given, predicted = length_of(data), length_of(data_samples)
+        if None not in (given, predicted) and given != predicted:
+            raise ConfigError(f"offline_evaluate.data: has {given} samples for {predicted} predictions, give as many")
+        self.reset()
+        batches = None if data is None else _chunks(data, chunk_size)
+        for chunk in _chunks(data_samples, chunk_size):
+            batch = None if batches is None else next(batches, [])
+            if batch is not None and len(batch) != len(chunk):
+                raise ConfigError("offline_evaluate.data: has fewer samples than data_samples, give as many")
+            self.process(chunk, None if batch is None else pseudo_collate(batch))
+        if batches is not None and next(batches, None):
+            raise ConfigError("offline_evaluate.data: has more samples than data_samples, give as many")
+        return self.evaluate()
+
+
+def as_dicts(data_samples: Any) -> Any:
+    """Return predictions with samples that have ``to_dict`` as dicts; anything but a list or tuple as it is."""
+    if type(data_samples) not in (list, tuple) or not any(map(_has_to_dict, data_samples)):
+        return data_samples
+    return [sample.to_dict() if _has_to_dict(sample) else sample for sample in data_samples]
+
+
+def _has_to_dict(sample: Any) -> bool:
+    return callable(getattr(sample, "to_dict", None)) and not isinstance(sample, type)
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    source = iter(items)
+    while chunk := list(islice(source, size)):
+        yield chunk
+
 
 def check_evaluator(cfg: Any, where: str) -> None:
     """Raise ConfigError if an evaluator's configuration is invalid; nothing is built."""
     if isinstance(cfg, Evaluator):
         return
-    for i, item in enumerate(_as_list(cfg)):
-        key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+    if (spec := _evaluator_config(cfg, where)) is not None:
+        EVALUATOR.check(spec, where)
+        if "metrics" in spec:
+            _check_metrics(spec["metrics"], f"{where}.metrics")
+        return
+    _check_metrics(cfg, where)
+
+
+def _check_metrics(cfg: Any, where: str) -> None:
+    for item, key in _items(cfg, where):
         if not isinstance(item, BaseMetric) and not is_torchmetric(item):
             kind = METRICS.check(item, key)
             if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not is_torchmetric_class(kind):
                 raise ConfigError(f"{key}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
-    if not _as_list(cfg):
+    if not _items(cfg, where):
         raise ConfigError(f"{where}: is empty, give at least one metric")
 
 
 def build_evaluator(cfg: Any, where: str) -> Evaluator:
-    """Build the Evaluator from ``dict(type=...)``, a metric or torchmetrics metric, a list of them, or an Evaluator."""
+    """Build an Evaluator.
+
+    Args:
+        cfg: an Evaluator, or ``dict(type="Evaluator", metrics=...)`` with a subclass's name or class as ``type`` too;
+            otherwise what Evaluator takes as ``metrics``.
+        where: the configuration key, for messages.
+    """
     if isinstance(cfg, Evaluator):
         return cfg
-    built = []
-    for i, item in enumerate(_as_list(cfg)):
-        key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
-        metric = item if isinstance(item, BaseMetric) or is_torchmetric(item) else METRICS.build(item, key)
-        if is_torchmetric(metric):
-            metric = TorchMetric(metric)
-        if not isinstance(metric, BaseMetric):
-            raise ConfigError(f"{key}.type: {type(metric).__name__} is no metric")
-        built.append(metric)
-    return Evaluator(built)
+    if (spec := _evaluator_config(cfg, where)) is None:
+        return Evaluator(cfg, where=where)
+    built = EVALUATOR.build(spec, where)
+    if not isinstance(built, Evaluator):
+        raise ConfigError(f"{where}.type: gave {type(built).__name__}, which is no Evaluator")
+    return built
 
 
-def _as_list(cfg: Any) -> list[Any]:
-    return list(cfg) if isinstance(cfg, (list, tuple)) else [cfg]
+def _evaluator_config(cfg: Any, where: str) -> dict[str, Any] | None:
+    """Return the configuration of an evaluator with its ``type``; None if ``cfg`` is one of metrics."""
+    if isinstance(cfg, Mapping):
+        kind = cfg.get("type", Evaluator if "metrics" in cfg else None)
+    else:
+        kind = cfg
+    if isinstance(kind, str) and kind not in EVALUATOR:
+        kind = METRICS.get(kind, f"{where}.type") if ":" in kind else None
+    if isinstance(kind, str) or (inspect.isclass(kind) and issubclass(kind, Evaluator)):
+        return {**(cfg if isinstance(cfg, Mapping) else {}), "type": kind}
+    return None
+
+
+def _built(item: Any, where: str) -> BaseMetric:
+    metric = item if isinstance(item, BaseMetric) or is_torchmetric(item) else METRICS.build(item, where)
+    if is_torchmetric(metric):
+        metric = TorchMetric(metric)
+    if not isinstance(metric, BaseMetric):
+        raise ConfigError(f"{where}.type: {type(metric).__name__} is no metric")
+    return metric
+
+
+def _items(cfg: Any, where: str) -> Sequence[tuple[Any, str]]:
+    """Return the metrics of a configuration, each with its key."""
+    if isinstance(cfg, (list, tuple)):
+        return [(item, f"{where}[{i}]") for i, item in enumerate(cfg)]
+    return [(cfg, where)]

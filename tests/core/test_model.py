@@ -132,15 +132,20 @@ def test_the_total_can_be_differentiated() -> None:
 @pytest.mark.parametrize(
     "losses, message",
     [
-        (dict(acc=torch.tensor(1.0)), r"gave \['acc'\], no name contains 'loss'"),
-        (dict(), r"gave \[\], no name contains 'loss'"),
+        (
+            dict(acc=torch.tensor(1.0)),
+            r"^model: gave 'acc', and no key contains 'loss'; those that do are summed: a tensor counts by its mean, "
+            r"a list of tensors by the sum of means$",
+        ),
+        (dict(), r"^model: gave nothing, and no key contains 'loss'; those"),
+        (torch.tensor(1.0), r"^model: forward\(mode='loss'\) gave Tensor, give a dict of losses$"),
         (dict(loss=1.0), "loss 'loss' is float, give a tensor or a list of tensors"),
         (dict(loss=[]), "loss 'loss' is list"),
         (dict(loss="abc"), "loss 'loss' is str"),
         (dict(loss=[torch.tensor(1.0), 2.0]), "loss 'loss' is list"),
     ],
 )
-def test_losses_that_mean_nothing(losses: dict[str, Any], message: str) -> None:
+def test_losses_that_mean_nothing(losses: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_losses(losses)
 

@@ -79,15 +79,24 @@ class Plain(nn.Module):
     def forward(self, index: Any = None, x: Any = None, y: Any = None) -> Any:
         logits = self.net(x)
         loss = functional.cross_entropy(logits, y)
-        if self.kind == "object":
-            return Output(loss, logits)
+        if self.kind in ("object", "forgot"):
+            return Output(loss if self.kind == "object" else None, logits)
+        if self.kind == "parts":
+            return {
+                "loss_box": loss.expand(3) / 4,
+                "cls_loss": [loss / 4, loss / 2],
+                "logits": logits,
+                "scale": loss.detach(),
+            }
+        if self.kind == "none":
+            return {"value": loss}
         scalars = {"loss_of_a_part": loss / 2, "accuracy": (logits.argmax(1) == y).float().mean()}
         return {"loss": loss, "logits": logits, **scalars} if self.kind == "dict" else logits
 
 
 @dataclass
 class Output:
-    loss: Tensor
+    loss: Tensor | None
     logits: Tensor
 
 
@@ -141,10 +150,57 @@ class WithStep(BaseModel):
         return {"index": data["index"], "logits": self.net(data["x"]), "y": data["y"]}
 
 
+class Open(BaseModel):
+    """The same, with a signature that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 2)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert not args
+        assert kwargs.keys() == {"index", "x", "y", "mode"}
+        return self.answer(kwargs["x"], kwargs["y"], kwargs["mode"])
+
+    def answer(self, x: Tensor, y: Tensor, mode: str) -> Any:
+        logits = self.net(x)
+        return {"loss_of_all": functional.cross_entropy(logits, y)} if mode == "loss" else logits
+
+
+class ToTuple(BaseDataPreprocessor):
+    def forward(self, data: Any, training: bool = False) -> Any:
+        data = self.cast_data(data)
+        return (data["x"], data["y"]) if training else [data["x"], data["y"]]
+
+
+class Positional(Open):
+    """Its preprocessor gives a tuple or a list, which are positional arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data_preprocessor = ToTuple()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert len(args) == 2
+        assert kwargs.keys() == {"mode"}
+        return self.answer(args[0], args[1], kwargs["mode"])
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_all_kinds_of_models_train_alike(tmp_path: Path, accumulate: int) -> None:
     results = []
-    for model in (WithMode(), WithMode("two"), WithMode("wide"), Plain(), Plain("dict"), WithStep()):
+    kinds = (
+        WithMode(),
+        WithMode("two"),
+        WithMode("wide"),
+        Plain(),
+        Plain("dict"),
+        Plain("parts"),
+        WithStep(),
+        Open(),
+        Positional(),
+    )
+    for model in kinds:
         torch.manual_seed(0)
         model.net.reset_parameters()
         watch = Watch()
@@ -175,10 +231,13 @@ def test_scalars_beside_the_loss_are_logged(tmp_path: Path) -> None:
     "model, says",
     [
         (Plain("tensor"), "model: Plain.forward has no parameter mode and gave Tensor without a loss"),
-        (WithMode("none"), "model: forward\\(mode='loss'\\) gave \\['value'\\], no name contains 'loss'"),
+        (WithMode("none"), "model: gave 'value', and no key contains 'loss'; those that do are summed"),
         (WithMode("number"), "model: loss 'loss' is float, give a tensor"),
+        (WithMode("not-a-dict"), "model: forward.mode='loss'. gave Tensor, give a dict of losses"),
+        (Plain("none"), "gave dict without a loss; .* take mode: no key contains 'loss'; those that do are summed"),
+        (Plain("forgot"), "gave Output without a loss"),
     ],
-    ids=["plain", "no-loss", "number"],
+    ids=["plain", "no-loss", "number", "not-a-dict", "plain-no-loss", "plain-none"],
 )
 def test_a_model_without_a_loss(tmp_path: Path, model: nn.Module, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

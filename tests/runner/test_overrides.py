@@ -175,7 +175,7 @@ CASES: list[Case] = [
         again=True,
     ),
     Case(Accuracy, lambda kind: dict(val_evaluator=kind()), id="BaseMetric"),
-    Case(Evaluator, lambda kind: dict(val_evaluator=kind([Accuracy()]))),
+    Case(Evaluator, lambda kind: dict(val_evaluator=kind([Accuracy()])), {"offline_evaluate": _USER}),
     Case(EpochBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_epochs=2)), {"inner": _FACT}),
     Case(
         IterBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_iters=4, val_interval=2)), {"inner": _FACT}
