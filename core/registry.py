@@ -7,12 +7,13 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from .config import check_call
 from .errors import ConfigError, nearest, suggest
+from .import_paths import UnknownNameError, import_dotted, import_path
 from .registering_modules import REGISTERING_MODULES
 
 T = TypeVar("T")
@@ -44,48 +45,95 @@ class Registry:
         self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
         self._entry_points = entry_points
 
+    @overload
     def register_module(
-        self, name: str | list[str] | None = None, force: bool = False, module: Any = None
-    ) -> Callable[[T], T]:
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: None = None
+    ) -> Callable[[T], T]: ...
+
+    @overload
+    def register_module(self, name: str | Sequence[str] | None = None, force: bool = False, *, module: T) -> T: ...
+
+    def register_module(self, name: str | Sequence[str] | None = None, force: bool = False, module: Any = None) -> Any:
         """Return a decorator that registers a class or function under ``name`` (default: its own name).
 
-        Called as ``register_module(name=..., module=Class)`` it registers at once, as in MMEngine.
+        Called as ``register_module(name=..., module=Class)`` it registers at once and returns the class, as in MMEngine.
+
+        Args:
+            name: one name, or several.
+            force: replace what has the name.
+            module: the class or function to register.
 
         Raises:
-            ConfigError: the name is taken and ``force`` is False.
+            ConfigError: the name is taken and ``force`` is False, or an argument has another type.
         """
+        if _is_factory(name):
+            raise ConfigError(
+                f"{self.name}: register_module got a class for a name, write register_module() with brackets"
+            )
+        names = name if isinstance(name, (list, tuple)) else () if name is None else (name,)
+        if not all(isinstance(each, str) for each in names):
+            raise ConfigError(f"{self.name} {_brief(name)}: is no name, give a string, or a list of them")
+        if not isinstance(force, bool):
+            raise ConfigError(f"{self.name}: force={_brief(force)} is not allowed, give True or False")
+        register = self._register(tuple(names), force)
+        return register if module is None else register(module)
 
+    def _register(self, names: tuple[str, ...], force: bool) -> Callable[[T], T]:
         def register(target: T) -> T:
-            given = [name] if isinstance(name, str) else name
-            for key in given or [target.__name__]:  # type: ignore[attr-defined]
+            if not callable(target):
+                raise ConfigError(f"{self.name}: {_brief(target)} cannot be registered, give a class or function")
+            own = getattr(target, "__name__", None)
+            if not names and own is None:
+                raise ConfigError(
+                    f"{self.name}: {_brief(target)} has no name of its own, give register_module(name=...)"
+                )
+            for key in names or (str(own),):
                 if not force and self._modules.get(key, target) is not target:
                     raise ConfigError(
                         f'{self.name} "{key}": already registered as {self._modules[key]}, pass force=True'
                     )
-                self._modules[key] = target  # type: ignore[assignment]
+                self._modules[key] = target
             return target
 
-        if module is not None:
-            register(module)
         return register
 
     def add_lookup(self, lookup: Callable[[str], Factory | None], names: Callable[[], Iterable[str]]) -> None:
         """Add a function that finds further names on demand; ``names`` lists them, for suggestions."""
         self._lookups.append((lookup, names))
 
-    def __contains__(self, key: str) -> bool:
-        return self._find(key) is not None
+    def __contains__(self, key: object) -> bool:
+        """Whether ``get`` finds this name; whether this class is registered under any."""
+        if isinstance(key, str):
+            return self.get(key) is not None
+        self._load()
+        return any(kind is key for kind in self._modules.values())
+
+    def __len__(self) -> int:
+        """Number of names."""
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[str]:
         """All names, sorted."""
         extra = {name for _, names in self._lookups for name in names()}
         return iter(sorted({*self._own_names(), *extra}))
 
-    def get(self, key: str | Factory, where: str = "type") -> Factory:
+    def get(self, key: str | Factory) -> Factory | None:
+        """The class or function that ``key`` names, or None, as in MMEngine; ``resolve`` raises instead.
+
+        Raises:
+            ConfigError: ``key`` is no name, or a module on its import path is there and cannot be imported.
+        """
+        try:
+            return self.resolve(key)
+        except UnknownNameError:
+            return None
+
+    def resolve(self, key: str | Factory, where: str = "type") -> Factory:
         """The class or function that ``key`` names.
 
         Args:
-            key: a class or function (returned as it is), a short name, or ``package.module:Name``.
+            key: a class or function (returned as it is), a short name, or an import path: ``package.module:Name`` or
+                ``package.module.Name``.
             where: the configuration key, for the message.
 
         Raises:
@@ -96,10 +144,12 @@ class Registry:
             if found is not None:
                 return found
             if ":" in key:
-                return _import(key, where)
-            module, _, attribute = key.rpartition(".")
-            hint = f', did you mean "{module}:{attribute}"?' if module else suggest(key, [*self, *self.short_names()])
-            raise ConfigError(f'{where}: "{key}" is no known {self.name}{hint}')
+                return import_path(key, where)
+            if "." in key:
+                return import_dotted(key, where)
+            raise UnknownNameError(
+                f'{where}: "{key}" is no known {self.name}{suggest(key, [*self, *self.short_names()])}'
+            )
         if _is_factory(key):
             return key
         raise ConfigError(
@@ -115,7 +165,7 @@ class Registry:
         found: dict[str, dict[str, Any]] = {}
         for name in self._own_names():
             try:
-                declared = getattr(self.get(name), "__dict__", {}).get("short_names", {})
+                declared = getattr(self.resolve(name), "__dict__", {}).get("short_names", {})
             except Exception as error:  # the entry point of a foreign package may raise anything
                 logger.warning('%s "%s" cannot be loaded: %s', self.name, name, error)
                 continue
@@ -130,7 +180,7 @@ class Registry:
             ConfigError: ``cfg`` has no type, or an option differs from that of the short name.
         """
         kind, options = self._split(cfg, where)
-        if not isinstance(kind, str) or ":" in kind or kind in self:
+        if not isinstance(kind, str) or set(kind) & set(":.") or self._find(kind) is not None:
             return {"type": kind, **options}
         short = self.short_names().get(kind, {"type": kind})
         return _merged(short, options, where, kind)
@@ -142,16 +192,24 @@ class Registry:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
         """
         kwargs = self.expand(cfg, where)
-        factory = self.get(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
+        factory = self.resolve(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
         check_call(factory, kwargs, where, tuple(_accepted(factory, {"where": where, **dict.fromkeys(provided)})))
         return factory
 
-    def build(self, cfg: Any, where: str | None = None, **provided: Any) -> Any:
+    def build(
+        self,
+        cfg: Any,
+        where: str | None = None,
+        *,
+        default_args: Mapping[str, Any] | None = None,
+        **provided: Any,
+    ) -> Any:
         """Build the object that ``cfg`` describes.
 
         Args:
             cfg: ``dict(type=..., **arguments)``, a name, or a class.
             where: the configuration key, for messages; default: the registry's name.
+            default_args: arguments, or the type, where ``cfg`` does not give them, as in MMEngine.
             provided: arguments that the library adds; those that the class does not take are left out. A keyword-only
                 parameter ``where`` gets the configuration key, so that a class can name its nested keys in errors.
 
@@ -159,8 +217,10 @@ class Registry:
             ConfigError: unknown type, or unknown, missing or wrongly typed arguments.
         """
         where = where or self.name
+        if default_args is not None:
+            cfg = {**default_args, **(cfg if isinstance(cfg, Mapping) else {"type": cfg})}
         kwargs = self.expand(cfg, where)
-        factory = self.get(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
+        factory = self.resolve(kwargs.pop("type"), where if isinstance(cfg, str) else f"{where}.type")
         provided = _accepted(factory, {"where": where, **provided})
         check_call(factory, kwargs, where, tuple(provided))
         return factory(**kwargs, **provided)
@@ -238,24 +298,6 @@ def _is_factory(value: Any) -> bool:
 def _brief(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _import(path: str, where: str) -> Factory:
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise ConfigError(f'{where}: "{path}" is not allowed, give package.module:Name')
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f'{where}: "{path}" cannot be imported, {error}') from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            hint = suggest(part, dir(found))
-            raise ConfigError(f'{where}: "{path}" does not exist, {module_name} has no {part}{hint}')
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f'{where}: "{path}" is no class or function')
-    return found  # type: ignore[no-any-return]
 
 
 def _torch_optimizer(name: str) -> Factory | None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .core.registry import Registry as Registry
     from .optim.amp import AmpOptimWrapper as AmpOptimWrapper
     from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
+    from .optim.constructor import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
     from .runner.hooks.hook import Hook as Hook
@@ -97,6 +98,7 @@ _HOMES = {
     "optim.amp": ["AmpOptimWrapper"],
     "optim.apex": ["ApexOptimWrapper"],
     "optim.wrapper_dict": ["OptimWrapperDict"],
+    "optim.constructor": ["DefaultOptimWrapperConstructor"],
     "core.registry": [
         "Registry",
         "MODELS",

@@ -6,7 +6,7 @@ from .adapters.npu_fused import register_optimizers
 from .amp import AmpOptimWrapper
 from .apex import ApexOptimWrapper
 from .build import build_optim_wrapper
-from .param_groups import DefaultOptimWrapperConstructor
+from .constructor import DefaultOptimWrapperConstructor
 from .wrapper import OptimWrapper, StepInfo
 from .wrapper_dict import OptimWrapperDict
 

@@ -79,8 +79,9 @@ class OptimWrapper:
         accumulative_counts: micro-batches per update; the last window of an epoch may be shorter, and its losses are
             divided by its own length.
         clip_grad: ``dict(max_norm=...)`` for the total norm, ``dict(type='value', clip_value=...)`` for each element.
-        paramwise_cfg: learning-rate and weight-decay multipliers, see ``DefaultOptimWrapperConstructor``.
-        constructor: a class that creates the parameter groups; default: DefaultOptimWrapperConstructor.
+        paramwise_cfg: learning-rate and weight-decay multipliers, see ``DefaultOptimWrapperConstructor``; with a constructor
+            of one's own, also that one's keys.
+        constructor: a class, or its name, that creates the parameter groups; default: DefaultOptimWrapperConstructor.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class OptimWrapper:
             self.clip_grad.check(f"{where}.clip_grad")
         self.last_step = _NONE_YET
         self.guard: UpdateGuard | None = None
-        self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where)
+        own = {"type": type(self).__name__, "accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
+        self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None

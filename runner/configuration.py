@@ -190,7 +190,7 @@ def model_class(model: Any) -> Any:
     if isinstance(model, nn.Module):
         return model
     kind = model["type"] if isinstance(model, Mapping) else model
-    found = MODELS.get(kind, "model") if isinstance(kind, str) else kind
+    found = MODELS.resolve(kind, "model") if isinstance(kind, str) else kind
     return found if inspect.isclass(found) else None
 
 
@@ -204,7 +204,7 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
     if kind is not None:
         if by_epoch is not None:
             raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
-        loop = LOOPS.get(kind, "train_cfg.type")
+        loop = LOOPS.resolve(kind, "train_cfg.type")
         must_be(loop, TrainLoop, "train_cfg.type", "training loop")
         return loop, kwargs
     if by_epoch is None:
@@ -224,7 +224,7 @@ def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> No
         raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
     kwargs = {key: value for key, value in cfg.items() if key != "type"}
     default = "ValLoop" if mode == "val" else "TestLoop"
-    kind = LOOPS.get(cfg.get("type", default), f"{mode}_cfg.type")
+    kind = LOOPS.resolve(cfg.get("type", default), f"{mode}_cfg.type")
     must_be(kind, EvalLoop, f"{mode}_cfg.type", "evaluation loop")
     check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
     check_evaluator(evaluator, f"{mode}_evaluator")

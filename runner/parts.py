@@ -209,7 +209,7 @@ class Parts:
 
     def _build_eval_loop(self, mode: str) -> EvalLoop:
         loader, cfg = self._build_dataloader(mode), dict(self._given[f"{mode}_cfg"])
-        kind = LOOPS.get(cfg.pop("type", "ValLoop" if mode == "val" else "TestLoop"), f"{mode}_cfg.type")
+        kind = LOOPS.resolve(cfg.pop("type", "ValLoop" if mode == "val" else "TestLoop"), f"{mode}_cfg.type")
         loop: EvalLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **cfg)
         return loop
 

@@ -50,6 +50,7 @@ PUBLIC = {
     "SingleDeviceStrategy",
     "DDPStrategy",
     "DeepSpeedOptimWrapper",
+    "DefaultOptimWrapperConstructor",
     "DeepSpeedStrategy",
     "FSDPStrategy",
     "NPUStrategy",

@@ -56,7 +56,7 @@ def with_class(spec: StrategyLike) -> StrategyLike:
     """``spec`` with the class in place of its name, because the name may not be registered in another process."""
     if isinstance(spec, (str, Mapping)):
         expanded = STRATEGIES.expand(spec, "strategy")
-        return {**expanded, "type": STRATEGIES.get(expanded["type"], "strategy.type")}
+        return {**expanded, "type": STRATEGIES.resolve(expanded["type"], "strategy.type")}
     return spec
 
 

@@ -110,9 +110,9 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """The strategy's configuration, with the options that the script gives to a strategy of this class."""
     spec = STRATEGIES.expand(name, "strategies")
-    kind, own = STRATEGIES.get(spec["type"], "strategies"), given["strategy"]
+    kind, own = STRATEGIES.resolve(spec["type"], "strategies"), given["strategy"]
     own = STRATEGIES.expand(own, "strategy") if isinstance(own, (str, Mapping)) else {}
-    if own and STRATEGIES.get(own["type"], "strategy.type") is kind:
+    if own and STRATEGIES.resolve(own["type"], "strategy.type") is kind:
         elsewhere = ("type", "launcher", "backend", "timeout_s", "compile")
         options = {key: value for key, value in own.items() if key not in elsewhere}
         for key, value in spec.items():
@@ -188,7 +188,7 @@ def _optim_wrapper(given: Any, parts: int) -> Any:
     if not _is_one_optimizer(given):
         return given
     changed = {**given, "accumulative_counts": given.get("accumulative_counts", 1) * parts}
-    kind = OPTIM_WRAPPERS.get(given.get("type", "OptimWrapper"), "optim_wrapper.type")
+    kind = OPTIM_WRAPPERS.resolve(given.get("type", "OptimWrapper"), "optim_wrapper.type")
     parameters = inspect.signature(kind).parameters
     clips = "clip_grad" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if given.get("clip_grad") is None and clips:

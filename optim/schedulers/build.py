@@ -150,7 +150,7 @@ def _resolve(cfg: Any, where: str) -> tuple[Any, dict[str, Any], bool]:
         raise ConfigError(f"{where}: {cfg!r} is not allowed, give dict(type=...) or a list of them")
     options = {name: value for name, value in cfg.items() if name not in ("type", "convert_to_iter_based")}
     try:
-        kind = PARAM_SCHEDULERS.get(cfg["type"], f"{where}.type")
+        kind = PARAM_SCHEDULERS.resolve(cfg["type"], f"{where}.type")
         bases = kind.__mro__ if inspect.isclass(kind) else ()
         if lr_scheduler.LRScheduler in bases:
             kind = torch_scheduler(kind)

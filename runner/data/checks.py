@@ -153,7 +153,7 @@ def is_infinite(sampler: Any) -> bool:
     """True if a sampler, or the one that a configuration describes, is an InfiniteSampler."""
     if is_config(sampler):
         kind = sampler["type"] if isinstance(sampler, Mapping) else sampler
-        sampler_class = DATA_SAMPLERS.get(kind)
+        sampler_class = DATA_SAMPLERS.resolve(kind)
     else:
         sampler_class = type(sampler)
     return inspect.isclass(sampler_class) and issubclass(sampler_class, InfiniteSampler)
@@ -174,7 +174,7 @@ def named_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[
         raise ConfigError(f"{where}.type: missing, say which function")
     kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
     arguments = {key: value for key, value in cfg.items() if key != "type"} if isinstance(cfg, Mapping) else {}
-    return FUNCTIONS.get(kind, f"{where}.type"), arguments
+    return FUNCTIONS.resolve(kind, f"{where}.type"), arguments
 
 
 def worker_facts(function: Any, arguments: Mapping[str, Any]) -> list[str]:

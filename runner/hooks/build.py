@@ -96,7 +96,7 @@ def _default_of_its_class(cfg: Any, key: str) -> str | None:
 
 
 def _class_of(cfg: Any, key: str) -> Any:
-    return HOOKS.get(cfg["type"] if isinstance(cfg, Mapping) else cfg, f"{key}.type")
+    return HOOKS.resolve(cfg["type"] if isinstance(cfg, Mapping) else cfg, f"{key}.type")
 
 
 def _check_needs(hook: Hook, key: str) -> None:

@@ -67,7 +67,8 @@ def _build(cfg: Any, where: str, save_dir: str | Path) -> Reporter:
     if isinstance(cfg, Reporter):
         return cfg
     own = isinstance(cfg, Mapping) and "save_dir" in cfg
-    reporter = REPORTERS.build(cfg, where, **({} if own else {"save_dir": save_dir}))
+    provided: dict[str, Any] = {} if own else {"save_dir": save_dir}
+    reporter = REPORTERS.build(cfg, where, **provided)
     if not isinstance(reporter, Reporter):
         raise ConfigError(f"{where}.type: {type(reporter).__name__} is not allowed, give a subclass of Reporter")
     return reporter

@@ -172,6 +172,20 @@ def weights_agree() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Context in which parameters that stage 3 has taken away have their shape, without memory and without values."""
+    taken = [p for p in model.parameters() if is_partitioned(p) and p.shape != p.ds_shape]  # type: ignore[attr-defined]
+    data = [parameter.data for parameter in taken]
+    for parameter in taken:
+        parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter, own in zip(taken, data, strict=True):
+            parameter.data = own
+
+
+@contextlib.contextmanager
 def scalars_as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
     """Give 0-dim parameters one dimension inside, because 0.19.8 fails to shard them otherwise."""
     scalars = [p for p in parameters if p.dim() == 0 and not is_partitioned(p)]

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...core import gradients
 from ...core.errors import StrategyError
 from ...core.overriding import overridden
 from ...core.precision import Precision
 from ...core.registry import OPTIM_WRAPPERS
+from ...optim.param_groups import make_for, make_groups
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
 from . import engine_internals
 from .engine_internals import Fragment
@@ -70,6 +72,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                     f"{self.where}.optimizer: {type(self.optimizer).__name__} keeps parameters and gradients in memory of "
                     "its own, and so does DeepSpeed; choose one of torch's optimizers"
                 )
+
+    def _make(self, model: nn.Module) -> Optimizer:
+        with engine_internals.whole_shapes(model):
+            groups = make_groups(self._recipe, model)
+        return make_for(self._recipe, groups)
 
     def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool) -> None:
         """Use ``engine`` for backward and update from now on.

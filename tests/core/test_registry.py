@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os.path
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import ElementTree
 
 import pytest
 import torch
@@ -45,10 +47,38 @@ def make_lamp(watts: int) -> Lamp:
         (make_lamp, make_lamp),
         ("torch.nn:Linear", nn.Linear),
         ("torch.nn:Module.eval", nn.Module.eval),
+        ("torch.nn.Linear", nn.Linear),
+        ("torch.nn.Module.eval", nn.Module.eval),
+        ("torch.optim.sgd.SGD", torch.optim.SGD),
+        ("os.path.join", os.path.join),  # its module has another name
+        ("xml.etree.ElementTree.ElementTree", ElementTree),
     ],
 )
-def test_get(key: Any, found: Any) -> None:
+def test_names_of_classes(key: Any, found: Any) -> None:
     assert THINGS.get(key) is found
+    assert THINGS.resolve(key) is found
+    assert key in THINGS or not isinstance(key, str)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["Lmap", "", "torch.nn.Linaer", "torchh.nn.Linear", "torch.nn:Linaer", "torchh:x", "..x", "a b.c", "torch.nn."],
+)
+def test_get_gives_none_for_what_is_not_there(key: str) -> None:
+    assert THINGS.get(key) is None
+    assert key not in THINGS
+
+
+def test_a_function_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "with_ops"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .nms import nms\n")
+    (package / "nms.py").write_text("def nms(): ...\n\n\nclass Soft: ...\n")
+    (package / "late.py").write_text("class Late: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert THINGS.resolve("with_ops.nms").__name__ == "nms"
+    assert THINGS.resolve("with_ops.late.Late").__name__ == "Late"
+    assert THINGS.resolve("with_ops.nms:Soft").__name__ == "Soft"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +88,12 @@ def test_get(key: Any, found: Any) -> None:
         ("lamp", 'here: "lamp" is no known thing, did you mean "Lamp"?'),
         ("Xyz", 'here: "Xyz" is no known thing'),
         ("", 'here: "" is no known thing'),
-        ("torch.nn.Linear", 'here: "torch.nn.Linear" is no known thing, did you mean "torch.nn:Linear"?'),
+        ("torch.nn.Linaer", 'here: "torch.nn.Linaer" does not exist, torch.nn has no Linaer, did you mean "Linear"?'),
+        ("torch.optimm.SGD", 'here: "torch.optimm.SGD" does not exist, torch has no optimm, did you mean "optim"?'),
+        ("torchh.nn.Linear", "here: \"torchh.nn.Linear\" cannot be imported, No module named 'torchh'"),
+        ("torch.pi", 'here: "torch.pi" is no class or function'),
+        ("torch.nn", 'here: "torch.nn" is no class or function'),
+        ("torch..nn", 'here: "torch..nn" is not allowed, give package.module.Name'),
         ("torch.nn:Linaer", 'here: "torch.nn:Linaer" does not exist, torch.nn has no Linaer, did you mean "Linear"?'),
         ("torchh.nn:Linear", "here: \"torchh.nn:Linear\" cannot be imported, No module named 'torchh'"),
         ("torch:pi", 'here: "torch:pi" is no class or function'),
@@ -71,7 +106,7 @@ def test_get(key: Any, found: Any) -> None:
 )
 def test_get_what_is_not_there(key: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        THINGS.get(key, "here")
+        THINGS.resolve(key, "here")
     assert str(caught.value) == message
 
 
@@ -83,6 +118,9 @@ def test_names_are_listed_with_those_of_lookups() -> None:
     assert things.get("a") is Chair
     assert "a" in things
     assert "c" not in things
+    assert len(things) == 2
+    assert Lamp in things
+    assert nn.ReLU not in things
 
 
 def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +128,12 @@ def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path: Path, monke
     (tmp_path / "has_a_bug.py").write_text("import torch\ntorch.no_such_thing\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="cannot be imported, No module named 'not_installed_anywhere'"):
-        THINGS.get("needs_more:Thing")
+        THINGS.resolve("needs_more:Thing")
+    for find in (THINGS.get, THINGS.resolve):  # it is there, so None would be wrong
+        with pytest.raises(ConfigError, match="cannot be imported, No module named 'not_installed_anywhere'"):
+            find("needs_more.Thing")
     with pytest.raises(AttributeError, match="no_such_thing"):
-        THINGS.get("has_a_bug:Thing")
+        THINGS.resolve("has_a_bug:Thing")
 
 
 def test_locations_are_imported_at_the_first_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +162,7 @@ def test_installed_packages_add_names_by_entry_points(tmp_path: Path, monkeypatc
     assert list(things) == ["Table"]
     assert things.get("Table").__module__ == "somebody"
     with pytest.raises(ConfigError, match='did you mean "Table"'):
-        things.get("Tabel")
+        things.resolve("Tabel")
 
 
 # Registering
@@ -139,8 +180,32 @@ def test_a_name_is_taken_once() -> None:
 
 def test_registering_as_mmengine_does() -> None:
     things = Registry("thing")
-    things.register_module(name="light", module=Lamp)
+    assert things.register_module(name="light", module=Lamp) is Lamp
     assert things.get("light") is Lamp
+    assert things.register_module(module=make_lamp) is make_lamp
+    assert things.register_module("lamp", True, Chair) is Chair
+    things.register_module(name=("a", "b"), module=functools.partial(Lamp, watts=2))
+    assert things.build(dict(type="b")).watts == 2
+    assert list(things) == ["a", "b", "lamp", "light", "make_lamp"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(name=Lamp), "thing: register_module got a class for a name, write register_module() with brackets"),
+        (dict(name=5), "thing 5: is no name, give a string, or a list of them"),
+        (dict(name=["a", 5]), "thing ['a', 5]: is no name, give a string, or a list of them"),
+        (dict(force="yes", module=Lamp), "thing: force='yes' is not allowed, give True or False"),
+        (dict(name="lamp", module=5), "thing: 5 cannot be registered, give a class or function"),
+        (dict(module=functools.partial(Lamp)), "has no name of its own, give register_module(name=...)"),
+    ],
+)
+def test_registering_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
+    things = Registry("thing")
+    with pytest.raises(ConfigError) as caught:
+        things.register_module(**arguments)
+    assert str(caught.value).endswith(message)
+    assert len(things) == 0
 
 
 # Building
@@ -160,6 +225,23 @@ def test_registering_as_mmengine_does() -> None:
 )
 def test_build(cfg: Any, watts: int) -> None:
     assert THINGS.build(cfg).watts == watts
+
+
+@pytest.mark.parametrize(
+    "cfg, default_args, watts",
+    [
+        (dict(type="Lamp"), dict(watts=3), 3),
+        (dict(type="Lamp", watts=7), dict(watts=3, type="Chair"), 7),
+        (dict(watts=7), dict(type=Lamp), 7),
+        (Lamp, dict(watts=3), 3),
+        ("Lamp", dict(), 5),
+        ("Lamp", None, 5),
+    ],
+)
+def test_build_with_defaults(cfg: Any, default_args: Any, watts: int) -> None:
+    assert THINGS.build(cfg, default_args=default_args).watts == watts
+    with pytest.raises(ConfigError, match='^thing.wats: unknown key, did you mean "watts"'):
+        THINGS.build(dict(type="Lamp"), default_args=dict(wats=3))
 
 
 def test_build_leaves_the_configuration_alone() -> None:
@@ -228,7 +310,7 @@ def test_all_torch_optimizers_have_their_names() -> None:
     assert {kind.__name__ for kind in kinds} <= set(OPTIMIZERS)
     for name in ("Optimizer", "lr_scheduler", "Sgd"):
         with pytest.raises(ConfigError, match=f'"{name}" is no known optimizer'):
-            OPTIMIZERS.get(name)
+            OPTIMIZERS.resolve(name)
 
 
 @pytest.mark.parametrize(

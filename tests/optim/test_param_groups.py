@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from flextrain.core.errors import ConfigError
-from flextrain.core.registry import OPTIM_WRAPPER_CONSTRUCTORS
-from flextrain.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from flextrain.optim import OptimWrapper
 
 RECORDER = Path(__file__).parent / "record_mmengine_paramwise.py"
 
@@ -141,40 +140,7 @@ def test_wrong_configurations_are_refused_before_there_is_a_model(
     assert "\n" not in str(caught.value)
 
 
-def test_a_custom_key_that_nothing_contains() -> None:
-    wrapper = OptimWrapper(SGD, paramwise_cfg=dict(custom_keys={"haed": dict(lr_mult=0.1)}))
-    with pytest.raises(
-        ConfigError, match="^optim_wrapper.paramwise_cfg.custom_keys.haed: no parameter's name contains it$"
-    ):
-        wrapper.build(MMENGINE.Zoo())
-
-
 def test_nothing_is_known_of_what_a_callable_takes() -> None:
     factory = functools.partial(torch.optim.SGD, lr=0.1)
     wrapper = built(nn.Linear(1, 1), optimizer=factory, paramwise_cfg=dict(custom_keys={"bias": dict(lr=0.5)}))
     assert [group["lr"] for group in wrapper.param_groups] == [0.1, 0.5]
-
-
-# Constructors of one's own
-
-
-@pytest.fixture
-def _layer_decay() -> Any:
-    @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-    class LayerDecay(DefaultOptimWrapperConstructor):
-        def settings(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
-            return {"lr": self.base_lr * 0.5 ** int(name.partition(".")[0])}
-
-    yield
-    del OPTIM_WRAPPER_CONSTRUCTORS._modules["LayerDecay"]
-
-
-@pytest.mark.usefixtures("_layer_decay")
-def test_a_constructor_by_name() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    wrapper = built(model, optimizer=SGD, constructor="LayerDecay")
-    assert [group["lr"] for group in wrapper.param_groups] == [0.1, 0.05]
-    with pytest.raises(
-        ConfigError, match='optim_wrapper.constructor: "LayerDcay" is no known .*, did you mean "LayerDecay"'
-    ):
-        OptimWrapper(SGD, constructor="LayerDcay")

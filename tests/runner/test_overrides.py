@@ -19,12 +19,12 @@ from flextrain import (
     ApexOptimWrapper,
     BaseDataPreprocessor,
     DeepSpeedOptimWrapper,
+    DefaultOptimWrapperConstructor,
     Hook,
     OptimWrapper,
     OptimWrapperDict,
     SingleDeviceStrategy,
 )
-from flextrain.optim.param_groups import DefaultOptimWrapperConstructor
 from flextrain.optim.schedulers import LinearLR
 from flextrain.runner.data.samplers import DefaultSampler, InfiniteSampler
 from flextrain.runner.hooks import CheckpointHook

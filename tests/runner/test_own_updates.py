@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from flextrain import AmpOptimWrapper, BaseModel, ConfigError, OptimWrapper, Strategy, StrategyError
-from flextrain.optim.param_groups import DefaultOptimWrapperConstructor
+from flextrain import (
+    AmpOptimWrapper,
+    BaseModel,
+    ConfigError,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    Strategy,
+    StrategyError,
+)
 from flextrain.runner.reporting import LogProcessor
 from flextrain.testing import WorkerGroup
 
@@ -186,7 +193,12 @@ def test_functions_that_objects_are_given(tmp_path: Path) -> None:
 
 
 class Constructor(DefaultOptimWrapperConstructor):
-    def add_params(self, params: Any, module: nn.Module) -> None:
+    def __call__(self, model: nn.Module) -> Any:
+        pass
+
+
+class Misspelled(DefaultOptimWrapperConstructor):
+    def add_param(self, params: Any, module: nn.Module) -> None:
         pass
 
 
@@ -220,11 +232,15 @@ class Accelerated(OptimWrapper):
     [
         (
             dict(optim_wrapper=dict(optimizer=SGD, constructor=Constructor)),
-            r"optim_wrapper.constructor: Constructor.add_params is never called here, override settings\(",
+            r"optim_wrapper.constructor: Constructor.__call__ is never called here, override add_params\(",
+        ),
+        (
+            dict(optim_wrapper=dict(optimizer=SGD, constructor=Misspelled)),
+            'optim_wrapper.constructor: Misspelled.add_param would never be called, did you mean "add_params"',
         ),
         (
             dict(optim_wrapper=dict(optimizer=SGD, constructor=Foreign)),
-            r"optim_wrapper.constructor: Foreign has no param_groups\(model\)",
+            r"optim_wrapper.constructor: Foreign has no add_params\(params, module\)",
         ),
         (
             dict(optim_wrapper=dict(type=Counts, optimizer=SGD)),

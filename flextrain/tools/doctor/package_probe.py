@@ -102,7 +102,7 @@ def strategy_facts() -> Facts:
     found: dict[str, Facts] = {}
     for name in registry:
         try:
-            needs = getattr(registry.get(name), "needs", needs_nothing)
+            needs = getattr(registry.resolve(name), "needs", needs_nothing)
         except Exception as error:  # an entry point of a third party may fail in any way
             found[name] = {"error": one_line(error)}
             continue
