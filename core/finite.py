@@ -10,7 +10,7 @@ from torch import Tensor
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors whose local shard has NaN or infinity; if none has, one number per device is read."""
-    parts = {name: _part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    parts = {n: _part(tensor) for n, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()}
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, part in parts.items():
         if part.numel():
@@ -26,6 +26,7 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
 def _part(tensor: Tensor) -> Tensor:
     own = tensor.detach()
     own = own.to_local() if hasattr(own, "to_local") else own
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     return own.float() if own.itemsize == 1 else own  # 8-bit floats support few operations
 
 

@@ -6,7 +6,7 @@ stands for the tensor ``extra_state.<name>/0``. Tuples and the keys of dicts kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import CheckpointError, StrategyError
 from .json_values import add_to, pack, taken_from, unpack
+from .stored_dtypes import check_tensor
 from .torch_private import LOADING_METHODS, call_loaded_hooks, has_loading_hooks
 
 EXTRA = "extra_state."
@@ -123,11 +124,14 @@ def check_sizes(model: nn.Module) -> None:
                 )
 
 
-def check_savable(model: nn.Module) -> None:
+def check_savable(model: nn.Module, left_out: Collection[str] = ()) -> None:
     """Check that a checkpoint can hold everything that torch's ``state_dict`` has.
 
+    Args:
+        left_out: names of parameters that no checkpoint has.
+
     Raises:
-        StrategyError: extra state cannot be saved or loaded, or the model's own ``state_dict`` adds values.
+        StrategyError: a tensor or extra state cannot be saved or loaded, or the model's own ``state_dict`` adds values.
     """
     for name, module in keepers(model):
         if type(module).set_extra_state is nn.Module.set_extra_state:
@@ -135,7 +139,9 @@ def check_savable(model: nn.Module) -> None:
                 f"model.{torch_key(name)}: its module defines get_extra_state but no set_extra_state to load it"
             )
     try:
-        extra_state(model)
+        for key, tensor in extra_state(model).items():
+            if isinstance(tensor, Tensor):
+                check_tensor(f"model.{torch_key(keeper_of(key))}", tensor)
     except CheckpointError as error:
         raise StrategyError(str(error)) from error
     held = {*(name for name, _ in keepers(model, every_name=True))}
@@ -144,6 +150,11 @@ def check_savable(model: nn.Module) -> None:
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and key not in left_out:
+            try:
+                check_tensor(f"model.{key}", value)
+            except CheckpointError as error:
+                raise StrategyError(str(error)) from None
         if key not in known and id(value) not in own:  # state_dict may rename a parameter or buffer
             raise StrategyError(
                 f"model.{key}: is added by the model's own state_dict and is no parameter, buffer or extra state, so that "

@@ -126,7 +126,7 @@ class Strategy(CanonicalState):
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            check_savable(self.module)
+            check_savable(self.module, self.left_out())
             self._at_setup = tensor_names(self.module)
         self._names.gather(self.module)
         return self._model, optim

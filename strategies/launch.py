@@ -60,14 +60,26 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
         )
     if launcher == "none":
         started = _int(env, "WORLD_SIZE", 1)
-        if started > 1:
+        if started > 1 and "RANK" in env:
             raise LaunchError(
                 f'launcher: "none" was given and torchrun started {started} processes, leave launcher out'
             )
         return Launch()
     if launcher == "pytorch" or (launcher is None and {"RANK", "WORLD_SIZE"} <= env.keys()):
-        rank = _int(env, "RANK")
-        return Launch("pytorch", rank, _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK", rank))
+        rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+        local = _int(env, "LOCAL_RANK", rank)
+        if not 0 <= rank < size or local < 0:
+            raise LaunchError(
+                f"launcher: RANK={rank}, LOCAL_RANK={local} and WORLD_SIZE={size} do not fit, ranks go from 0 to "
+                "WORLD_SIZE - 1; start the script with torchrun, which sets them"
+            )
+        if size > 1 and (unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]):
+            raise LaunchError(
+                f"launcher: {' and '.join(unset)} must be set for {size} processes, to the address and a free port of "
+                "rank 0's machine; start the script with torchrun, which sets them"
+            )
+        _int(env, "MASTER_PORT", 0)
+        return Launch("pytorch", rank, size, local)
     # In a batch script without srun, SLURM_NTASKS counts tasks that were not started; SLURM_STEP_NUM_TASKS does not.
     if launcher == "slurm" or (launcher is None and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1):
         size = _int(env, "SLURM_STEP_NUM_TASKS")
@@ -88,7 +100,24 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
         init = f"tcp://{meeting}:{_int(env, 'MASTER_PORT', own)}"
         ranks = _int(env, "OMPI_COMM_WORLD_RANK"), size, _int(env, "OMPI_COMM_WORLD_LOCAL_RANK")
         return Launch("mpi", *ranks, init, f"Open MPI job {name}" if name else "")
+    _refuse_half_a_launch(env)
     return Launch()
+
+
+def _refuse_half_a_launch(env: Mapping[str, str]) -> None:
+    """Raise LaunchError if variables say that there are several processes, each of which would train alone."""
+    # One process alone is meant by WORLD_SIZE=1 and LOCAL_RANK=0; every process of a job has a RANK.
+    for name, other, alone in (("RANK", "WORLD_SIZE", None), ("WORLD_SIZE", "RANK", 1), ("LOCAL_RANK", "RANK", 0)):
+        if name in env and other not in env and _int(env, name) != alone:
+            raise LaunchError(
+                f"launcher: {name}={env[name]} is set and {other} is not; start the script with torchrun, which sets both, "
+                f'unset {name}, or give launcher="none" to train in this process alone'
+            )
+    if _int(env, "PMI_SIZE", 1) > 1:
+        raise LaunchError(
+            f"launcher: PMI_SIZE={env['PMI_SIZE']} says that MPICH or Intel MPI started several processes, which is not "
+            'known here; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or give launcher="none"'
+        )
 
 
 def first_host(nodelist: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..stored_dtypes import DTYPES
 from .load.checkpoint import Checkpoint
 from .load.whole_tensors import TensorReader, reading
-from .manifest import DTYPES
 
 # Number of elements that are compared at a time, in float64.
 _BLOCK = 2**20
@@ -121,9 +121,12 @@ def difference_of(a: Tensor, b: Tensor) -> tuple[float, float, int]:
     count = 0
     for begin in range(0, a.numel(), _BLOCK):
         one, other = (tensor.reshape(-1)[begin : begin + _BLOCK] for tensor in (a, b))
-        x, y = one.double(), other.double()
+        if one.is_complex() or other.is_complex():
+            x, y = one.to(torch.complex128), other.to(torch.complex128)
+        else:
+            x, y = one.double(), other.double()
         # float64 cannot represent every integer beyond 2^53, so integers are compared exactly.
-        is_exact = one.dtype == other.dtype and not one.is_floating_point()
+        is_exact = one.dtype == other.dtype and not (one.is_floating_point() or one.is_complex())
         same = (one == other) if is_exact else (x == y) | (x.isnan() & y.isnan())
         if bool(same.all()):
             continue

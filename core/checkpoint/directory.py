@@ -33,6 +33,8 @@ from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
 
 LATEST = "latest"
+ANOTHER_NAME = "; write the name of another one"
+"""Advice at the end of an error of ``find_latest``."""
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -151,9 +153,7 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
     path = pointer.parent / name
     recover(path)
     if not is_checkpoint(path):
-        raise CheckpointError(
-            f'{pointer}: names "{name}", which is not a complete checkpoint; write the name of another one'
-        )
+        raise CheckpointError(f'{pointer}: names "{name}", which is not a complete checkpoint{ANOTHER_NAME}')
     return path
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..stored_dtypes import DTYPE_NAMES
 from .directory import check_file, read_manifest
-from .manifest import DTYPE_NAMES, StoredChunk, TensorEntry
+from .manifest import StoredChunk, TensorEntry
 from .safetensors_file import SafetensorsFile
 
 

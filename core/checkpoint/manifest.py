@@ -6,30 +6,13 @@ import math
 import re
 
 import pydantic
-import torch
 
+from ..stored_dtypes import DTYPES
 from .untrusted import check_disjoint, check_shape
 
 FORMAT, VERSION = "flextrain-checkpoint", 1
 MANIFEST, VALUES = "manifest.json", "values.json"
 SHARD = re.compile(r"rank-\d{5}\.safetensors")
-
-# The names of safetensors.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class _Strict(pydantic.BaseModel):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, counted
-from .directory import is_checkpoint, read_manifest
-from .manifest import MANIFEST
-from .paths import as_path, reaching
+from .directory import read_manifest
+from .newest import complete_ones
+from .paths import as_path
 
 _NAMED = 3
 
@@ -31,19 +31,6 @@ def is_marked(path: str | os.PathLike[str]) -> bool:
 
 def passed_over(folder: str | os.PathLike[str], latest: Path | None) -> list[str]:
     """Names of the marked checkpoints in ``folder`` that are newer than ``latest`` (None: of all), oldest first."""
-    found = as_path(folder)
-    with reaching(found):
-        if not found.is_dir():
-            return []
-        written = {path: _written(path) for path in found.iterdir() if _counts(path) and path != latest}
-    since = _written(latest) if latest else None
-    newer = [path for path, when in written.items() if since is None or when >= since]
-    return [path.name for path in sorted(newer, key=lambda path: written[path]) if is_marked(path)]
-
-
-def _counts(path: Path) -> bool:
-    return not path.name.startswith(".") and is_checkpoint(path)
-
-
-def _written(path: Path) -> float:
-    return (path / MANIFEST).stat().st_mtime
+    written = complete_ones(folder)
+    since = written.pop(latest, None) if latest else None
+    return [path.name for path, when in written.items() if (since is None or when >= since) and is_marked(path)]

@@ -3,6 +3,9 @@
 The safetensors package needs all tensors of a file in memory to write it. It maps files to read them, which takes the
 memory twice, and remote files cannot be mapped.
 
+A complex tensor is stored as ``torch.view_as_real`` shows it, with a last dimension of 2, because the format has only one
+complex dtype and older readers not even that. The metadata's ``complex`` names these tensors, as a list in JSON.
+
 Source of the file format: https://huggingface.co/docs/safetensors
 """
 
@@ -20,13 +23,16 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..stored_dtypes import DTYPE_NAMES, DTYPES, PAIRS
 from .directory import check_length, write_file
 from .load.partial_read import Fetch, Slices
-from .manifest import DTYPE_NAMES, DTYPES, FileEntry
+from .manifest import FileEntry
 from .untrusted import MAX_JSON_BYTES, one_line
 
 # Size of the buffer for a tensor that has to be converted or moved to a device.
 _BLOCK_BYTES = 2**24
+_COMPLEX = "complex"
+_OF_PAIRS = {real: dtype for dtype, real in PAIRS.items()}
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ def write_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     values: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
+    pairs: bool = True,
 ) -> FileEntry:
     """Write a file and sync it to disk, with one tensor in memory at a time; return its size and checksum.
 
@@ -51,15 +58,21 @@ def write_safetensors(
         tensors: name to dtype and shape.
         values: the tensors in the same order.
         metadata: the file's metadata.
+        pairs: store complex tensors as pairs; False: as they are, which only safetensors from 0.6 on can read.
 
     Raises:
         CheckpointError: the header would be too long to read.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    described = dict(metadata or {})
+    paired = {name for name, (dtype, _) in tensors.items() if pairs and dtype in PAIRS}
+    if paired:
+        described[_COMPLEX] = json.dumps(sorted(paired))
+    header: dict[str, Any] = {"__metadata__": described} if described else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        stored, dims = (PAIRS[dtype], [*shape, 2]) if name in paired else (dtype, list(shape))
+        header[name] = {"dtype": DTYPE_NAMES[stored], "shape": dims, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     check_length(path, text)
     text += b" " * (-len(text) % 8)
@@ -68,8 +81,13 @@ def write_safetensors(
 
 def bytes_of(tensor: Tensor) -> memoryview | bytes:
     """The bytes of a tensor as the file has them; a contiguous tensor on the CPU shares its memory."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = as_stored(tensor.detach().to("cpu")).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The tensor without torch's marks of lazy conjugation and negation, under which its memory has other values."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 class SafetensorsFile(Fetch):
@@ -88,22 +106,25 @@ class SafetensorsFile(Fetch):
             raise CheckpointError(f"{path}: is damaged, its header would have {length} bytes")
         try:
             header = json.loads(file.read(length))
+            pairs = set(json.loads(header.pop("__metadata__", {}).get(_COMPLEX, "[]")))
             self._entries = {
-                name: self._entry(name, entry, 8 + length, size)
-                for name, entry in header.items()
-                if name != "__metadata__"
+                name: self._entry(name, entry, 8 + length, size, name in pairs) for name, entry in header.items()
             }
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: is damaged, its header is not valid, {one_line(error)}") from None
 
     @staticmethod
-    def _entry(name: str, entry: dict[str, Any], data: int, size: int) -> _Entry:
+    def _entry(name: str, entry: dict[str, Any], data: int, size: int, is_complex: bool) -> _Entry:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
             raise ValueError("a size or offset is not valid")
         if end - begin != math.prod(shape) * dtype.itemsize or data + end > size:
             raise ValueError(f"{end - begin} bytes of shape {shape}")
+        if is_complex:
+            if dtype not in _OF_PAIRS or shape[-1:] != (2,):
+                raise ValueError(f"{entry['dtype']} of shape {shape} are no pairs")
+            dtype, shape = _OF_PAIRS[dtype], shape[:-1]
         return _Entry(name, dtype, shape, data + begin)
 
     @property

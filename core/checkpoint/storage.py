@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
+from ..stored_dtypes import DTYPES
 from .load.partial_read import Fetch
-from .manifest import DTYPES, FileEntry, TensorEntry
+from .manifest import FileEntry, TensorEntry
 from .paths import is_local
 from .safetensors_file import SafetensorsFile, write_safetensors
 

@@ -22,4 +22,4 @@ def share_weights(model: nn.Module, parameters: Iterable[Tensor] | None = None) 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers that can be averaged; others (counters, masks) are equal on all, or do not affect training."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()]

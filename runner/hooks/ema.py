@@ -179,7 +179,7 @@ def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in strategy.model_state().items()
-        if tensor.is_floating_point() and name not in left_out
+        if (tensor.is_floating_point() or tensor.is_complex()) and name not in left_out
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.checkpoint import as_path, find_latest, passed_over
+from ...core.checkpoint import as_path, find_latest, newest_complete, passed_over
+from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
 from ...core.comm.collectives import broadcast_object
 from ...core.errors import CheckpointError
 from ..options import Resume
@@ -27,7 +28,7 @@ def _newest(run: Run) -> Path | None:
     found, wrong, marked = None, None, []
     if run.rank == 0:
         try:
-            found = find_latest(run.checkpoint_dir)
+            found = _latest_or_newest(run)
             marked = passed_over(run.checkpoint_dir, found)
         except CheckpointError as error:
             wrong = str(error)
@@ -41,3 +42,26 @@ def _newest(run: Run) -> Path | None:
             f'resume="path" accepts one of them'
         )
     return as_path(name) if name else None
+
+
+def _latest_or_newest(run: Run) -> Path | None:
+    """Return the checkpoint that ``latest`` names; if that is gone, the newest complete one that can be resumed."""
+    folder = run.checkpoint_dir
+    wrong: CheckpointError | None = None
+    try:
+        found = find_latest(folder)
+    except CheckpointError as error:
+        found, wrong = None, error
+    if found is not None:
+        return found
+    instead = newest_complete(folder, lambda checkpoint: _RESUMED in checkpoint.values and not checkpoint.nonfinite)
+    if instead is None and wrong is not None:
+        raise wrong
+    if instead is not None:
+        reason = f"{folder / LATEST}: is missing" if wrong is None else str(wrong).removesuffix(ANOTHER_NAME)
+        run.logger.warning(f"{reason}; {instead.name} is resumed, the newest complete checkpoint there")
+    return instead
+
+
+_RESUMED = "optim.wrapper"
+"""An entry of every checkpoint that can be resumed; that of ``save_best`` has none."""

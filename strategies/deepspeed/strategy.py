@@ -21,6 +21,7 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
 from ..requirements import Needs
+from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from . import engine_internals
 from .compiling import announced, without_shared_memory
@@ -166,6 +167,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
+        check_real(model, "DeepSpeedStrategy")
 
     def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
         if method := calls_itself(model):
@@ -176,6 +178,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def _place(self, model: nn.Module) -> None:
+        make_contiguous(model)
         whole = [parameter for parameter in model.parameters() if not engine_internals.is_partitioned(parameter)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)

@@ -27,6 +27,7 @@ from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
+from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
@@ -101,6 +102,7 @@ class FSDPStrategy(Strategy):
         return called, optim
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        check_real(model, "FSDPStrategy")
         if self.precision.param is not None:
             raise StrategyError(
                 f"optim_wrapper: stores parameters in {self.precision.param}, FSDPStrategy stores them in float32 and "
@@ -128,6 +130,7 @@ class FSDPStrategy(Strategy):
 
     def _place(self, model: nn.Module) -> None:
         """See Strategy; an instance's parameters get rank 0's values, and move to the device when they are sharded."""
+        make_contiguous(model)
         share_weights(model)
         for scalar in self._scalars:
             if not scalar.is_meta:

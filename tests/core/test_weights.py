@@ -123,15 +123,15 @@ def broken(path: Path, kind: str) -> Path:
         torch.save([torch.ones(1)], path)
     elif kind == "numbers":
         torch.save({"a": 1}, path)
-    elif kind == "complex":
-        torch.save({"a": torch.ones(1, dtype=torch.complex64)}, path)
+    elif kind == "no known dtype":
+        torch.save({"a": torch.ones(1, dtype=torch.float8_e4m3fnuz)}, path)
     elif kind == "garbage.safetensors":
         path = path.with_suffix(".safetensors")
         path.write_bytes(b"garbage")
-    elif kind == "complex.safetensors":
+    elif kind == "no known dtype.safetensors":
         path = path.with_suffix(".safetensors")
         try:
-            save_file({"a": torch.ones(1, dtype=torch.complex64)}, path)
+            save_file({"a": torch.ones(1, dtype=torch.float8_e4m3fnuz)}, path)
         except KeyError:
             pytest.skip("this version of safetensors writes no such file")
     return path
@@ -146,9 +146,9 @@ def broken(path: Path, kind: str) -> Path:
         ("nothing", "w.pth: cannot be read as weights, it is damaged"),
         ("list", "w.pth: holds a list instead of a state dict"),
         ("numbers", "w.pth: holds no tensors by name"),
-        ("complex", "w.pth: a is of torch.complex64, and tensors of that kind cannot be read"),
+        ("no known dtype", "w.pth: a is of torch.float8_e4m3fnuz, and tensors of that kind cannot be read"),
         ("garbage.safetensors", "w.safetensors: is no safetensors file"),
-        ("complex.safetensors", "w.safetensors: a is of C64, and tensors of that kind cannot be read"),
+        ("no known dtype.safetensors", "w.safetensors: a is of F8_E4M3FNUZ, and tensors of that kind cannot be read"),
     ],
 )
 def test_files_that_hold_no_weights(tmp_path: Path, kind: str, message: str) -> None:

@@ -419,6 +419,23 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     make_runner(tmp_path / "rest", load_from=str(tmp_path / "epoch_1")).train()
 
 
+@pytest.mark.parametrize("pointer", ["epoch_7", "../elsewhere", None])
+def test_the_newest_complete_one_is_resumed_where_latest_is_wrong(tmp_path: Path, pointer: str | None) -> None:
+    saves = dict(default_hooks=dict(checkpoint=dict(save_best="accuracy")), log_level="WARNING", **validation())
+    make_runner(tmp_path, **saves).train()
+    (tmp_path / "epoch_3" / "manifest.json").unlink()
+    (tmp_path / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "latest").write_text(pointer)
+    runner = make_runner(tmp_path, resume=True, **saves)
+    runner.train()
+    assert runner.train_loop.start_iter == 2 * 7
+    log = (Path(runner.log_dir) / f"{runner.timestamp}.log").read_text()
+    assert f"{tmp_path / 'latest'}: " in log
+    assert log.count("epoch_2 is resumed, the newest complete checkpoint there") == 1
+    assert "write the name" not in log
+
+
 def test_latest_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("epoch_7")
     with pytest.raises(CheckpointError, match=r'latest: names "epoch_7", which is not a complete checkpoint'):

@@ -58,6 +58,8 @@ NOBODY = Launch("none", 0, 1, 0, "env://")
         (None, MPI | dict(PMIX_NAMESPACE="prte-a-77@1"), Launch("mpi", 3, 4, 3, "tcp://127.0.0.1:29816", "Open MPI job prte-a-77@1")),
         (None, MPI | dict(OMPI_MCA_ess_base_jobid="77"), Launch("mpi", 3, 4, 3, "tcp://127.0.0.1:21956", "Open MPI job 77")),
         (None, dict(OMPI_COMM_WORLD_SIZE="1"), NOBODY),
+        (None, dict(WORLD_SIZE="1", LOCAL_RANK="0"), NOBODY),
+        ("none", dict(WORLD_SIZE="2", PMI_SIZE="2"), NOBODY),
     ],
 )  # fmt: skip
 def test_detect(launcher: str | None, env: dict[str, str], found: Launch) -> None:
@@ -77,6 +79,14 @@ def test_detect(launcher: str | None, env: dict[str, str], found: Launch) -> Non
         ("slurm", dict(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0"), LaunchError, "launcher: environment variable SLURM_STEP_NODELIST is not set"),
         ("mpi", {}, LaunchError, "launcher: environment variable OMPI_COMM_WORLD_SIZE is not set"),
         (None, MPI_TWO_HOSTS, LaunchError, "launcher: Open MPI runs on several machines, set MASTER_ADDR"),
+        (None, dict(RANK="0"), LaunchError, "launcher: RANK=0 is set and WORLD_SIZE is not; start the script with torchrun"),
+        (None, dict(WORLD_SIZE="2"), LaunchError, "launcher: WORLD_SIZE=2 is set and RANK is not; start the script with torchrun"),
+        (None, dict(LOCAL_RANK="1"), LaunchError, "launcher: LOCAL_RANK=1 is set and RANK is not; start the script with torchrun"),
+        (None, dict(PMI_SIZE="4", PMI_RANK="2"), LaunchError, "launcher: PMI_SIZE=4 says that MPICH or Intel MPI started several processes"),
+        (None, TORCHRUN | dict(RANK="4"), LaunchError, "launcher: RANK=4, LOCAL_RANK=1 and WORLD_SIZE=4 do not fit"),
+        (None, TORCHRUN | dict(WORLD_SIZE="0"), LaunchError, "launcher: RANK=3, LOCAL_RANK=1 and WORLD_SIZE=0 do not fit"),
+        (None, TORCHRUN | dict(MASTER_ADDR=""), LaunchError, "launcher: MASTER_ADDR must be set for 4 processes"),
+        (None, TORCHRUN | dict(MASTER_PORT="x"), LaunchError, 'launcher: environment variable MASTER_PORT="x" is no whole number'),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(launcher: str | None, env: dict[str, str], error: type, message: str) -> None:

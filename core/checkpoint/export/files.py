@@ -164,4 +164,6 @@ _STORAGES: Mapping[torch.dtype, type] = {
     torch.int8: torch.CharStorage,
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
 }

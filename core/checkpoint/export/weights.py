@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, one_of, suggest
+from ...stored_dtypes import DTYPES, PAIRS
 from ..directory import sync_directory
 from ..foreign.stored_tensors import MODEL
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import reading
-from ..manifest import DTYPES
 from ..nonfinite_mark import what_is_not_finite
 from ..safetensors_file import write_safetensors
 from .extra_state import ExportedTensor, extra_states
@@ -75,6 +75,8 @@ def export_weights(
     if suffix and path.is_file() and not replace:
         raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
     names = _weights(source, averaged, dtype)
+    if suffix in ("", _SUFFIX):
+        _check_in_format(names, path)
     if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
         _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
     aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
@@ -139,6 +141,16 @@ def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None
     return weights
 
 
+def _check_in_format(weights: Sequence[ExportedTensor], path: Path) -> None:
+    """Raise CheckpointError if safetensors has no such dtype."""
+    for weight in weights:
+        if weight.dtype in PAIRS and weight.dtype is not torch.complex64:
+            raise CheckpointError(
+                f"{path}: {weight.name} is {str(weight.dtype).removeprefix('torch.')}, and of the complex dtypes "
+                "safetensors has only complex64; export to .pth"
+            )
+
+
 def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) -> dict[str, str]:
     """Name of each weight to the key of its average."""
     found: dict[str, dict[str, str]] = {}
@@ -178,7 +190,8 @@ def _fetch(read: Callable[[str, torch.dtype], Tensor]) -> Callable[[ExportedTens
 
 def _write(path: Path, weights: Sequence[ExportedTensor], fetch: Callable[[ExportedTensor], Tensor]) -> None:
     # Transformers reads only files whose metadata has a format.
-    write_safetensors(path, {w.name: (w.dtype, w.shape) for w in weights}, map(fetch, weights), {"format": "pt"})
+    tensors = {weight.name: (weight.dtype, weight.shape) for weight in weights}
+    write_safetensors(path, tensors, map(fetch, weights), {"format": "pt"}, pairs=False)
 
 
 def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[ExportedTensor], limit: int | None) -> list[Path]:

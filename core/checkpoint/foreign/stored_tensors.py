@@ -8,8 +8,9 @@ from pathlib import Path
 import pydantic
 
 from ...errors import CheckpointError
+from ...stored_dtypes import DTYPE_NAMES, DTYPES
 from ..load.checkpoint import Checkpoint
-from ..manifest import DTYPE_NAMES, DTYPES, StoredChunk, TensorEntry
+from ..manifest import StoredChunk, TensorEntry
 from ..untrusted import one_line
 from .torch_files import StoredTensor
 

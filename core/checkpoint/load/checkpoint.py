@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ...comm.collectives import all_gather_object, get_rank, get_world_size
 from ...comm.joint_errors import gather_differing, raising_together
 from ...errors import CheckpointError
+from ...stored_dtypes import DTYPES
 from .. import directory
-from ..manifest import DTYPES, VALUES, FileEntry, TensorEntry
+from ..manifest import VALUES, FileEntry, TensorEntry
 from ..paths import as_path
 from ..planners import ShardLoadPlanner
 from ..storage import ChunkReader, Source, checkpoint_source

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..manifest import DTYPES, StoredChunk
+from ...stored_dtypes import DTYPES
+from ..manifest import StoredChunk
 from .checkpoint import Checkpoint
 from .partial_read import Fetch
 

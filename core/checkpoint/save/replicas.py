@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import counted
+from ..safetensors_file import as_stored
 
 _ReplicaId = tuple[int, int]  # hashes of the tensor's name and of the shard's coordinates
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -121,7 +122,7 @@ def fingerprints(tensors: Mapping[str, Tensor], share: int | None = None) -> dic
 
 
 def _of_bytes(tensor: Tensor, share: int | None) -> int:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
     if not flat.numel():
         return 0
     data = flat.view(torch.uint8).numpy().data
@@ -143,7 +144,8 @@ def of_bits(tensor: Tensor) -> Tensor:
 
     It is a weighted sum of the sums of the rows and columns of the bits as integers, each with its own weight.
     """
-    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.itemsize])
+    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
+    bits = flat.view(_BITS[min(tensor.itemsize, 8)])  # a complex128 has twice the bits of the largest integer
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)

@@ -25,8 +25,9 @@ from ...comm.collectives import get_rank, get_world_size
 from ...errors import CheckpointError
 from ...finite import nonfinite
 from ...host_memory import HostBuffer
+from ...stored_dtypes import check_tensor
 from .. import directory
-from ..manifest import DTYPE_NAMES, VALUES, FileEntry, Manifest
+from ..manifest import VALUES, FileEntry, Manifest
 from ..paths import as_path, is_local
 from ..planners import ShardSavePlanner, layout_of
 from ..storage import write_shard
@@ -240,8 +241,7 @@ class _Save:
     def _offer(self, copy: bool) -> tuple[str | None, Own, int]:
         """The mark of the old plan if it is still valid here, this process's own values, and the keys' fingerprint."""
         for key, tensor in self._tensors.items():
-            if tensor.dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved")
+            check_tensor(key, tensor)
         fingerprint = self._plain_values.fingerprint()
         self._planner.set_up_planner(self._tensors, is_coordinator=self._participants.is_main)
         if self._staging.plan.made_for != self._layouts():

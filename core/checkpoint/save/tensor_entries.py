@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ..manifest import DTYPE_NAMES, StoredChunk, TensorEntry
+from ...stored_dtypes import DTYPE_NAMES
+from ..manifest import StoredChunk, TensorEntry
 from ..storage import name_in_file
 
 

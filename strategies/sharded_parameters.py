@@ -1,0 +1,39 @@
+"""Prepare a model's parameters for a strategy that cuts them, flattened, into shards."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from ..core.errors import StrategyError
+
+_logger = logging.getLogger("flextrain")
+
+
+def check_real(model: nn.Module, strategy: str) -> None:
+    """Raise StrategyError if a parameter is complex: shards of it would be joined with those of real ones."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise StrategyError(
+                f"model.{name}: is {str(parameter.dtype).removeprefix('torch.')}, and {strategy} shards real parameters "
+                "only; hold it as pairs of real numbers (torch.view_as_real), make it a buffer, or choose DDPStrategy"
+            )
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Give parameters in another order of memory, such as ``channels_last``, the usual one; log their names.
+
+    Values, shapes and results do not change.
+    """
+    names = []
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+            names.append(name)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        _logger.warning(
+            f"model.{names[0]}{more}: memory_format (channels_last or another) is not kept by a strategy that shards "
+            "parameters, they are stored contiguously; channels_last inputs still make layers compute in that format"
+        )
