@@ -185,7 +185,7 @@ def _evaluator_config(cfg: Any, where: str) -> dict[str, Any] | None:
     else:
         kind = cfg
     if isinstance(kind, str) and kind not in EVALUATOR:
-        kind = METRICS.get(kind, f"{where}.type") if ":" in kind else None
+        kind = METRICS.resolve(kind, f"{where}.type") if set(kind) & set(":.") else None
     if isinstance(kind, str) or (inspect.isclass(kind) and issubclass(kind, Evaluator)):
         return {**(cfg if isinstance(cfg, Mapping) else {}), "type": kind}
     return None
