@@ -102,9 +102,9 @@ class Registry:
         self._lookups.append((lookup, names))
 
     def __contains__(self, key: object) -> bool:
-        """Whether ``get`` finds this name; whether this class is registered under any."""
+        """Whether this is a name of the registry, or a class that is registered; no import path is."""
         if isinstance(key, str):
-            return self.get(key) is not None
+            return self._find(key) is not None
         self._load()
         return any(kind is key for kind in self._modules.values())
 
