@@ -337,6 +337,7 @@ EVALUATOR = Registry("evaluator")
 HOOKS = Registry("hook")
 LOOPS = Registry("loop")
 REPORTERS = Registry("reporter")
+VISUALIZERS = Registry("visualizer")
 
 
 @contextmanager

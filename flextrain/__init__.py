@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .core.registry import PARAM_SCHEDULERS as PARAM_SCHEDULERS
     from .core.registry import REPORTERS as REPORTERS
     from .core.registry import STRATEGIES as STRATEGIES
+    from .core.registry import VISUALIZERS as VISUALIZERS
     from .core.registry import Registry as Registry
     from .optim.amp import AmpOptimWrapper as AmpOptimWrapper
     from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from .runner.hooks.hook import Hook as Hook
     from .runner.metrics.base import BaseMetric as BaseMetric
     from .runner.metrics.evaluator import Evaluator as Evaluator
+    from .runner.reporting.history import HistoryBuffer as HistoryBuffer
+    from .runner.reporting.message_hub import MessageHub as MessageHub
+    from .runner.reporting.visualizer import Visualizer as Visualizer
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
@@ -76,6 +80,7 @@ REGISTERING_MODULES.update(
             f"{__name__}.runner.loops.evaluate",
         ),
         "reporter": (f"{__name__}.runner.reporting",),
+        "visualizer": (f"{__name__}.runner.reporting",),
     }
 )
 
@@ -86,6 +91,9 @@ _HOMES = {
     "runner.metrics.base": ["BaseMetric"],
     "runner.metrics.evaluator": ["Evaluator"],
     "runner.hooks.hook": ["Hook"],
+    "runner.reporting.message_hub": ["MessageHub"],
+    "runner.reporting.history": ["HistoryBuffer"],
+    "runner.reporting.visualizer": ["Visualizer"],
     "strategies.base": ["Strategy"],
     "core.comm.topology": ["DataShard", "Topology"],
     "strategies.single_device": ["SingleDeviceStrategy"],
@@ -115,6 +123,7 @@ _HOMES = {
         "EVALUATOR",
         "REPORTERS",
         "STRATEGIES",
+        "VISUALIZERS",
     ],
     "core.device": ["DeviceSpec", "register_device"],
     "core.errors": [

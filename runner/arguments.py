@@ -16,6 +16,7 @@ from . import configuration
 from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks
 from .options import FixedOptions, check_options
+from .reporting import Visualizer, build_visualizer
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Checked:
     strategy: Strategy
     optim_wrapper: OptimWrapper | OptimWrapperDict | None
     hooks: list[tuple[Hook, int]]
+    visualizer: Visualizer
     trains: bool
     by_epoch: bool
 
@@ -65,11 +67,13 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         parts = _parts(given, f"{mode}_dataloader", f"{mode}_cfg", f"{mode}_evaluator")
         if configuration.check_phase(mode, **parts):
             configuration.check_evaluation(mode, *parts.values())
-    hooks = build_hooks(given["default_hooks"], given["custom_hooks"], validates=validates)
+    visualizer = build_visualizer(given["visualizer"])
+    with visualizer.as_current():  # a hook may look for it when it is made
+        hooks = build_hooks(given["default_hooks"], given["custom_hooks"], validates=validates)
     if options.env_cfg.nonfinite == "ignore":
         hooks = [(hook, priority) for hook, priority in hooks if not isinstance(hook, NonFiniteHook)]
     by_epoch = not trains or configuration.train_loop_class(given["train_cfg"])[0].by_epoch
-    configuration.check_reporting(given["log_processor"], given["visualizer"], given["log_level"], by_epoch)
+    configuration.check_logging(given["log_processor"], given["log_level"], by_epoch)
     strategy = build_strategy(
         given["strategy"],
         launcher=options.launcher,
@@ -80,7 +84,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(configuration.model_class(given["model"]), optim_wrapper)
-    return Checked(options, strategy, optim_wrapper, hooks, trains, by_epoch)
+    return Checked(options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch)
 
 
 def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

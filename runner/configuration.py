@@ -25,7 +25,7 @@ from .loops.iteration import IterBasedTrainLoop
 from .loops.train import TrainLoop
 from .metrics.evaluator import check_evaluator
 from .options import FixedOptions
-from .reporting import build_log_processor, build_reporters, check_log_level
+from .reporting import build_log_processor, check_log_level
 
 _WRAPPING = "give strategy=dict(type=..., {})"
 _IN_CFG = {
@@ -230,8 +230,7 @@ def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> No
     check_evaluator(evaluator, f"{mode}_evaluator")
 
 
-def check_reporting(log_processor: Any, visualizer: Any, log_level: Any, by_epoch: bool) -> None:
-    """Check the arguments of logging and reporters; these are built for the check, which opens no file."""
+def check_logging(log_processor: Any, log_level: Any, by_epoch: bool) -> None:
+    """Check the arguments of logging; a log processor is built for the check."""
     check_log_level(log_level)
     build_log_processor(log_processor, by_epoch)
-    build_reporters(visualizer)

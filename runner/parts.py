@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from .loops.evaluate import EvalLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, TrainLoop
 from .options import FixedOptions
-from .reporting import MessageHub, Reporter
+from .reporting import MessageHub, Reporter, Visualizer
 
 
 class Parts:
@@ -45,7 +46,7 @@ class Parts:
     logger: logging.Logger
     message_hub: MessageHub
     log_processor: Any
-    reporters: list[Reporter]
+    visualizer: Visualizer
 
     def __init__(self, given: Mapping[str, Any], checked: Checked) -> None:
         self._given, self._trains = given, checked.trains
@@ -113,6 +114,11 @@ class Parts:
     def max_iters(self) -> int:
         """Total number of updates."""
         return self.train_loop.max_iters
+
+    @property
+    def reporters(self) -> list[Reporter]:
+        """The reporters of ``visualizer``."""
+        return self.visualizer.reporters
 
     @property
     def hooks(self) -> list[Hook]:
@@ -197,6 +203,12 @@ class Parts:
 
     # How they are built
 
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        """Make the message hub and the visualizer those that ``get_current_instance`` returns."""
+        with self.message_hub.as_current(), self.visualizer.as_current():
+            yield
+
     def _build_dataloader(self, mode: str) -> Any:
         return build_dataloader(
             self._given[f"{mode}_dataloader"],
@@ -218,7 +230,8 @@ class Parts:
         if self._model is not None:
             return
         given = self._given
-        model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
+        with self._as_current():
+            model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
         self._model, optim = self.strategy.setup(model, self.optim_wrapper)
         self.optim_wrapper = optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

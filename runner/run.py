@@ -16,6 +16,7 @@ from .data.dataloaders import TrainData
 from .loops.step import Stepper
 from .options import FixedOptions
 from .reporting.message_hub import MessageHub
+from .reporting.visualizer import Visualizer
 
 
 class TrainingProgress(Protocol):
@@ -139,6 +140,10 @@ class Run(Protocol):
         """The LogProcessor."""
 
     @property
+    def visualizer(self) -> Visualizer:
+        """The Visualizer, which gives scalars and pictures to all reporters."""
+
+    @property
     def reporters(self) -> Sequence[Any]:
         """The Reporters."""
 
@@ -215,6 +220,14 @@ class Run(Protocol):
     @property
     def train_dataloader(self) -> Any:
         """The training data."""
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The validation data."""
+
+    @property
+    def test_dataloader(self) -> Any:
+        """The test data."""
 
     # Hooks
 

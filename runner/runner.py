@@ -19,7 +19,8 @@ from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
-from .reporting import MessageHub, build_log_processor, build_reporters, setup_logger
+from .reporting import MessageHub, build_log_processor, setup_logger
+from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
@@ -102,7 +103,9 @@ class FlexibleRunner(Checkpoints):
         cfg: dict[str, Any] | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        checked = check_everything(given)
+        self.message_hub = MessageHub()
+        with self.message_hub.as_current():  # a hook may look for it when it is made
+            checked = check_everything(given)
         super().__init__(given, checked)
         options = checked.options
         apply_environment(options.env_cfg)
@@ -120,9 +123,13 @@ class FlexibleRunner(Checkpoints):
             f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
         )
-        self.message_hub = MessageHub(topology=self.strategy.topology)
+        self.message_hub.topology = self.strategy.topology
+        self.message_hub.belong_to(self.experiment_name)
         self.log_processor = build_log_processor(log_processor, checked.by_epoch)
-        self.reporters = build_reporters(visualizer, Path(self.log_dir) / "vis_data")
+        self.visualizer = checked.visualizer
+        self.visualizer.belong_to_run(
+            self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
+        )
         for hook, priority in checked.hooks:
             self.register_hook(hook, priority)
         self._depth = 0  # nesting depth of runs: a hook may evaluate
@@ -145,25 +152,28 @@ class FlexibleRunner(Checkpoints):
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
-        loop = self.train_loop
-        self._setup_model()
-        self._setup_schedulers()
-        with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
-            self._load_or_resume()
-            self._say_if_done()
-            if loop.is_torn:  # train() was called again after an update failed midway
-                self.strategy.drop_gradients()
-                loop.is_torn = False
-            loop.run()
+        with self._as_current():
+            loop = self.train_loop
+            self._setup_model()
+            self._setup_schedulers()
+            with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
+                self._load_or_resume()
+                self._say_if_done()
+                if loop.is_torn:  # train() was called again after an update failed midway
+                    self.strategy.drop_gradients()
+                    loop.is_torn = False
+                loop.run()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
         """Validate once, and return the metrics."""
-        return self._evaluate("val")
+        with self._as_current():
+            return self._evaluate("val")
 
     def test(self) -> dict[str, Any]:
         """Test once, and return the metrics."""
-        return self._evaluate("test")
+        with self._as_current():
+            return self._evaluate("test")
 
     def _say_if_done(self) -> None:
         loop = self.train_loop

@@ -15,7 +15,7 @@ from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
 from ..reporting.log_processor import num_batches
 from ..reporting.progress import ProgressBar, is_interactive
-from ..reporting.reporter import describe, plain_value
+from ..reporting.reporter import plain_value
 from .hook import Hook
 from .unsupported import refuse
 
@@ -83,10 +83,7 @@ class LoggerHook(Hook):
             return
         self._is_open = True
         self._lines.open(runner.logger)
-        if runner.rank == 0:
-            config = describe(runner.cfg)
-            for reporter in runner.reporters:
-                reporter.on_start(config)
+        runner.visualizer.open()
 
     def before_train(self, runner: Run) -> None:
         """Open the reporters and show the progress bar."""
@@ -188,15 +185,12 @@ class LoggerHook(Hook):
 
     def _report(self, runner: Run, record: dict[str, Any], step: int, mode: str) -> None:
         if runner.rank == 0:
-            for reporter in runner.reporters:
-                reporter.on_scalars(record, step, mode)
+            runner.visualizer.report(record, step, mode)
 
     def _close(self, runner: Run) -> None:
         self._is_open = False
         with contextlib.ExitStack() as parts:  # closes in reverse order, and all of them even if one raises
-            if runner.rank == 0:
-                for reporter in reversed(runner.reporters):
-                    parts.callback(reporter.close)
+            parts.callback(runner.visualizer.close)
             if self._bar is not None:
                 parts.callback(self._bar.stop)
                 self._bar = None

@@ -55,7 +55,7 @@ class RuntimeInfoHook(Hook):
             hub.compute_info(key, partial(getattr, runner, key))
         for key in ("max_epochs", "max_iters"):
             hub.update_info(key, getattr(runner, key))
-        meta = getattr(getattr(runner.train_dataloader, "dataset", None), "metainfo", None)
+        meta = _meta(runner, runner.train_dataloader)
         if meta is not None:
             hub.update_info("dataset_meta", meta)
 
@@ -92,6 +92,7 @@ class RuntimeInfoHook(Hook):
     def before_val(self, runner: Run) -> None:
         """Record that validation runs."""
         self._enter(runner, "val")
+        _meta(runner, runner.val_dataloader)
 
     def after_val(self, runner: Run) -> None:
         """Record the stage that continues after validation."""
@@ -104,6 +105,7 @@ class RuntimeInfoHook(Hook):
     def before_test(self, runner: Run) -> None:
         """Record that testing runs."""
         self._enter(runner, "test")
+        _meta(runner, runner.test_dataloader)
 
     def after_test(self, runner: Run) -> None:
         """Record that testing is over."""
@@ -128,6 +130,14 @@ class RuntimeInfoHook(Hook):
             runner.message_hub.update_info("loop_stage", self._stages[-1], resumed=False)
         else:
             runner.message_hub.pop_info("loop_stage")
+
+
+def _meta(runner: Run, dataloader: Any) -> Any:
+    """Return ``metainfo`` of the dataset, after the visualizer got it too; None if there is none."""
+    meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
+    if meta is not None:
+        runner.visualizer.dataset_meta = meta
+    return meta
 
 
 def _holder(wrapper: Any) -> Any:

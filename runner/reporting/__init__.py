@@ -12,6 +12,7 @@ from .mlflow import MlflowReporter
 from .progress import ProgressBar, is_interactive
 from .reporter import Reporter
 from .tensorboard import TensorboardReporter
+from .visualizer import Visualizer, build_visualizer
 from .wandb import WandbReporter
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "ProgressBar",
     "Reporter",
     "TensorboardReporter",
+    "Visualizer",
     "WandbReporter",
     "build_log_processor",
     "build_reporters",
+    "build_visualizer",
     "check_log_level",
     "close_logger",
     "is_interactive",

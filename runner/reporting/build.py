@@ -1,4 +1,4 @@
-"""Build the reporters of a run from the argument ``visualizer``."""
+"""Build the reporters of a visualizer."""
 
 from __future__ import annotations
 
@@ -6,58 +6,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.config import Config, validate
 from ...core.errors import ConfigError
 from ...core.registry import REPORTERS
 from .jsonl import JsonLinesReporter
 from .reporter import Reporter
 
 
-class VisualizerConfig(Config):
-    """MMEngine's ``visualizer``; only its settings for scalars are used."""
-
-    type: Any = "Visualizer"
-    """"Visualizer"."""
-    name: str | None = None
-    """Accepted for compatibility; has no effect."""
-    vis_backends: list[Any] | None = None
-    """Configurations of reporters; an empty list: no reporters."""
-    json_lines: bool = True
-    """Write JSON lines too, if ``vis_backends`` has only other reporters."""
-    save_dir: str | None = None
-    """Folder that reporters write to."""
-
-
-def build_reporters(visualizer: Any = None, save_dir: str | Path = "vis_data") -> list[Reporter]:
-    """Build the reporters of a run; they open nothing before ``on_start``.
+def build_reporters(
+    given: Any = None,
+    save_dir: str | Path = "vis_data",
+    *,
+    json_lines: bool = True,
+    where: str = "visualizer.vis_backends",
+) -> list[Reporter]:
+    """Build reporters; they open nothing before ``on_start``.
 
     Args:
-        visualizer: ``dict(type='Visualizer', vis_backends=[...])`` as in MMEngine, or a list of reporters or their
-            configurations. JSON lines are written too, unless the list is empty or ``json_lines=False``.
+        given: a reporter, its configuration, or a list of them; None: JSON lines.
         save_dir: folder for reporters without a folder of their own.
+        json_lines: add JSON lines unless they are in the list, or the list is empty.
+        where: the configuration key, for messages.
 
     Raises:
         ConfigError: an invalid configuration, or a package that is not installed.
     """
-    where, json_lines = "visualizer", True
-    if isinstance(visualizer, Mapping):
-        kind = visualizer.get("type", "Visualizer")
-        if kind != "Visualizer":
-            if isinstance(kind, str) and kind not in REPORTERS:
-                raise ConfigError(f'visualizer.type: "{kind}" is not allowed, give "Visualizer" or a list of reporters')
-            visualizer = [visualizer]
-        else:
-            config = validate(VisualizerConfig, visualizer, where)
-            visualizer, where = config.vis_backends, "visualizer.vis_backends"
-            json_lines = config.json_lines
-            if visualizer is None and not json_lines:
-                visualizer = []
-            save_dir = config.save_dir or save_dir
-    if visualizer is None:
-        visualizer = [{"type": "JsonLinesReporter"}]
-    if not isinstance(visualizer, (list, tuple)):
-        raise ConfigError(f"visualizer: {visualizer!r} is not allowed, give a dict, a list of reporters, or None")
-    reporters = [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(visualizer)]
+    if given is None:
+        given = [{"type": "JsonLinesReporter"}] if json_lines else []
+    elif isinstance(given, (Mapping, Reporter)):
+        given = [given]
+    if not isinstance(given, (list, tuple)):
+        raise ConfigError(f"{where}: {given!r} is not allowed, give a list of reporters")
+    reporters = [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(given)]
     if reporters and json_lines and not any(isinstance(reporter, JsonLinesReporter) for reporter in reporters):
         reporters.append(JsonLinesReporter(save_dir))
     return reporters

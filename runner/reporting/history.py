@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,19 +18,31 @@ from ...core.errors import ConfigError, one_of, suggest
 
 
 class HistoryBuffer:
-    """The last ``maxlen`` values of one scalar (None: all), each with the number of items that it sums up.
+    """The last values of one scalar, each with the number of items that it sums up.
 
     ``append`` only stores the value, because it runs in every iteration. Every statistic first reads the new values,
     which waits for the device.
 
     Args:
-        maxlen: number of values kept.
+        log_history: values to begin with.
+        count_history: the number of items that each of them sums up; default: 1.
+        max_length: number of values kept; None: all.
         name: the scalar's name, for messages.
     """
 
     __slots__ = ("_counts", "_device", "_local", "_new", "_read", "_values", "averaged", "name", "put")
 
-    def __init__(self, maxlen: int | None = None, name: str = "scalar") -> None:
+    _statistics_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init__(
+        self,
+        log_history: Sequence[float] = (),
+        count_history: Sequence[int] = (),
+        max_length: int | None = None,
+        *,
+        name: str = "scalar",
+    ) -> None:
+        maxlen = max_length
         self.name = name
         self._new: deque[Any] = deque(maxlen=maxlen)  # numbers, tensors, and (number or tensor, count)
         self._values: deque[float] = deque(maxlen=maxlen)
@@ -40,10 +54,18 @@ class HistoryBuffer:
         """This rank's own values, in order, that the last ``reduce`` replaced by means."""
         self.put: Callable[[float | Tensor], None] = self._new.append
         """``append`` of a value that counts once, without a call in between."""
+        if count_history and len(count_history) != len(log_history):
+            raise ConfigError(f"{name}: {len(log_history)} values have {len(count_history)} counts")
+        for i, value in enumerate(log_history):
+            self.append(value, count_history[i] if count_history else 1)
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
         """Add one value; a tensor must have one element and no autograd graph, and must not be changed later."""
         self._new.append(value if count == 1 else (value, count))
+
+    def update(self, log_val: float | Tensor, count: int = 1) -> None:
+        """MMEngine's name of ``append``."""
+        self.append(log_val, count)
 
     def __len__(self) -> int:
         length = len(self._values) + len(self._new)
@@ -88,10 +110,27 @@ class HistoryBuffer:
     # Statistics
 
     @property
-    def data(self) -> list[float]:
+    def values(self) -> list[float]:
         """The kept values, oldest first."""
         fetch([self])
         return list(self._values)
+
+    @property
+    def data(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """The kept values and the number of items that each sums up, oldest first: copies of shape (kept,)."""
+        values = self.values
+        counts = [1] * len(values) if self._counts is None else list(self._counts)
+        return np.array(values, np.float64), np.array(counts, np.int64)
+
+    @property
+    def _log_history(self) -> npt.NDArray[np.float64]:
+        """The values, under the name that statistics written for MMEngine use."""
+        return self.data[0]
+
+    @property
+    def _count_history(self) -> npt.NDArray[np.int64]:
+        """The counts, under the name that statistics written for MMEngine use."""
+        return self.data[1]
 
     def current(self) -> float:
         """Return the newest value."""
@@ -115,12 +154,31 @@ class HistoryBuffer:
         """Return the smallest of the last values."""
         return min(self._last(window_size))
 
-    def statistics(self, method_name: str, window_size: int | None = None) -> float:
-        """Return the statistic with this name: mean, min, max or current."""
+    @classmethod
+    def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: make a function available as a statistic, by its name, in ``log_processor.custom_cfg`` too.
+
+        Args:
+            method: is called with the buffer and, by their names, the arguments of ``statistics``; ``buffer.data`` gives
+                it values and counts.
+
+        Raises:
+            ConfigError: there is a statistic of this name.
+        """
+        name = method.__name__
+        if name in statistic_names():
+            raise ConfigError(f'register_statistics: "{name}" is a statistic already, give the function another name')
+        cls._statistics_methods[name] = method
+        return method
+
+    def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the statistic with this name: mean, min, max, current, or a registered one."""
         check_statistic(method_name, "log_processor.custom_cfg.method_name")
+        if method_name in self._statistics_methods:
+            return self._statistics_methods[method_name](self, *args, **kwargs)
         if method_name == "current":
             return self.current()
-        return cast(float, getattr(self, method_name)(window_size))
+        return getattr(self, method_name)(*args, **kwargs)
 
     def _last(self, window_size: int | None) -> Iterable[float]:
         if self._new:
@@ -184,7 +242,7 @@ class HistoryBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kept values and their counts, for JSON."""
-        values = self.data
+        values = self.values
         return {"values": values, "counts": [1] * len(values) if self._counts is None else list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,7 +256,7 @@ class HistoryBuffer:
 
     def own(self, topology: Topology) -> list[float]:
         """Return the newest values that are this process's own, not yet means; none if there is only one data shard."""
-        values = self.data
+        values = self.values
         return values[len(values) - self._local :] if topology.data.count > 1 else []
 
     def load_own(self, by_shard: Sequence[Sequence[float]], topology: Topology) -> None:
@@ -241,13 +299,16 @@ class UnreadMean:
         return cast(float, sum(self._values) / len(self._values))
 
 
-STATISTICS = ("mean", "min", "max", "current")
+def statistic_names() -> list[str]:
+    """Return the names of all statistics, own and registered."""
+    return ["mean", "min", "max", "current", *HistoryBuffer._statistics_methods]
 
 
 def check_statistic(name: str, where: str) -> None:
     """Raise ConfigError unless ``name`` is a known statistic."""
-    if name not in STATISTICS:
-        raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(STATISTICS)}{suggest(name, STATISTICS)}')
+    names = statistic_names()
+    if name not in names:
+        raise ConfigError(f'{where}: "{name}" is not allowed, choose {one_of(names)}{suggest(name, names)}')
 
 
 def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) -> None:

@@ -1,4 +1,4 @@
-"""JsonLinesReporter: writes scalars as lines of JSON, next to the log."""
+"""JsonLinesReporter: writes scalars as lines of JSON, and pictures as PNG files, next to the log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import nn
+
 from ...core.registry import REPORTERS
+from .pictures import Picture, as_png
 from .reporter import Reporter, plain_value
 
 
@@ -15,10 +18,13 @@ from .reporter import Reporter, plain_value
 class JsonLinesReporter(Reporter):
     """Writes one JSON object per record to ``scalars.json``, and the configuration to ``config.json``.
 
+    A picture becomes ``vis_image/<name>_<step>.png``, a model's structure ``graph.txt``.
+
     Args:
-        save_dir: folder of both files.
+        save_dir: folder of the files.
         config_save_file: name of the file for the configuration.
         scalar_save_file: name of the file for the scalars.
+        img_save_dir: folder for pictures in ``save_dir``.
     """
 
     def __init__(
@@ -26,8 +32,11 @@ class JsonLinesReporter(Reporter):
         save_dir: str | Path | None = None,
         config_save_file: str = "config.json",
         scalar_save_file: str = "scalars.json",
+        img_save_dir: str = "vis_image",
     ) -> None:
         super().__init__(save_dir)
+        self._image_dir = self.save_dir / img_save_dir
+        self._config: dict[str, Any] = {}
         self._config_path = self.save_dir / config_save_file
         self._scalar_path = self.save_dir / scalar_save_file
         self._file: TextIO | None = None
@@ -36,7 +45,8 @@ class JsonLinesReporter(Reporter):
     def on_start(self, config: Mapping[str, Any]) -> None:
         """Open the files."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
-        self._config_path.write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+        self._config = {}
+        self.on_config(config)
         self.close()
         # The file is line-buffered, so a killed run leaves only whole records.
         self._file = self._scalar_path.open("a", buffering=1, encoding="utf-8")
@@ -45,6 +55,22 @@ class JsonLinesReporter(Reporter):
         """Write one line."""
         if self._file is not None:
             self._file.write(self._encode({**scalars, "step": step}) + "\n")
+
+    def on_config(self, config: Mapping[str, Any]) -> None:
+        """Write the file again, with these settings in it."""
+        self._config |= config
+        self._config_path.write_text(json.dumps(self._config, indent=2, default=str) + "\n", encoding="utf-8")
+
+    def on_image(self, name: str, image: Picture, step: int) -> None:
+        """Write a PNG file."""
+        # A name such as "../a" must not leave the folder, and "val/a" makes one in it.
+        path = self._image_dir.joinpath(*(part for part in f"{name}_{step}.png".split("/") if part not in ("", "..")))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(as_png(image))
+
+    def on_graph(self, model: nn.Module, data_batch: Any) -> None:
+        """Write the modules as torch prints them."""
+        (self.save_dir / "graph.txt").write_text(f"{model}\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import math
 import re
 import time
@@ -18,7 +19,7 @@ from ...core.config import Config, check_call, validate
 from ...core.device import memory_mb
 from ...core.errors import ConfigError
 from ...core.overriding import refuse_unused
-from .history import HistoryBuffer, UnreadMean
+from .history import HistoryBuffer, UnreadMean, check_statistic
 from .message_hub import AVERAGED, MessageHub
 
 if TYPE_CHECKING:
@@ -32,12 +33,19 @@ class CustomLog(Config):
 
     data_src: str
     """The scalar to read, such as ``loss``; ``train/loss`` reads it for training only."""
-    method_name: Literal["mean", "min", "max", "current"] = "mean"
-    """The statistic to compute."""
+    method_name: str = "mean"
+    """The statistic to compute: mean, min, max, current, or one of ``HistoryBuffer.register_statistics``."""
     log_name: str | None = None
     """The name in the log; default: the scalar's name, whose usual entry it replaces."""
     window_size: int | Literal["epoch", "global"] | None = None
     """Number of iterations; "epoch": those of the current epoch; None and "global": all since the start."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of a registered statistic, given as keys of the entry."""
+
+    @property
+    def is_registered(self) -> bool:
+        """True if the statistic is not one of flextrain's."""
+        return self.method_name in HistoryBuffer._statistics_methods
 
     @property
     def name(self) -> str:
@@ -272,8 +280,8 @@ class LogProcessor:
             if cfg.name in values and cfg.mode in ("", mode):
                 size = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
                 buffer = hub.get_scalar(f"{mode}/{cfg.name}")
-                size = size if isinstance(size, int) else None
-                tag[cfg.log_name or cfg.name] = buffer.statistics(cfg.method_name, size)
+                size = min(size, len(buffer)) if isinstance(size, int) else None
+                tag[cfg.log_name or cfg.name] = _statistic(buffer, cfg, size)
         return tag
 
     def _plan(self, hub: MessageHub, mode: Mode) -> _Plan:
@@ -341,8 +349,26 @@ def build_log_processor(cfg: Any, by_epoch: bool) -> LogProcessor:
     return kind(**kwargs)
 
 
-def _custom_log(cfg: Mapping[str, Any], i: int, by_epoch: bool) -> CustomLog:
-    custom = validate(CustomLog, cfg, f"log_processor.custom_cfg[{i}]")
+def _statistic(buffer: HistoryBuffer, cfg: CustomLog, size: int | None) -> Any:
+    if cfg.method_name == "current":
+        return buffer.current()
+    if not cfg.is_registered:
+        return buffer.statistics(cfg.method_name, size)
+    window = {"window_size": size} if "window_size" in cfg.model_fields_set else {}
+    return buffer.statistics(cfg.method_name, **window, **cfg.arguments)
+
+
+def _custom_log(cfg: Any, i: int, by_epoch: bool) -> CustomLog:
+    where = f"log_processor.custom_cfg[{i}]"
+    method = HistoryBuffer._statistics_methods.get(str(cfg.get("method_name"))) if isinstance(cfg, Mapping) else None
+    if method is not None:
+        first, *_ = inspect.signature(method).parameters
+        arguments = {key: value for key, value in cfg.items() if key not in CustomLog.model_fields}
+        window = {"window_size": None} if "window_size" in cfg else {}
+        check_call(method, {**arguments, **window}, where, (first,))
+        cfg = {**{key: value for key, value in cfg.items() if key not in arguments}, "arguments": arguments}
+    custom = validate(CustomLog, cfg, where)
+    check_statistic(custom.method_name, f"{where}.method_name")
     if custom.window_size == "epoch" and not by_epoch:
         raise ConfigError(
             f'log_processor.custom_cfg[{i}].window_size: "epoch" has no meaning with by_epoch=False, give a number or "global"'

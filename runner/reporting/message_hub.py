@@ -10,31 +10,45 @@ from torch import Tensor
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from .history import HistoryBuffer, UnreadMean, fetch
+from .shared import Shared
 
 AVERAGED = "train/loss"
 """The scalar that log lines show as the mean over the processes."""
 
 
-class MessageHub:
-    """Scalars with their recent history, and named infos; one hub per runner.
+class MessageHub(Shared):
+    """Scalars with their recent history, and named infos; one hub per runner, which ``get_current_instance`` finds.
 
     A scalar may be a tensor on any device. It stays there, unread, until ``fetch`` or a statistic of its buffer is
     called. ``fetch`` copies everything pending to the host, in one copy per device and dtype. An info may be a function
     that is called whenever the info is read.
 
     Args:
+        name: the name for ``get_instance``; a runner's hub has that of the experiment.
+        log_scalars, runtime_info: scalars and infos to begin with.
+        resumed_keys: False for keys that checkpoints do not contain.
         history: number of values kept per key, unless ``retain`` asks for more.
         topology: this process's place among the others; default: every process trains on its own data.
     """
 
-    def __init__(self, history: int = 100, topology: Topology | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "flextrain",
+        log_scalars: Mapping[str, HistoryBuffer] | None = None,
+        runtime_info: Mapping[str, Any] | None = None,
+        resumed_keys: Mapping[str, bool] | None = None,
+        *,
+        history: int = 100,
+        topology: Topology | None = None,
+    ) -> None:
+        super().__init__(name)
         self._history = history
         self.topology = topology or Topology()
         self._retained: dict[str, int | None] = {}
-        self._scalars: dict[str, HistoryBuffer] = {}
-        self._info: dict[str, Any] = {}
+        self._scalars: dict[str, HistoryBuffer] = dict(log_scalars or {})
+        self._info: dict[str, Any] = dict(runtime_info or {})
         self._computed: dict[str, Callable[[], Any]] = {}
-        self._not_resumed: set[str] = set()
+        self._not_resumed = {key for key, resumed in (resumed_keys or {}).items() if not resumed}
         self.reads_every_line = False
         """True if scalars must be read as soon as a line is due, even if lines are written several at a time."""
         self.waiting: list[UnreadMean] = []
@@ -43,7 +57,7 @@ class MessageHub:
         """How often the training scalars were read for a log line, on all processes together."""
         self.beside: Callable[[], Sequence[Any]] | None = None
         """Returns further values to check together with the averaged losses; see ``Witness``."""
-        self.verdict = HistoryBuffer(1, "verdict")
+        self.verdict = HistoryBuffer(max_length=1, name="verdict")
         """A number that is finite if all values of ``beside`` were finite, on all processes."""
 
     @property
@@ -56,37 +70,44 @@ class MessageHub:
         """All infos by key."""
         return {**self._info, **{key: function() for key, function in self._computed.items()}}
 
-    def update_scalar(self, key: str, value: float | Tensor, count: int = 1) -> None:
+    def update_scalar(self, key: str, value: float | Tensor, count: int = 1, resumed: bool = True) -> None:
         """Append one value to a scalar.
 
         Args:
             key: by convention ``train/loss``, ``val/accuracy``.
             value: a number, or a one-element tensor that must not be changed in place later.
             count: number of items that ``value`` sums up; a mean divides by it.
+            resumed: False keeps the scalar out of checkpoints; the newest call decides.
         """
         self.history(key).append(value if type(value) is float else _checked(key, value), count)
+        self._resume(key, resumed)
 
-    def update_scalars(self, scalars: Mapping[str, Any]) -> None:
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Append one value to each of several scalars; a value may be ``dict(value=..., count=...)``."""
-        for key, value in scalars.items():
+        for key, value in log_dict.items():
             if isinstance(value, Mapping):
-                self.update_scalar(key, value["value"], value.get("count", 1))
+                if "value" not in value:
+                    raise ConfigError(f"{key}: {dict(value)} is no scalar, give dict(value=..., count=...)")
+                self.update_scalar(key, value["value"], value.get("count", 1), resumed)
             else:
-                self.update_scalar(key, value)
+                self.update_scalar(key, value, resumed=resumed)
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
         """Set an info; checkpoints contain it if JSON can represent it and ``resumed`` is True."""
         self._info[key] = value
         self._computed.pop(key, None)
+        self._resume(key, resumed)
+
+    def _resume(self, key: str, resumed: bool) -> None:
         (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
 
     def compute_info(self, key: str, function: Callable[[], Any]) -> None:
         """Set an info that is computed by ``function`` whenever it is read; checkpoints do not contain it."""
         self._computed[key] = function
 
-    def update_info_dict(self, info: Mapping[str, Any], resumed: bool = True) -> None:
+    def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Set several infos."""
-        for key, value in info.items():
+        for key, value in info_dict.items():
             self.update_info(key, value, resumed)
 
     def history(self, key: str) -> HistoryBuffer:
@@ -152,7 +173,7 @@ class MessageHub:
         """Return the scalars, and those infos that JSON can represent."""
         self.fetch()
         return {
-            "scalars": {key: buffer.state_dict() for key, buffer in self._scalars.items()},
+            "scalars": {k: buffer.state_dict() for k, buffer in self._scalars.items() if k not in self._not_resumed},
             "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain_value(v)},
         }
 
@@ -170,8 +191,14 @@ class MessageHub:
             self._scalars[AVERAGED].load_own(own_losses, self.topology)
         self._info.update(state["info"])
 
+    @classmethod
+    def _without_runner(cls) -> MessageHub:
+        return cls.get_instance("flextrain")  # MMEngine has a hub at any time too, which tests of models use
+
     def _add(self, key: str) -> HistoryBuffer:
-        buffer = self._scalars[key] = HistoryBuffer(_larger(self._retained.get(key, 0), self._history), key)
+        buffer = self._scalars[key] = HistoryBuffer(
+            max_length=_larger(self._retained.get(key, 0), self._history), name=key
+        )
         return buffer
 
 

@@ -1,12 +1,16 @@
-"""MlflowReporter: sends scalars to MLflow."""
+"""MlflowReporter: sends scalars and pictures to MLflow."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ...core.registry import REPORTERS
+from .pictures import Picture, as_png
 from .reporter import Reporter, import_extra, numbers
 
 # The longest parameter value that MLflow's servers accept.
@@ -87,6 +91,27 @@ class MlflowReporter(Reporter):
         """Send one record."""
         if self._is_open:
             self._mlflow.log_metrics(numbers(scalars), step=step)
+
+    def on_config(self, config: Mapping[str, Any]) -> None:
+        """Send settings as ``config.json``: MLflow refuses to change a parameter."""
+        if self._is_open:
+            self._mlflow.log_dict(dict(config), "config.json")
+
+    def on_image(self, name: str, image: Picture, step: int) -> None:
+        """Send a picture as ``images/<name>_<step>.png``."""
+        if not self._is_open:
+            return
+        folder, _, file = f"images/{name}_{step}.png".rpartition("/")
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / file
+            path.write_bytes(as_png(image))
+            # MLflow's functions know the run only in the thread that started it.
+            self._mlflow.MlflowClient().log_artifact(self._run_id, str(path), folder)
+
+    def on_graph(self, model: nn.Module, data_batch: Any) -> None:
+        """Send the modules as ``graph.txt``."""
+        if self._is_open:
+            self._mlflow.log_text(str(model), "graph.txt")
 
     def close(self) -> None:
         """Send the files and end the run."""

@@ -1,4 +1,4 @@
-"""Reporter: base class of back ends that store the scalars of a run outside the process."""
+"""Reporter: base class of back ends that store the scalars and pictures of a run outside the process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...core.errors import ConfigError
+from .pictures import Picture
 
 # A dataset may be given as a list, which is too long for a record.
 _LONGEST = 50
 
 
 class Reporter(ABC):
-    """Base class of the back ends that store scalars.
+    """Base class of the back ends that store scalars and, if they can, pictures.
 
     Every process builds its reporters, so that every process finds an invalid configuration; only rank 0 calls the
     methods. So a constructor must open nothing. After ``close`` there may be another ``on_start``, which continues the
-    same record.
+    same record. What a back end cannot store it does not override; ``runner.visualizer`` then says so once.
 
     Args:
         save_dir: folder that the back end writes to; it may not exist yet.
@@ -41,7 +43,31 @@ class Reporter(ABC):
         Args:
             scalars: numbers by name.
             step: in training the iteration; otherwise the epoch, or the iteration for loops without epochs.
-            mode: train or val.
+            mode: train or val; "user" for scalars that the user gave to ``runner.visualizer``.
+        """
+
+    def on_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """Store settings beside those of ``on_start``; they are plain values."""
+
+    def on_image(self, name: str, image: Picture, step: int) -> None:  # noqa: B027 - optional
+        """Store a picture; called in a thread of its own, while the training thread may call ``on_scalars``.
+
+        Args:
+            name: may contain slashes, as in ``val/sample``.
+            image: (height, width, 3), uint8, RGB.
+            step: the number that the user gave.
+        """
+
+    def on_figure(self, name: str, figure: Any, step: int) -> None:  # noqa: B027 - optional
+        """Store a Matplotlib figure, which the user may change or close afterwards.
+
+        Without this method ``on_image`` gets the rendered figure.
+        """
+
+    def on_graph(self, model: nn.Module, data_batch: Any) -> None:  # noqa: B027 - optional
+        """Store the structure of a model.
+
+        Only rank 0 calls this. A forward of a sharded model would wait for the other processes, so it must make none.
         """
 
     def close(self) -> None:  # noqa: B027 - optional

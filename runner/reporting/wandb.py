@@ -1,12 +1,16 @@
-"""WandbReporter: sends scalars to Weights & Biases."""
+"""WandbReporter: sends scalars and pictures to Weights & Biases."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ...core.registry import REPORTERS
+from .pictures import Picture
 from .reporter import Reporter, import_extra, numbers
 
 
@@ -60,6 +64,22 @@ class WandbReporter(Reporter):
         """Send one record."""
         if self._run is not None:
             self._run.log(numbers(scalars), commit=self._commit)
+
+    def on_config(self, config: Mapping[str, Any]) -> None:
+        """Add settings to the run's configuration."""
+        if self._run is not None:
+            self._run.config.update(dict(config), allow_val_change=True)
+
+    def on_image(self, name: str, image: Picture, step: int) -> None:
+        """Send a picture; its caption is the step."""
+        if self._run is not None:
+            self._run.log({name: self._wandb.Image(image, caption=f"step {step}")}, commit=self._commit)
+
+    def on_graph(self, model: nn.Module, data_batch: Any) -> None:
+        """Send the modules as text."""
+        if self._run is not None:
+            text = self._wandb.Html(f"<pre>{html.escape(str(model))}</pre>")
+            self._run.log({"graph": text}, commit=self._commit)
 
     def close(self) -> None:
         """Finish the run."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner
 from flextrain.core.comm.topology import Topology
-from flextrain.runner.reporting import LogProcessor, MessageHub, Reporter, close_logger, setup_logger
+from flextrain.runner.reporting import LogProcessor, MessageHub, Reporter, Visualizer, close_logger, setup_logger
 
 
 class RecordingReporter(Reporter):
@@ -49,6 +49,8 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "val_loop": SimpleNamespace(num_batches=4),
         "test_loop": SimpleNamespace(num_batches=4),
         "train_dataloader": SimpleNamespace(batch_size=8, sampler=None, batch_sampler=None, dataset=[]),
+        "val_dataloader": None,
+        "test_dataloader": None,
         "strategy": SimpleNamespace(
             device=torch.device("cpu"), topology=Topology(), module=nn.Module(), model_state=dict[str, Tensor]
         ),
@@ -71,6 +73,10 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "was_marked": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
+    runner.visualizer = Visualizer(vis_backends=runner.reporters, json_lines=False)
+    runner.visualizer.belong_to_run(
+        runner.experiment_name, folder / "vis_data", {"max_epochs": 2}, reports=runner.rank == 0
+    )
     runner.strategy.named_parameters = lambda: runner.strategy.module.named_parameters()
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"
     runner.logger = setup_logger("INFO", runner.log_file, runner.rank)

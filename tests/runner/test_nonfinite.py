@@ -182,7 +182,7 @@ def test_infinite_gradients_under_loss_scaling_are_nothing_to_speak_of(tmp_path:
     scaled = dict(type="AmpOptimWrapper", optimizer=SGD, dtype="float16", clip_grad=dict(max_norm=1.0),
                   loss_scale=dict(init_scale=2.0**40))  # fmt: skip
     runner = go(tmp_path, optim_wrapper=scaled, iters=10)
-    norms = runner.message_hub.get_scalar("train/grad_norm").data
+    norms = runner.message_hub.get_scalar("train/grad_norm").values
     assert not all(map(math.isfinite, norms))
     assert warnings_in(tmp_path) == []
 

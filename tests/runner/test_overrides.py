@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ from flextrain.runner.loops.evaluate import TestLoop as LoopOfTests
 from flextrain.runner.loops.evaluate import ValLoop
 from flextrain.runner.loops.iteration import IterBasedTrainLoop
 from flextrain.runner.metrics.evaluator import Evaluator
-from flextrain.runner.reporting import JsonLinesReporter, LogProcessor
+from flextrain.runner.reporting import JsonLinesReporter, LogProcessor, Visualizer
 
 from .overriding import Gan, Net, life, loader, overridable, spying
 from .training import SGD, Accuracy
@@ -45,6 +46,15 @@ Make = Callable[[Any], dict[str, Any]]
 
 class Mine(torch.optim.SGD):
     """Somebody else's, which is tried before it is trained with."""
+
+
+class Shows(Hook):
+    """Gives the visualizer everything but a figure."""
+
+    def after_train(self, runner: Any) -> None:
+        runner.visualizer.add_config(dict(a=1))
+        runner.visualizer.add_image("sample", np.zeros((2, 2, 3), np.uint8))
+        runner.visualizer.add_graph(runner.model)
 
 
 class Stateful(Hook):
@@ -188,7 +198,33 @@ CASES: list[Case] = [
         {"drop_gradients": "no update of this life is interrupted, see test_interrupted"},
         id="Strategy",
     ),
-    Case(JsonLinesReporter, lambda kind: dict(visualizer=[dict(type=kind)]), id="Reporter"),
+    Case(
+        JsonLinesReporter,
+        lambda kind: dict(visualizer=[dict(type=kind)], custom_hooks=[Shows()]),
+        {"on_figure": "in its place on_image gets the rendered figure, unless a class defines it"},
+        id="Reporter",
+    ),
+    Case(
+        Visualizer,
+        lambda kind: dict(visualizer=dict(type=kind)),
+        dict.fromkeys(
+            (
+                "add_datasample",
+                "add_figure",
+                "add_graph",
+                "add_image",
+                "add_scalar",
+                "check_instance_created",
+                "get_backend",
+                "get_current_instance",
+                "get_image",
+                "get_instance",
+                "instance_name",
+                "set_image",
+            ),
+            _USER,
+        ),
+    ),
     Case(LogProcessor, lambda kind: dict(log_processor=dict(type=kind))),
     Case(DefaultSampler, lambda kind: dict(train_dataloader=loader(sampler=dict(type=kind)))),
     Case(
@@ -243,6 +279,8 @@ NO_BASES = {
     flextrain.FlexibleRunner: "a script makes one, parts are given to it",
     flextrain.Registry: "a table of names",
     flextrain.DeviceSpec: "a record",
+    flextrain.MessageHub: "a runner makes its own, no argument takes one",
+    flextrain.HistoryBuffer: "a message hub makes its own",
     flextrain.DataShard: "a record",
     flextrain.Topology: "a record",
     **dict.fromkeys(

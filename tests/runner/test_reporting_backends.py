@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flextrain import REPORTERS, ConfigError
-from flextrain.runner.reporting import JsonLinesReporter, Reporter, TensorboardReporter, build_reporters
+from flextrain.runner.reporting import JsonLinesReporter, Reporter, TensorboardReporter, build_visualizer
 from flextrain.runner.reporting.mlflow import MlflowReporter
 from flextrain.runner.reporting.reporter import describe
 from flextrain.runner.reporting.wandb import WandbReporter
@@ -54,6 +54,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
 def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """``missing(name)`` makes a package as if it were not installed."""
     return lambda name: monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+
+
+def build_all(given: Any, save_dir: Path | str = "vis_data") -> list[Reporter]:
+    """The reporters of a run that is given this visualizer."""
+    visualizer = build_visualizer(given)
+    visualizer.belong_to_run("test", Path(save_dir), {}, reports=True)
+    return visualizer.reporters
 
 
 def read_lines(path: Path) -> list[Any]:
@@ -173,7 +180,7 @@ def test_mlflow_keeps_a_record_beside_the_log_unless_told_another_place(
 def test_a_missing_package_is_named_with_what_to_type(package: str, missing: Callable[[str], None]) -> None:
     missing("torch.utils.tensorboard" if package == "tensorboard" else package)
     with pytest.raises(ConfigError) as error:
-        build_reporters([{"type": f"{package.capitalize()}Reporter"}])
+        build_all([{"type": f"{package.capitalize()}Reporter"}])
     assert f"pip install flextrain[{package}]" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -187,9 +194,7 @@ def test_names_of_mmengine_are_aliases() -> None:
 
 def test_configurations_of_mmengine_and_of_our_own(tmp_path: Path) -> None:
     def kinds(given: Any) -> list[tuple[str, str]]:
-        return [
-            (type(reporter).__name__, reporter.save_dir.name) for reporter in build_reporters(given, tmp_path / "vis")
-        ]
+        return [(type(reporter).__name__, reporter.save_dir.name) for reporter in build_all(given, tmp_path / "vis")]
 
     json_lines = [("JsonLinesReporter", "vis")]
     assert kinds(None) == kinds({"type": "Visualizer"}) == kinds(["LocalVisBackend"]) == json_lines
@@ -199,14 +204,14 @@ def test_configurations_of_mmengine_and_of_our_own(tmp_path: Path) -> None:
     assert kinds({"type": "JsonLinesReporter"}) == json_lines
     assert kinds([{"type": "JsonLinesReporter", "save_dir": str(tmp_path / "own")}]) == [("JsonLinesReporter", "own")]
     mine = JsonLinesReporter(tmp_path)
-    assert build_reporters([mine]) == [mine]
+    assert build_all([mine]) == [mine]
 
 
 def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
     """Unless they are left out by name: whoever adds TensorBoard has not asked for that."""
 
     def kinds(given: Any) -> list[str]:
-        return [type(reporter).__name__ for reporter in build_reporters(given, tmp_path)]
+        return [type(reporter).__name__ for reporter in build_all(given, tmp_path)]
 
     board = [dict(type="TensorboardVisBackend")]
     assert kinds(board) == kinds(board[0]) == ["TensorboardReporter", "JsonLinesReporter"]
@@ -219,12 +224,14 @@ def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"type": "Visualiser"}, 'visualizer.type: "Visualiser" is not allowed'),
+        ({"type": "Visualiser"}, 'visualizer.type: "Visualiser" is no known visualizer, did you mean "Visualizer"?'),
         (
             {"type": "Visualizer", "vis_backend": []},
             'visualizer.vis_backend: unknown key, did you mean "vis_backends"?',
         ),
-        ({"type": "Visualizer", "vis_backends": {}}, "visualizer.vis_backends: "),
+        ({"type": "Visualizer", "vis_backends": {}}, "visualizer.vis_backends[0].type: missing"),
+        ({"type": "Visualizer", "vis_backends": 3}, "visualizer.vis_backends: 3 is not allowed"),
+        ({"type": dict}, "visualizer.type: dict is no Visualizer and no Reporter"),
         ([{"type": "LocalVisBackends"}], 'visualizer[0].type: "LocalVisBackends" is no known reporter, did you mean'),
         ([{"type": "LocalVisBackend", "file": "x"}], "visualizer[0].file: unknown key"),
         ([{"type": dict}], "visualizer[0].type: dict is not allowed, give a subclass of Reporter"),
@@ -234,7 +241,7 @@ def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
 )
 def test_wrong_configurations(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_reporters(given)
+        build_all(given)
     assert message in str(error.value)
 
 
@@ -269,7 +276,7 @@ def test_a_third_party_reporter_needs_one_method(tmp_path: Path) -> None:
         def on_scalars(self, scalars: Any, step: int, mode: str) -> None:
             self.last = (scalars, step, mode)
 
-    reporter, _ = build_reporters([{"type": Mine}], tmp_path)
+    reporter, _ = build_all([{"type": Mine}], tmp_path)
     assert isinstance(reporter, Mine)
     reporter.on_start({})
     reporter.on_scalars({"loss": 1.0}, 1, "train")

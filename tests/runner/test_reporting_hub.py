@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, DDPStrategy
-from flextrain.runner.reporting import MessageHub
+from flextrain.runner.reporting import HistoryBuffer, MessageHub
 from flextrain.testing import WorkerGroup
 
 
@@ -85,7 +86,7 @@ def test_a_statistic_of_one_key_reads_that_key_only() -> None:
 def test_everything_with_one_element_is_a_scalar(value: Any) -> None:
     hub = MessageHub()
     hub.update_scalar("train/x", value)
-    assert hub.get_scalar("train/x").data == [3.0]
+    assert hub.get_scalar("train/x").values == [3.0]
     assert isinstance(hub.get_scalar("train/x").current(), float)
 
 
@@ -120,7 +121,7 @@ def test_what_is_put_into_a_history_that_grew_is_kept() -> None:
     history.grow(3)
     for value in (2.0, 3.0):
         history.put(value)
-    assert history.data == [1.0, 2.0, 3.0]
+    assert history.values == [1.0, 2.0, 3.0]
 
 
 def test_history_is_bounded_and_grows_on_request() -> None:
@@ -129,14 +130,14 @@ def test_history_is_bounded_and_grows_on_request() -> None:
     for i in range(10):
         hub.update_scalar("train/loss", torch.tensor(float(i)))
         hub.update_scalar("train/all", torch.tensor(float(i)))
-    assert hub.get_scalar("train/loss").data == [7.0, 8.0, 9.0]
+    assert hub.get_scalar("train/loss").values == [7.0, 8.0, 9.0]
     assert len(hub.get_scalar("train/all")) == 10
     hub.retain_all(5)
     hub.retain("train/loss", 4)
     for i in range(10, 20):
         hub.update_scalar("train/loss", float(i))
         hub.update_scalar("train/late", float(i))
-    assert hub.get_scalar("train/loss").data == [15.0, 16.0, 17.0, 18.0, 19.0]
+    assert hub.get_scalar("train/loss").values == [15.0, 16.0, 17.0, 18.0, 19.0]
     assert len(hub.get_scalar("train/late")) == 5
     assert len(hub.get_scalar("train/all")) == 10, "asking for less takes nothing away"
 
@@ -165,7 +166,7 @@ def test_state_goes_through_json_and_leaves_out_what_json_cannot_hold() -> None:
     held = resumed.get_scalar("train/loss")
     resumed.load_state_dict(state)
     assert resumed.get_scalar("train/loss") is held, "who looked it up before sees the new values"
-    assert held.data == [0.0, 1.0, 2.0]
+    assert held.values == [0.0, 1.0, 2.0]
     assert held.mean() == 0.5
     assert resumed.runtime_info == {"eta": 12.5, "nested": {"a": [1, None, "x"]}}
 
@@ -184,7 +185,7 @@ def test_all_that_was_saved_is_kept() -> None:
     for i in range(9):
         hub.update_scalar("train/loss", float(i))
     other.load_state_dict(hub.state_dict())
-    assert other.get_scalar("train/loss").data == [float(i) for i in range(9)]
+    assert other.get_scalar("train/loss").values == [float(i) for i in range(9)]
 
 
 def test_a_history_names_what_is_no_scalar() -> None:
@@ -211,11 +212,11 @@ def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[
             hub.get_scalar("train/loss").current()
         hub.fetch("train/", reduce="train/loss")
         with operations() as names:
-            seen.append(hub.get_scalar("train/loss").data)
+            seen.append(hub.get_scalar("train/loss").values)
         assert names == [], "it is on the host"
         assert all(isinstance(value, float) for value in seen[-1])
     strategy.teardown()
-    return [*seen, hub.get_scalar("train/other").data]
+    return [*seen, hub.get_scalar("train/other").values]
 
 
 @pytest.mark.distributed
@@ -226,3 +227,54 @@ def test_only_the_loss_becomes_the_mean_over_ranks(workers2: WorkerGroup, reads_
     assert first[:-1] == second[:-1] == [[6.0, 7.0], [6.0, 7.0, 8.0], [10.0, 11.0, 12.0, 13.0]]
     assert first[-1] == [5.0, 6.0, 7.0, 8.0]
     assert second[-1] == [15.0, 16.0, 17.0, 18.0]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Statistics that a test registers are forgotten after it."""
+    before = dict(HistoryBuffer._statistics_methods)
+    yield
+    HistoryBuffer._statistics_methods.clear()
+    HistoryBuffer._statistics_methods.update(before)
+
+
+@pytest.mark.usefixtures("registered")
+def test_statistics_of_ones_own() -> None:
+    @HistoryBuffer.register_statistics
+    def weighted(buffer: HistoryBuffer, window_size: int, weight: list[float]) -> float:
+        return float(
+            (buffer._log_history[-window_size:] * np.array(weight)).sum() / buffer._count_history[-window_size:].sum()
+        )
+
+    buffer = HistoryBuffer([1.0, 2.0], [1, 3])
+    assert buffer.statistics("weighted", 2, [2, 1]) == 1.0
+    assert buffer.statistics("max") == 2.0
+    with pytest.raises(ConfigError, match=r'"weightd" is not allowed, choose .* or weighted, did you mean "weighted"'):
+        buffer.statistics("weightd")
+    for name in ("weighted", "mean"):
+        with pytest.raises(ConfigError, match=f'register_statistics: "{name}" is a statistic already'):
+            HistoryBuffer.register_statistics(SimpleNamespace(__name__=name))  # type: ignore[arg-type]
+
+
+def test_a_history_in_mmengines_words() -> None:
+    buffer = HistoryBuffer([1.0, 2.0], [1, 2], max_length=3)
+    buffer.update(torch.tensor(4.0), 2)  # type: ignore[arg-type]
+    buffer.update(5)
+    values, counts = buffer.data
+    assert (values.tolist(), counts.tolist()) == ([2.0, 4.0, 5.0], [2, 2, 1])
+    values[:] = 0
+    assert buffer.values == [2.0, 4.0, 5.0], "what was returned is a copy"
+    with pytest.raises(ConfigError, match="2 values have 1 counts"):
+        HistoryBuffer([1.0, 2.0], [1])
+
+
+def test_what_is_not_to_be_resumed_is_not_saved() -> None:
+    hub = MessageHub("mine", dict(kept=HistoryBuffer([1.0])), dict(info=1, other=2), dict(other=False))
+    hub.update_scalar("passing", 1.0, resumed=False)
+    hub.update_scalars(dict(a=1.0, b=dict(value=2.0, count=2)), resumed=False)
+    state = hub.state_dict()
+    assert list(state["scalars"]) == ["kept"]
+    assert state["info"] == {"info": 1}
+    assert hub.get_scalar("b").mean() == 1.0
+    with pytest.raises(ConfigError, match=r"b: .* is no scalar, give dict\(value=..., count=...\)"):
+        hub.update_scalars(dict(b=dict(count=2)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flextrain import ConfigError
-from flextrain.runner.reporting import LogProcessor, MessageHub, build_log_processor, log_processor
+from flextrain.runner.reporting import HistoryBuffer, LogProcessor, MessageHub, build_log_processor, log_processor
 
 MEMORY_MB = 970.7
 
@@ -117,7 +117,7 @@ def test_what_only_the_resumed_checkpoint_has_is_not_shown(new_runner: Callable[
     assert "grad_norm" not in record
     assert record["loss"] == (3.0 if mode == "train" else 5.0), "the window goes on"
     assert "grad_norm" not in line
-    assert runner.message_hub.get_scalar(f"{mode}/grad_norm").data == [1.0, 3.0], "the next checkpoint has it still"
+    assert runner.message_hub.get_scalar(f"{mode}/grad_norm").values == [1.0, 3.0], "the next checkpoint has it still"
 
 
 def test_line_of_a_loop_without_epochs(new_runner: Callable[..., Any]) -> None:
@@ -239,3 +239,26 @@ def test_lines_follow_the_loop_unless_told_otherwise() -> None:
     assert build_log_processor({"by_epoch": True}, by_epoch=False).by_epoch
     mine = LogProcessor()
     assert build_log_processor(mine, by_epoch=False) is mine
+
+
+def test_a_registered_statistic_is_shown_and_its_arguments_are_checked(
+    new_runner: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HistoryBuffer, "_statistics_methods", {})
+
+    @HistoryBuffer.register_statistics
+    def power_mean(buffer: HistoryBuffer, window_size: int | None = None, power: float = 2.0) -> float:
+        values, _ = buffer.data
+        return float((values[-(window_size or 0) :] ** power).mean() ** (1 / power))
+
+    entry = dict(data_src="loss", method_name="power_mean", log_name="loss_cubic", window_size=2, power=3.0)
+    runner = seed_runner(new_runner, log_processor=LogProcessor(custom_cfg=[entry]))
+    train_iterations(runner, 10)
+    record, line = runner.log_processor.get_log_after_iter(runner, 9, "train")
+    losses = runner.message_hub.get_scalar("train/loss").values[-2:]
+    assert record["loss_cubic"] == pytest.approx((sum(loss**3 for loss in losses) / 2) ** (1 / 3))
+    assert f"loss_cubic: {record['loss_cubic']:.4f}" in line
+    with pytest.raises(ConfigError, match=r'custom_cfg\[0\]\.powr: unknown key, did you mean "power"'):
+        LogProcessor(custom_cfg=[dict(data_src="loss", method_name="power_mean", powr=3.0)])
+    with pytest.raises(ConfigError, match=r'custom_cfg\[0\]\.method_name: "power_men" is not allowed, .*"power_mean"'):
+        LogProcessor(custom_cfg=[dict(data_src="loss", method_name="power_men")])

@@ -65,7 +65,7 @@ def later(runner: Any, *args: Any) -> Log:
 @pytest.mark.parametrize("kept", [100, 40, 7])
 def test_figures_are_those_of_the_line(new_runner: Callable[..., Any], window: int, kept: int) -> None:
     def logs(make: Callable[..., Log]) -> list[Log]:
-        runner = new_runner(log_processor=LogProcessor(window_size=window), message_hub=MessageHub(kept))
+        runner = new_runner(log_processor=LogProcessor(window_size=window), message_hub=MessageHub(history=kept))
         runner.log_processor.prepare(runner, "train")
         return list(lines(runner, 60, make))
 
