@@ -69,7 +69,7 @@ def test_an_optimizer_without_a_rate_shows_none(runner: Any, group: dict[str, An
     hook.before_train(runner)
     hook.before_train_iter(runner, 0)
     runner.message_hub.fetch("train/")
-    assert "train/lr" not in {key for key, buffer in runner.message_hub.log_scalars.items() if len(buffer.data)}
+    assert "train/lr" not in {key for key, buffer in runner.message_hub.log_scalars.items() if len(buffer)}
 
 
 def test_several_optimizers_show_a_rate_each(runner: Any) -> None:
@@ -105,8 +105,8 @@ def test_times_and_the_estimate_of_what_is_left(runner: Any, monkeypatch: pytest
         clock.now += seconds - 0.25
         hook.after_train_iter(runner, i)
         runner.iter += 1
-    assert hub.get_scalar("train/data_time").data == [0.25] * 3
-    assert hub.get_scalar("train/time").data == [4.0, 1.0, 1.0]
+    assert hub.get_scalar("train/data_time").values == [0.25] * 3
+    assert hub.get_scalar("train/time").values == [4.0, 1.0, 1.0]
     assert hub.get_info("eta") == pytest.approx(2.0 * (20 - 8))
 
     for _ in range(2):
@@ -118,8 +118,8 @@ def test_times_and_the_estimate_of_what_is_left(runner: Any, monkeypatch: pytest
             clock.now += 0.5
             hook.after_val_iter(runner, i)
             assert hub.get_info("eta") == pytest.approx(3.0 - i)
-    assert hub.get_scalar("val/time").data == [1.0] * 8
-    assert hub.get_scalar("val/data_time").data == [0.5] * 8
+    assert hub.get_scalar("val/time").values == [1.0] * 8
+    assert hub.get_scalar("val/data_time").values == [0.5] * 8
 
     clock.now += 1000.0
     hook.before_train_epoch(runner)

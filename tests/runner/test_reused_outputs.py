@@ -132,13 +132,13 @@ def test_a_model_logs_its_own_tensors(tmp_path: Path, kind: type[OwnTensors]) ->
     optim_wrapper = dict(optimizer=dict(type="SGD", lr=1.0))
     runner = make_runner(tmp_path, model=kind(), train_cfg=dict(max_epochs=1), optim_wrapper=optim_wrapper)
     runner.train()
-    calls = runner.message_hub.get_scalar("train/calls").data
+    calls = runner.message_hub.get_scalar("train/calls").values
     assert len(calls) > 2
     assert calls == [i + 1.0 for i in range(len(calls))]
     # Some model's train_step gives its values after the update.
     before = 1.0 if kind is WithTrainStep else 0.0
     for name in ("scale", "first"):
-        assert runner.message_hub.get_scalar(f"train/{name}").data == [-(i + before) for i in range(len(calls))]
+        assert runner.message_hub.get_scalar(f"train/{name}").values == [-(i + before) for i in range(len(calls))]
 
 
 class WithGraph(SingleDeviceStrategy):
