@@ -9,6 +9,7 @@ import importlib.metadata
 import resource
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -263,6 +264,18 @@ def memory_mb(device: torch.device) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform != "darwin" else 2**20)
     module = DEVICES[device.type].module
     return float(module.max_memory_allocated(device)) / 2**20 if hasattr(module, "max_memory_allocated") else 0.0
+
+
+@contextmanager
+def peak_apart(device: torch.device) -> Iterator[None]:
+    """Context whose memory ``memory_mb`` does not count; a device that it drove to a new peak counts from then on anew."""
+    before = memory_mb(device)
+    try:
+        yield
+    finally:
+        reset = None if device.type == "cpu" else getattr(DEVICES[device.type].module, "reset_peak_memory_stats", None)
+        if reset is not None and memory_mb(device) > before:
+            reset(device)
 
 
 def overflows_to_inf(device_type: str) -> bool:

@@ -46,6 +46,20 @@ def load_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Context after which Python, NumPy, torch and ``device`` draw as if nothing had been drawn inside."""
+    python, legacy, states = random.getstate(), np.random.get_state(legacy=True), torch_states(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(states["torch"])
+        if device.type != "cpu":
+            DEVICES[device.type].module.set_rng_state(states[device.type], device)
+
+
+@contextmanager
 def drawing_from(state: Tensor) -> Iterator[None]:
     """Context in which torch draws on the CPU from ``state``; a process that had another state gets it back."""
     own = torch.get_rng_state()

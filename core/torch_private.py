@@ -6,7 +6,9 @@ Each entry says what it does, and with which versions of torch it was checked. A
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,6 +62,11 @@ def storage_key(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor is a view, whose values change with those of another tensor. 2.6, 2.15."""
     return tensor._is_view()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; ``.data`` and NumPy change it uncounted. 2.6, 2.15."""
+    return tensor._version
 
 
 # Modules
@@ -170,6 +177,11 @@ class GroupedGradScaler(GradScaler):
 
 
 # Compiling
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """Context in which compiled models run as they are; the compiler is not even imported for it. 2.6, 2.15."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def build_folder(name: str) -> Path:

@@ -67,6 +67,13 @@ class Environment(Config):
     """Smallest limit of open files of the process."""
     nonfinite: Literal["warn", "raise", "skip", "ignore"] = "warn"
     """Reaction to a loss or gradient norm that is NaN or infinite; see NonFiniteHook."""
+    dry_run: bool | PositiveInt = True
+    """Number of validation batches of the dry pass before training, see DryPass; True: 2, False: no dry pass."""
+
+    @property
+    def dry_batches(self) -> int:
+        """Number of batches of the dry pass; 0: none."""
+        return 2 * self.dry_run if isinstance(self.dry_run, bool) else self.dry_run
 
 
 class Resume(Config):

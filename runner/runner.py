@@ -54,8 +54,9 @@ class FlexibleRunner(Checkpoints):
             continues from that checkpoint. In ``dict(path=None, optimizer=True, param_scheduler=True, random=True,
             hooks=True, logs=True, data=True)`` False leaves a piece out.
         launcher: the program that started the processes; None detects it.
-        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn")``;
-            NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
+        env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn",
+            dry_run=True)``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
+            ``dry_run`` is the number of validation batches tried before training, see DryPass; True: 2.
         log_processor: the LogProcessor, or its arguments as a dict.
         log_level: level of the logger, such as "INFO".
         visualizer: reporters that store scalars, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON

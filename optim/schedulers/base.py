@@ -4,7 +4,7 @@
 # against the constructors that dataclass generates for subclasses in other modules.
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -107,6 +107,9 @@ class ParamScheduler:
             for group, value in zip(self.optimizer.param_groups, self._get_value(), strict=True):
                 self._write(group, value)
         self._last_value = self._values()
+
+    def check_metrics(self, names: Collection[str]) -> None:
+        """Raise ConfigError if `step` needs a metric that is not in ``names``."""
 
     def get_last_value(self) -> list[float]:
         """Return the values after the last step, one per group."""

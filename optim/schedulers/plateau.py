@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here; base.py gives the reason.
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -90,10 +90,14 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         margin = self.threshold * (self.best if self.threshold_rule == "rel" else 1.0)
         return metric < self.best - margin if self.rule == "less" else metric > self.best + margin
 
-    def _metric(self, metrics: Mapping[str, Any]) -> float:
-        if self.monitor not in metrics:
-            hint = suggest(self.monitor, metrics) or f", choose from {', '.join(metrics)}"
+    def check_metrics(self, names: Collection[str]) -> None:
+        """Raise ConfigError if ``monitor`` is missing."""
+        if self.monitor not in names:
+            hint = suggest(self.monitor, names) or f", choose from {', '.join(names)}"
             raise ConfigError(f'{self._where("monitor")}: "{self.monitor}" is no metric of the validation{hint}')
+
+    def _metric(self, metrics: Mapping[str, Any]) -> float:
+        self.check_metrics(metrics)
         return float(metrics[self.monitor])
 
     def _minima(self) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import ConfigError, suggest
@@ -68,10 +68,8 @@ class BestScores:
         if self._waits_for_auto:
             first = next(iter(metrics))
             self._rules, self._waits_for_auto = {first: self._rule(first, self._given)}, False
+        self.check_names(metrics)
         for key, rule in self._rules.items():
-            if key not in metrics:
-                hint = suggest(key, metrics) or f", there are {sorted(metrics)}"
-                raise ConfigError(f'{self._where}.save_best: "{key}" is no metric of the validation{hint}')
             if metrics[key] is None:
                 continue
             try:
@@ -81,6 +79,13 @@ class BestScores:
             best = self._entries[key]["score"] if key in self._entries else worst(rule)
             if is_better(rule, score, best):
                 yield key, score
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise ConfigError if a monitored metric is not among ``names``."""
+        for key in self._rules:
+            if key not in names:
+                hint = suggest(key, names) or f", there are {sorted(names)}"
+                raise ConfigError(f'{self._where}.save_best: "{key}" is no metric of the validation{hint}')
 
     def name(self, key: str) -> str | None:
         """Return the name of the checkpoint with the best value of ``key``; None if there is none."""

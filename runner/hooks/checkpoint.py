@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,10 @@ class CheckpointHook(Hook):
     def checkpoint_dir(self, runner: Run) -> Path:
         """See Hook."""
         return self.out_dir(runner)
+
+    def check_metrics(self, runner: Run, names: Collection[str]) -> None:
+        """Raise ConfigError if ``save_best`` names no metric."""
+        self._best.check_names(names)
 
     # When to save
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, suggest
@@ -52,6 +53,17 @@ class EarlyStoppingHook(Hook):
         self.best_score = worst(self.rule)
         self._is_training = False
 
+    def check_metrics(self, runner: Run, names: Collection[str]) -> None:
+        """Warn if the metric is missing; with ``strict``, raise ConfigError."""
+        if self.monitor not in names:
+            message = (
+                f'EarlyStoppingHook.monitor: "{self.monitor}" is no metric of the validation'
+                f"{suggest(self.monitor, names) or f', there are {sorted(names)}'}"
+            )
+            if self.strict:
+                raise ConfigError(message)
+            runner.logger.warning(message)
+
     def before_train(self, runner: Run) -> None:
         """Compare metrics from now on."""
         self._is_training = True
@@ -69,14 +81,8 @@ class EarlyStoppingHook(Hook):
         if not self._is_training:
             return
         metrics = metrics or {}
+        self.check_metrics(runner, metrics)
         if self.monitor not in metrics:
-            message = (
-                f'EarlyStoppingHook.monitor: "{self.monitor}" is no metric of the validation'
-                f"{suggest(self.monitor, metrics) or f', there are {sorted(metrics)}'}"
-            )
-            if self.strict:
-                raise ConfigError(message)
-            runner.logger.warning(message)
             return
         reason = self._reason_to_stop(float(metrics[self.monitor]))
         if reason:

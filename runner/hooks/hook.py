@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,13 @@ class Hook:
     def checkpoint_dir(self, runner: Any) -> Path | None:
         """Return the folder of this hook's checkpoints, in which ``resume=True`` looks; None: it saves none."""
         return None
+
+    def check_metrics(self, runner: Any, names: Collection[str]) -> None:
+        """Raise ConfigError if a metric that this hook needs is not in ``names``; called by the dry pass of validation.
+
+        Args:
+            names: the metrics of a few validation batches.
+        """
 
     # The whole run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...core.registry import HOOKS
@@ -24,6 +24,11 @@ class ParamSchedulerHook(Hook):
     def __init__(self) -> None:
         self._by_iter: list[Any] = []
         self._by_epoch: list[Any] = []
+
+    def check_metrics(self, runner: Run, names: Collection[str]) -> None:
+        """Raise ConfigError if a scheduler monitors a metric that is missing."""
+        for scheduler in (*self._by_epoch, *self._by_iter):
+            scheduler.check_metrics(names)
 
     def before_train(self, runner: Run) -> None:
         """Sort the schedulers into those by iteration and those by epoch."""

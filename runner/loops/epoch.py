@@ -62,6 +62,7 @@ class EpochBasedTrainLoop(TrainLoop):
         runner = self.runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
+        self.try_validation()
         self.validate(self._epoch)
         while self._epoch < self._max_epochs and not self.stop_training:
             self.run_epoch()

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...core.overriding import overridden
 from ...core.registry import LOOPS
 from ..data.dataloader_reader import Feed
 from ..data.own_loader_reader import Reader
 from ..data.user_loaders import goes_its_own_way, length_of
 from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
+from .dry_pass import EVALUATION, DryPass
 from .lockstep import until_all_end
 from .train import BaseLoop
 
 if TYPE_CHECKING:
     from ..run import Run
-
-EVALUATION = -1
-"""Epoch number for the random numbers of evaluation data, which makes them the same every time."""
 
 
 class EvalLoop(BaseLoop):
@@ -87,6 +86,16 @@ class EvalLoop(BaseLoop):
         self.evaluator.process(data_samples=outputs, data_batch=batch)
         for hook in runner.hook_calls[f"after_{self.mode}_iter"]:
             hook(runner, batch_idx, batch, outputs)
+
+    def dry_run(self, num_batches: int) -> None:
+        """Evaluate the first ``num_batches`` so that nothing has changed afterwards; see DryPass.
+
+        Left out if a subclass has its own ``run`` or ``run_iter``.
+        """
+        if own := overridden(self, "run", "run_iter"):
+            self.runner.logger.info(f"Dry pass: left out, {type(self).__name__} defines its own {' and '.join(own)}")
+            return
+        DryPass(self.runner, self.dataloader, self.evaluator, self._forward, self.mode).make(num_batches)
 
     def _forward(self, batch: Any) -> Any:
         if not self.fp16:

@@ -58,6 +58,7 @@ class IterBasedTrainLoop(TrainLoop):
         runner = self.runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
+        self.try_validation()
         self.validate(self._iter)
         runner.model.train()
         runner.call_hook("before_train_epoch")

@@ -68,6 +68,7 @@ class TrainLoop(BaseLoop):
         self._done = 0
         self._inner = 0  # updates of the current epoch
         self._validated = 0  # epochs or iterations done at the last validation
+        self._has_tried = False  # True after the dry pass
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
@@ -109,6 +110,19 @@ class TrainLoop(BaseLoop):
     def _length(self) -> int:
         """Updates of a whole epoch; if it is endless, those of the run."""
         raise NotImplementedError
+
+    def try_validation(self) -> None:
+        """Make the dry pass of validation, before the first update of this process."""
+        loop, batches = self.runner.val_loop, self.runner.options.env_cfg.dry_batches
+        done, end = (self._epoch, self.max_epochs) if self.by_epoch else (self._iter, self.max_iters)
+        if loop is not None and batches and done < end and not self._has_tried:
+            self._has_tried = True
+            dry_run = getattr(loop, "dry_run", None)
+            if dry_run is None:
+                self.runner.logger.info(f"Dry pass: left out, {type(loop).__name__} is not derived from EvalLoop")
+                return
+            self.runner.strategy.meet("the dry pass")
+            dry_run(batches)
 
     def validate(self, done: int) -> None:
         """Validate if that is due after ``done`` epochs or iterations and was not done yet.

@@ -85,10 +85,7 @@ class Evaluator:
         """
         found: dict[str, Any] = {}
         for metric in self.metrics:
-            for name, value in metric.evaluate(size).items():
-                if name in found:
-                    raise ConfigError(f'evaluator: two metrics are called "{name}", give one a prefix')
-                found[name] = value
+            add_metrics(found, metric.evaluate(size))
         return found
 
     def offline_evaluate(
@@ -136,6 +133,18 @@ def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     source = iter(items)
     while chunk := list(islice(source, size)):
         yield chunk
+
+
+def add_metrics(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add the metrics of ``more`` to ``found``.
+
+    Raises:
+        ConfigError: two metrics have the same name.
+    """
+    for name, value in more.items():
+        if name in found:
+            raise ConfigError(f'evaluator: two metrics are called "{name}", give one a prefix')
+        found[name] = value
 
 
 def check_evaluator(cfg: Any, where: str) -> None:

@@ -455,6 +455,7 @@ def _train_together(folder: str, resume: bool, scores: list[float]) -> tuple[lis
         custom_hooks=[{"type": "EMAHook"}],
         resume=resume,
         launcher="pytorch",
+        env_cfg={"dry_run": False},  # the scores are counted
     )
     save = run.save_checkpoint
 

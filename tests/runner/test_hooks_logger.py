@@ -152,7 +152,7 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     log = (Path(run.log_dir) / f"{run.timestamp}.log").read_text().splitlines()
     stamp = r"\d\d/\d\d \d\d:\d\d:\d\d - flextrain - INFO - "
     figures = r"eta: 0:00:\d\d  time: 0\.\d{4}  data_time: 0\.\d{4}  memory: \d+  loss: 0\.\d{4}"
-    assert re.fullmatch(rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}", log[3])
+    assert re.fullmatch(rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}", log[4])
     val = rf"{stamp}Epoch\(val\) \[1\]\[10/10\]    accuracy: 10\.0000  data_time: 0\.\d{{4}}  time: 0\.\d{{4}}"
     assert any(re.fullmatch(val, line) for line in log)
     records = [json.loads(line) for line in (Path(run.log_dir) / "vis_data/scalars.json").read_text().splitlines()]

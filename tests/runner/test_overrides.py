@@ -191,7 +191,12 @@ CASES: list[Case] = [
         IterBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_iters=4, val_interval=2)), {"inner": _FACT}
     ),
     Case(ValLoop, lambda kind: dict(val_cfg=dict(type=kind))),
-    Case(LoopOfTests, lambda kind: dict(test_cfg=dict(type=kind)), id="TestLoop"),
+    Case(
+        LoopOfTests,
+        lambda kind: dict(test_cfg=dict(type=kind)),
+        {"dry_run": "validation alone is tried before training"},
+        id="TestLoop",
+    ),
     Case(
         SingleDeviceStrategy,
         lambda kind: dict(strategy=kind()),

@@ -1,0 +1,216 @@
+"""The dry pass: a few validation batches through model and metrics before training, of which nothing stays."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.comm import collectives as dist
+from ...core.device import peak_apart
+from ...core.errors import ConfigError, FlexTrainError, LaunchError, counted
+from ...core.overriding import overridden
+from ...core.random_state import kept_random_state
+from ...core.snapshot import Snapshot
+from ...core.torch_private import without_compiling
+from ..data.first_batches import first_batches, only_once, parts_of
+from ..metrics.evaluator import Evaluator, add_metrics
+from .lockstep import until_all_end
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+EVALUATION = -1
+"""Epoch number for the random numbers of evaluation data, which makes them the same every time."""
+
+_OFF = "env_cfg=dict(dry_run=False) leaves the dry pass out"
+
+
+class DryPass:
+    """The first batches of the validation data through model, evaluator and metrics, before the first update.
+
+    So a wrong key, batch or metric is known in seconds. Nothing stays of it: random numbers, samplers, datasets, metrics
+    and buffers are as before, compiled models run uncompiled, and no hook is called. A dataset without workers is read
+    in this process: what it changes inside large arrays, in variables of modules, or outside of Python, stays.
+
+    An error in reading, in forward or in ``process`` is raised as it would be after the first epoch. An error of a
+    metric's computation is a warning, because a metric may need more data than these, unless the data cannot be its
+    cause. Hooks that need a certain metric say so (``Hook.check_metrics``) if all metrics could be computed.
+
+    It is left out for data that can be read only once, and for loops with a ``run`` of their own. If hooks of the
+    user's run before validation, or before its batches, every error is a warning, because the model may need them.
+
+    Args:
+        runner: the run.
+        dataloader: the validation data.
+        evaluator: the metrics.
+        forward: returns the model's outputs for a batch.
+        mode: "val".
+    """
+
+    def __init__(
+        self, runner: Run, dataloader: Any, evaluator: Evaluator, forward: Callable[[Any], Any], mode: str
+    ) -> None:
+        self._runner, self._dataloader, self._evaluator = runner, dataloader, evaluator
+        self._forward, self._mode = forward, mode
+
+    def make(self, num_batches: int) -> None:
+        """Make the pass, on all processes or on none; a collective.
+
+        Raises:
+            ConfigError: a monitored metric is not among the metrics.
+        """
+        reasons = dist.all_gather_object(only_once(self._dataloader))
+        if reason := next(filter(None, reasons), None):
+            self._runner.logger.info(f"Dry pass: left out, {self._mode}_dataloader: {reason}")
+            return
+        with self._undisturbed():
+            found = self._evaluate(num_batches)
+        if found:
+            for hook in self._runner.hooks:
+                hook.check_metrics(self._runner, found)
+            names = ", ".join([*found][:8]) + (", ..." if len(found) > 8 else "")
+            self._runner.logger.info(
+                f"Dry pass: {counted(num_batches, 'batch', 'batches')} of {self._mode}_dataloader went through the model and "
+                f"{self._mode}_evaluator, which gives {names}"
+            )
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Context after which the run is as it was before."""
+        runner, strategy = self._runner, self._runner.strategy
+        module = strategy.module
+        self._evaluator.reset()
+        self._evaluator.to(strategy.device)
+        with ExitStack() as stack:
+            stack.enter_context(kept_random_state(strategy.device))
+            stack.enter_context(peak_apart(strategy.device))
+            stack.enter_context(without_compiling())
+            stack.enter_context(torch.no_grad())
+            parts = [module, self._evaluator, *self._evaluator.metrics, *parts_of(self._dataloader)]
+            apart = (runner, strategy, strategy.topology, runner.logger, runner.message_hub)
+            stack.callback(Snapshot(parts, apart).restore)
+            # Weights that an autocast around train() casts here would have no gradients in training.
+            stack.callback(torch.clear_autocast_cache)
+            stack.callback(_set_modes, [(part, part.training) for part in runner.model.modules()])
+            runner.model.eval()
+            yield
+
+    def _evaluate(self, num_batches: int) -> dict[str, Any]:
+        """Return the metrics of the first batches; none if one of them could not be computed, or gave nothing."""
+        failure, said = self._process(num_batches)
+        if said is not None and not (hooks := self._hooks_before()):
+            raise failure or LaunchError(f"another process failed in the dry pass: {said}")
+        if said is not None:
+            self._warn(f"{said}; {', '.join(hooks)} may be needed before it, and was not called")
+            return {}
+        found: dict[str, Any] = {}
+        is_whole = True
+        evaluator = self._evaluator
+        for part in [evaluator] if overridden(evaluator, "evaluate") else evaluator.metrics:
+            metrics = self._compute(part)
+            add_metrics(found, metrics)
+            is_whole = is_whole and bool(metrics)
+        return found if is_whole else {}
+
+    def _process(self, num_batches: int) -> tuple[Exception | None, str | None]:
+        """Give the batches to model and metrics; return this process's error, and the first of all processes in words."""
+        strategy = self._runner.strategy
+        topology = strategy.topology
+        options: dict[str, Any] = {"seed": self._runner.seed, "epoch": EVALUATION, "shard": topology.shard}
+        with first_batches(self._dataloader, num_batches, **options) as read:
+            batches = _with_failure(read)
+            pairs: Iterator[tuple[Any, bool]] = ((batch, True) for batch in batches)
+            if not topology.is_alone:
+                pairs = until_all_end(batches, float(strategy.config.timeout_s))
+            for batch, is_own in pairs:
+                failure: Exception | None = None
+                try:
+                    outputs = self._forward(_readable(batch))
+                    if is_own and topology.reports:
+                        self._evaluator.process(data_samples=outputs, data_batch=batch)
+                except Exception as error:  # raised when all processes know of it, so that none waits for this one
+                    failure = error
+                if said := _first(dist.all_gather_object(None if failure is None else _in_words(failure))):
+                    return failure, said
+        return None, None
+
+    def _compute(self, part: Any) -> Mapping[str, Any]:
+        """Return a metric's values; a failure for which the few data may be the cause is only a warning."""
+        failure: Exception | None = None
+        metrics: Mapping[str, Any] = {}
+        try:
+            metrics = part.evaluate(None)
+        except Exception as error:
+            failure = error
+        own = None if failure is None else (_is_certain(failure), _in_words(failure))
+        reports = dist.all_gather_object(own)
+        certain = _first([report for report in reports if report and report[0]])
+        if certain is not None:
+            raise failure if failure is not None and own == certain else LaunchError(certain[1])
+        # Other processes only hear of the failure of rank 0.
+        if report := _first(reports):
+            self._warn(f"{type(part).__name__} cannot be computed from so few data, or not at all: {report[1]}")
+            return {}
+        return metrics or {}
+
+    def _hooks_before(self) -> list[str]:
+        """Hooks of the user's that a real validation calls before its first forward."""
+        points = (f"before_{self._mode}", f"before_{self._mode}_epoch", f"before_{self._mode}_iter")
+        kinds = [type(call.__self__) for point in points for call in self._runner.hook_calls[point]]
+        return [kind.__name__ for kind in dict.fromkeys(kinds) if kind.__module__.partition(".")[0] != _LIBRARY]
+
+    def _warn(self, what: str) -> None:
+        self._runner.logger.warning(f"Dry pass: {self._mode}_evaluator: {what}; {_OFF}")
+
+
+_LIBRARY = __name__.partition(".")[0]
+
+
+class _Unreadable:
+    """Stands for a batch whose reading failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:  # for a process without a batch of its own; not every exception can be pickled
+        return _Unreadable, (LaunchError(_in_words(self.error)),)
+
+
+def _with_failure(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except Exception as error:
+        yield _Unreadable(error)
+
+
+def _readable(batch: Any) -> Any:
+    if isinstance(batch, _Unreadable):
+        raise batch.error
+    return batch
+
+
+def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _is_certain(error: Exception) -> bool:
+    """Whether a metric's error does not come from too few data."""
+    is_wrong_name = isinstance(error, (NameError, ImportError)) and not isinstance(error, UnboundLocalError)
+    return is_wrong_name or isinstance(error, ConfigError)
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "without a message"
+    if isinstance(error, FlexTrainError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {text} ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+def _first(reports: Collection[Any]) -> Any:
+    return next((report for report in reports if report is not None), None)
