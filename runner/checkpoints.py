@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint import as_path
+from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.config import known_keywords, validate
 from .arguments import Checked
 from .configuration import check_loading
@@ -97,7 +98,7 @@ class Checkpoints(Parts):
         """Load weights into the model; a collective.
 
         Args:
-            filename: a path that ``load_from`` accepts.
+            filename: a path or URL that ``load_from`` accepts.
             strict: raise if any name or shape does not fit; otherwise this is logged.
             revise_keys: (pattern, replacement) pairs of ``re.sub``, applied in this order to all names of the file.
 
@@ -107,11 +108,12 @@ class Checkpoints(Parts):
         """
         check_loading(strict, revise_keys)
         self.strategy.meet("load_checkpoint()")
+        path = local_copy(filename)  # before the model is built, which may take longer
         self._setup_model()
         self._begin()
-        run_state.load_weights(self, as_path(filename), strict=strict, revise_keys=revise_keys)
+        run_state.load_weights(self, path, strict=strict, revise_keys=revise_keys)
         self._has_weights = True
-        self.logger.info(f"Loaded the weights of {filename}")
+        self.logger.info(f"Loaded the weights of {shown(filename)}")
 
     @known_keywords()
     def resume(

@@ -11,6 +11,7 @@ import pydantic
 
 from ..core.checkpoint import as_path
 from ..core.checkpoint.directory import replaced
+from ..core.checkpoint.foreign.download import check_download, is_download, shown
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
 from ..core.errors import CheckpointError, ConfigError
@@ -142,7 +143,13 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
     resumed = options.resume_options
     for key, path in (("load_from", options.load_from), ("resume", resumed.path if resumed else None)):
         # A checkpoint may be missing because its replacement was killed between two renames; opening it undoes that.
-        if path is not None and not _is_there(path):
+        if path is not None and is_download(path):
+            if resumed is not None:
+                raise ConfigError(
+                    f'{key}: "{shown(path)}" has weights only, from which no run resumes; leave out resume'
+                )
+            check_download(path, key)
+        elif path is not None and not _is_there(path):
             raise ConfigError(f'{key}: "{path}" does not exist')
     if "://" in str(options.work_dir):
         raise ConfigError(

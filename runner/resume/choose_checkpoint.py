@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.checkpoint import as_path, find_latest, newest_complete, passed_over
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
+from ...core.checkpoint.paths import is_local
 from ...core.comm.collectives import broadcast_object
 from ...core.errors import CheckpointError
 from ..options import Resume
@@ -41,7 +43,28 @@ def _newest(run: Run) -> Path | None:
             f"{', '.join(marked)} in {run.checkpoint_dir}: skipped, their weights hold NaN or infinity; "
             f'resume="path" accepts one of them'
         )
+    if not name and run.rank == 0 and (other := _of_mmengine(run.checkpoint_dir)):
+        run.logger.warning(
+            f'{other}: is a checkpoint of MMEngine\'s runner, from which load_from="{other}" takes the weights; it cannot be '
+            "resumed, training begins anew"
+        )
     return as_path(name) if name else None
+
+
+def _of_mmengine(folder: Path) -> Path | None:
+    """Return the newest file that MMEngine's runner saved in a folder, if there is one."""
+    if not is_local(folder) or not folder.is_dir():
+        return None
+    note = folder / "last_checkpoint"
+    named = folder / Path(note.read_text(errors="replace").strip()).name if note.is_file() else folder
+    if named.is_file():
+        return named
+    numbers = {path: _SAVED.fullmatch(path.name) for path in folder.glob("*.pth")}
+    found = [(match[1], int(match[2]), path) for path, match in numbers.items() if match]
+    return max(found)[-1] if found else None
+
+
+_SAVED = re.compile(r"(epoch|iter)_(\d{1,12})\.pth")
 
 
 def _latest_or_newest(run: Run) -> Path | None:
