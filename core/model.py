@@ -103,6 +103,24 @@ class BaseModel(nn.Module):
         return run_forward(self, data, mode=mode)
 
 
+_BASE_MODELS: list[type[nn.Module]] = [BaseModel]
+
+
+def add_base_model(kind: type[nn.Module]) -> None:
+    """Treat subclasses of another package's base model as those of BaseModel.
+
+    Its own ``train_step``, ``val_step``, ``test_step``, ``_run_forward`` and ``parse_losses`` must do what BaseModel's do.
+    Only what a subclass overrides is called then; everything else is left to the loop.
+    """
+    if kind not in _BASE_MODELS:
+        _BASE_MODELS.append(kind)
+
+
+def is_base_model(kind: type) -> bool:
+    """Whether a class is derived from BaseModel, or from a base model that was added."""
+    return issubclass(kind, tuple(_BASE_MODELS))
+
+
 def parts_to_initialise(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The outermost submodules, by name, whose ``init_weights()`` BaseModel's default calls, as in MMEngine."""
     for name, child in module.named_children():
@@ -116,7 +134,7 @@ def _initialises(module: nn.Module) -> bool | None:
     """Whether to call the module's ``init_weights()``; None: ask its submodules."""
     if any(hasattr(module, name) for name in _OF_MODELS_WITH_WEIGHTS):
         return False
-    if isinstance(module, BaseModel):
+    if is_base_model(type(module)):
         return overrides(module, "init_weights") or None
     method = getattr(module, "init_weights", None)
     if not callable(method):
@@ -155,16 +173,18 @@ def takes_mode(module: nn.Module) -> bool:
 
 
 def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
-    """Whether the module, or class of modules, defines a method ``name`` that is not BaseModel's."""
+    """Whether the module, or class of modules, defines a method ``name`` that is not BaseModel's or an added one's."""
     if not isinstance(module, type) and callable(vars(module).get(name)):
         return True
     found = getattr(module if isinstance(module, type) else type(module), name, None)
-    return callable(found) and found is not getattr(BaseModel, name, None)
+    return callable(found) and all(found is not getattr(base, name, None) for base in _BASE_MODELS)
 
 
 def own_run_forward(module: nn.Module) -> Callable[[Any, str], Any] | None:
     """A subclass's own ``_run_forward(data, mode)``, which may call the model in any way; None for BaseModel's."""
-    return module._run_forward if isinstance(module, BaseModel) and overrides(module, "_run_forward") else None
+    if is_base_model(type(module)) and overrides(module, "_run_forward"):
+        return module._run_forward  # type: ignore[return-value]
+    return None
 
 
 def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
@@ -173,7 +193,7 @@ def calls_itself(module: nn.Module | type[nn.Module]) -> str | None:
     A wrapper of such a model cannot be called. None if the loop calls the model as a whole.
     """
     kind = module if isinstance(module, type) else type(module)
-    names = ("train_step", "_run_forward") if issubclass(kind, BaseModel) else ("train_step",)
+    names = ("train_step", "_run_forward") if is_base_model(kind) else ("train_step",)
     return next((name for name in names if overrides(module, name)), None)
 
 

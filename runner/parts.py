@@ -225,13 +225,17 @@ class Parts:
         loop: EvalLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **cfg)
         return loop
 
+    def _build_model(self) -> nn.Module:
+        """Build the user's module, with its initial weights, before the strategy distributes it."""
+        given = self._given
+        return build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
+
     def _setup_model(self) -> None:
         """Build the model and set it up, with the optimizer, in the strategy; only once."""
         if self._model is not None:
             return
-        given = self._given
         with self._as_current():
-            model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=self._trains)
+            model = self._build_model()
         self._model, optim = self.strategy.setup(model, self.optim_wrapper)
         self.optim_wrapper = optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

@@ -28,6 +28,7 @@ OPTIONAL = {
     "deepspeed",
     "matplotlib",
     "mlflow",
+    "mmengine",
     "tensorboard",
     "torch_npu",
     "torchmetrics",

@@ -1,0 +1,209 @@
+"""FlexibleRunner for projects that keep MMEngine: translates the arguments, and adapts MMEngine's objects."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.logging import MessageHub as TheirHub
+from mmengine.logging import MMLogger
+from torch import nn
+
+from ..core.config import check_keywords
+from ..core.errors import ConfigError
+from ..runner.build import build_model
+from ..runner.configuration import ELSEWHERE
+from ..runner.data.user_loaders import length_of
+from ..runner.loops.evaluate import EvalLoop
+from ..runner.loops.train import TrainLoop
+from ..runner.reporting.reporter import describe
+from ..runner.runner import FlexibleRunner as Native
+from .config import split
+from .evaluation import AdaptedEvaluator
+from .hooks import adapted_hook
+from .initialisation import initialise, through_root, use_device, wraps_another
+from .instances import RunHub, RunLogger, in_scope, make_current, set_default_scope
+from .translation import translated_arguments
+from .visualizers import VisualizerReporter
+
+_ARGUMENTS = [name for name in inspect.signature(Native.__init__).parameters if name != "self"]
+
+
+class AdaptedRunner(Native):
+    """flextrain's FlexibleRunner for MMEngine's configurations, registries and classes.
+
+    All arguments are those of ``flextrain.FlexibleRunner``; these differ:
+
+    Args:
+        model: also a BaseModel or another module of MMEngine; its ``init_weights()`` is called before training.
+        work_dir: folder for logs and checkpoints.
+        default_scope: the scope in which names are looked up first, in the registry tree of MMEngine.
+        cfg: the whole configuration, a Config or a dict: ``runner.cfg``.
+        arguments: names in MMEngine's registries, and objects of its classes, are allowed wherever MMEngine's runner
+            takes them. MMEngine's own hooks, loops, samplers, optimizer wrappers and schedulers are replaced by
+            flextrain's of the same names.
+
+    Raises:
+        ConfigError: an argument is invalid, or is an object that works with MMEngine's own runner only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        work_dir: str | Path = "work_dirs",
+        *,
+        default_scope: str | None = "mmengine",
+        cfg: Any = None,
+        **arguments: Any,
+    ) -> None:
+        check_keywords(arguments, _ARGUMENTS, ELSEWHERE)
+        config = Config() if cfg is None else split(cfg, _ARGUMENTS)[0]
+        self._config, self._scope = config, default_scope
+        set_default_scope(str(Path(work_dir).absolute()), default_scope)
+        given = translated_arguments({"model": model, **arguments}, config, default_scope)
+        super().__init__(work_dir=work_dir, **given)
+        self._their_logger = RunLogger(self.experiment_name, self.logger)
+        self._their_hub = RunHub(self.experiment_name, self.message_hub)
+        for reporter in self.reporters:
+            if isinstance(reporter, VisualizerReporter):
+                with in_scope(default_scope):
+                    reporter.build(self.experiment_name, self.log_dir, config)
+        self._become_current()
+        if cfg is not None and self.rank == 0:
+            self.dump_config()
+
+    @classmethod
+    def from_cfg(cls, cfg: Any) -> AdaptedRunner:
+        """Build a runner from MMEngine's Config, a ConfigDict or a dict.
+
+        Names that are no arguments of a runner are kept: ``runner.cfg.name``.
+
+        Raises:
+            ConfigError: a name is almost that of an argument, or a value is invalid.
+        """
+        config, given = split(cfg, _ARGUMENTS)
+        if "model" not in given:
+            raise ConfigError("model: missing, it must be given")
+        return cls(**given, cfg=config)
+
+    # What MMEngine's hooks and projects read
+
+    @property
+    def cfg(self) -> Any:
+        """The configuration as MMEngine's Config; of a runner without one, its arguments as plain values."""
+        return self._config if len(self._config) else Config(describe(super().cfg))
+
+    @property
+    def visualizer(self) -> Any:
+        """MMEngine's visualizer; None if the runner was given reporters of flextrain instead."""
+        return next((each.visualizer for each in self.reporters if isinstance(each, VisualizerReporter)), None)
+
+    @property
+    def val_evaluator(self) -> Any:
+        """The evaluator of validation."""
+        return self.val_loop.evaluator if self.val_loop else None
+
+    @property
+    def test_evaluator(self) -> Any:
+        """The evaluator of testing."""
+        return self.test_loop.evaluator if self.test_loop else None
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model's class."""
+        return type(self.strategy.module).__name__
+
+    @property
+    def default_scope(self) -> str | None:
+        """The default scope."""
+        return self._scope
+
+    def dump_config(self) -> None:
+        """Write the configuration to the work directory, under its own file's name or that of the time."""
+        source = self._config.filename
+        name = Path(source).name if source else f"{self.timestamp}.py"
+        self._config.dump(str(Path(self.work_dir) / name))
+
+    # The calls of a run
+
+    def train(self) -> nn.Module:
+        """See flextrain.FlexibleRunner."""
+        self._become_current()
+        return super().train()
+
+    def val(self) -> dict[str, Any]:
+        """See flextrain.FlexibleRunner."""
+        self._become_current()
+        return super().val()
+
+    def test(self) -> dict[str, Any]:
+        """See flextrain.FlexibleRunner."""
+        self._become_current()
+        return super().test()
+
+    def register_hook(self, hook: Any, priority: Any = None) -> None:
+        """Add a hook, MMEngine's or flextrain's, after those of the same priority."""
+        super().register_hook(adapted_hook(hook, "hook"), priority)
+
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> None:
+        """See flextrain.FlexibleRunner; weights go into the model inside a model for test-time augmentation."""
+        self._setup_model()
+        if wraps_another(self.strategy.module):
+            revise_keys = [*revise_keys, (r"^(?!module\.)", "module.")]
+        super().load_checkpoint(filename, strict, revise_keys)
+
+    # How parts are built
+
+    def _become_current(self) -> None:
+        set_default_scope(self.work_dir, self._scope)
+        make_current(MMLogger, self._their_logger)
+        make_current(TheirHub, self._their_hub)
+
+    def _build_model(self) -> nn.Module:
+        given = self._given
+        with in_scope(self._scope):
+            model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
+            if self._trains:
+                initialise(model, self.strategy)
+        through_root(model)
+        return model
+
+    def _setup_model(self) -> None:
+        if self._model is None:
+            super()._setup_model()
+            use_device(self.strategy.module, self.strategy.device)
+
+    def _build_eval_loop(self, mode: str) -> EvalLoop:
+        loop = super()._build_eval_loop(mode)
+        self._tell_meta(loop.dataloader)
+        if isinstance(loop.evaluator, AdaptedEvaluator):
+            length = length_of(getattr(loop.dataloader, "dataset", None))
+            loop.evaluator.size = sys.maxsize if length is None else length
+        return loop
+
+    @property
+    def train_loop(self) -> TrainLoop:
+        """See flextrain.FlexibleRunner."""
+        is_new = self._train_loop is None
+        loop = super().train_loop
+        if is_new:
+            self._tell_meta(loop.dataloader)
+        return loop
+
+    def _tell_meta(self, dataloader: Any) -> None:
+        meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
+        if meta is not None and self.visualizer is not None:
+            self.visualizer.dataset_meta = meta
+
+    def _build_dataloader(self, mode: str) -> Any:
+        with in_scope(self._scope):
+            return super()._build_dataloader(mode)

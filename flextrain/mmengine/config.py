@@ -1,0 +1,45 @@
+"""MMEngine's Config as the arguments of a runner."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mmengine.config import Config
+
+from ..core.errors import ConfigError, nearest
+
+# It has all the methods of one; flextrain looks for this when it writes the configuration to a record.
+Mapping.register(Config)
+
+# Names that MMEngine's configurations have beside the runner's arguments, some of them spelled like these.
+_NO_MISTAKES = {
+    "data_preprocessor",
+    "dataset_type",
+    "model_wrapper_cfg",
+    "test_pipeline",
+    "train_pipeline",
+    "val_pipeline",
+    "vis_backends",
+}
+_NEAR = 0.86
+
+
+def split(cfg: Any, arguments: Collection[str]) -> tuple[Config, dict[str, Any]]:
+    """Return a copy of ``cfg`` as a Config, and those of its entries that are arguments of a runner.
+
+    All other names stay in the Config, from which projects read them.
+
+    Raises:
+        ConfigError: it is no configuration, or a name is almost that of an argument.
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give MMEngine's Config or a dict")
+    own = copy.deepcopy(cfg) if isinstance(cfg, Config) else Config(copy.deepcopy(dict(cfg)))
+    for name in own:
+        if name not in arguments and name not in _NO_MISTAKES:
+            meant = nearest(str(name), arguments, _NEAR)
+            if meant is not None and meant not in own:
+                raise ConfigError(f'{name}: unknown key, did you mean "{meant}"? Else give it another name')
+    return own, {name: own[name] for name in own if name in arguments}

@@ -1,0 +1,170 @@
+"""MMEngine's Evaluator and metrics as an Evaluator of flextrain."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, zip_longest
+from typing import Any
+
+import mmengine.dist.utils
+import torch
+from mmengine.evaluator import BaseMetric
+from mmengine.evaluator import Evaluator as Theirs
+from mmengine.registry import EVALUATOR, METRICS, DefaultScope
+
+from ..core.comm import collectives as dist
+from ..core.comm.topology import Topology
+from ..core.config import check_call
+from ..core.device import to_device
+from ..core.errors import ConfigError
+from ..runner.metrics.evaluator import Evaluator, build_evaluator
+from .registries import factory, find
+
+
+def adapted_evaluator(cfg: Any, where: str, scope: str | None) -> Any:
+    """``cfg`` with MMEngine's metrics adapted: an Evaluator if there are any; otherwise ``cfg`` as it is.
+
+    Raises:
+        ConfigError: an argument that a metric does not have.
+    """
+    if isinstance(cfg, Theirs):
+        return AdaptedEvaluator(lambda: cfg, None, scope)
+    if isinstance(cfg, Evaluator) or cfg is None:
+        return cfg
+    if isinstance(cfg, Mapping) and "type" in cfg:
+        kind = find(EVALUATOR, cfg["type"])
+        if isinstance(kind, type) and issubclass(kind, Theirs):
+            arguments = {key: value for key, value in cfg.items() if key != "type"}
+            check_call(factory(kind), arguments, where)
+            return AdaptedEvaluator(lambda: kind(**arguments), None, scope)
+    items = list(cfg) if isinstance(cfg, (list, tuple)) else [cfg]
+    theirs: list[Any] = []
+    others: list[Any] = []
+    for i, item in enumerate(items):
+        key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
+        (theirs if _is_theirs(item, key) else others).append(item)
+    if not theirs:
+        return cfg
+    return AdaptedEvaluator(lambda: Theirs(theirs), build_evaluator(others, where) if others else None, scope)
+
+
+def _is_theirs(item: Any, where: str) -> bool:
+    if isinstance(item, BaseMetric):
+        return True
+    kind = item["type"] if isinstance(item, Mapping) and "type" in item else item
+    found = find(METRICS, kind) if isinstance(kind, (str, type)) else None
+    if not (isinstance(found, type) and issubclass(found, BaseMetric)):
+        return False
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{where}: {kind!r} is not allowed, give dict(type=...)")
+    check_call(factory(found), {key: value for key, value in item.items() if key not in ("type", "_scope_")}, where)
+    return True
+
+
+class AdaptedEvaluator(Evaluator):
+    """An Evaluator that leaves everything but the communication to one of MMEngine.
+
+    The results of all data shards come to rank 0 in the order of the samples, each sample once. There the metrics are
+    evaluated as in a run of one process, because MMEngine gathers in a way that needs equally many samples on every
+    process. Results are gathered by ``self.results`` of each metric.
+
+    Args:
+        build: makes MMEngine's Evaluator, when the loop is built.
+        others: flextrain's or torchmetrics' metrics beside them.
+        scope: the default scope for building.
+    """
+
+    def __init__(self, build: Any, others: Evaluator | None, scope: str | None) -> None:
+        super().__init__(others.metrics if others is not None else ())
+        self._build, self._scope = build, scope
+        self._theirs: Theirs | None = None
+        self.size = sys.maxsize
+        """Number of samples in the dataset; MMEngine drops results beyond it."""
+
+    @property
+    def theirs(self) -> Theirs:
+        """MMEngine's Evaluator; what it wraps has the results of this process."""
+        if self._theirs is None:
+            with DefaultScope.overwrite_default_scope(self._scope):
+                self._theirs = self._build()
+        return self._theirs
+
+    _topology: Topology | None = None
+
+    @property
+    def topology(self) -> Topology | None:
+        """See Evaluator."""
+        return self._topology
+
+    @topology.setter
+    def topology(self, topology: Topology | None) -> None:
+        self._topology = topology
+        for metric in self.metrics:
+            metric.topology = topology
+
+    @property
+    def dataset_meta(self) -> dict[str, Any] | None:
+        """See Evaluator."""
+        return self.theirs.dataset_meta  # type: ignore[no-any-return]
+
+    @dataset_meta.setter
+    def dataset_meta(self, meta: dict[str, Any] | None) -> None:
+        if meta is not None:
+            self.theirs.dataset_meta = meta
+        for metric in self.metrics:
+            metric.dataset_meta = meta
+
+    def reset(self) -> None:
+        """See Evaluator."""
+        super().reset()
+        for metric in self.theirs.metrics:
+            metric.results.clear()
+
+    def process(self, data_samples: Any, data_batch: Any = None) -> None:
+        """See Evaluator."""
+        if self._topology is not None and not self._topology.reports:
+            return
+        self.theirs.process(data_samples=data_samples, data_batch=data_batch)
+        super().process(data_samples, data_batch)
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """See Evaluator."""
+        found = super().evaluate(size)
+        topology = self.topology or Topology()
+        metrics = self.theirs.metrics
+        own = [to_device(metric.results, torch.device("cpu")) for metric in metrics]
+        gathered = dist.gather_object((topology.data.index, own) if topology.reports else None)
+        values: dict[str, Any] = {}
+        if gathered is not None:
+            shards = sorted(filter(None, gathered), key=lambda shard: shard[0])
+            for i, metric in enumerate(metrics):
+                metric.results = _in_turn([results[i] for _, results in shards])
+            with _as_one_process():
+                values = dict(self.theirs.evaluate(self.size))
+        self.reset()
+        values = dist.broadcast_object(values)
+        if twice := sorted(found.keys() & values.keys()):
+            raise ConfigError(f'evaluator: two metrics are called "{twice[0]}", give one a prefix')
+        return {**found, **values}
+
+
+_NOTHING = object()
+
+
+def _in_turn(parts: list[list[Any]]) -> list[Any]:
+    """Results of several data shards in the order of the samples, which a sampler dealt in turn."""
+    return [result for result in chain(*zip_longest(*parts, fillvalue=_NOTHING)) if result is not _NOTHING]
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Context in which mmengine.dist sees this process alone, so that its collectives do nothing."""
+    module = mmengine.dist.utils
+    original = module.is_distributed
+    module.is_distributed = lambda: False
+    try:
+        yield
+    finally:
+        module.is_distributed = original

@@ -1,0 +1,98 @@
+"""Find what a configuration names in MMEngine's registries, and choose between it and flextrain's own class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from mmengine.registry import DefaultScope
+from mmengine.registry import Registry as Theirs
+
+from ..core.errors import ConfigError
+from ..core.registry import Registry as Ours
+
+
+def find(registry: Theirs, kind: Any) -> Any:
+    """The class or function that ``kind`` names, by scope, parents and default scope; None if the registry has none.
+
+    A class or function is returned as it is. MMEngine's own look-up warns when a scope has no registry of this kind.
+    """
+    if not isinstance(kind, str):
+        return kind
+    if ":" in kind:  # flextrain's import paths
+        return None
+    try:
+        found = _in_default_scope(registry).get(kind)
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to get"):
+            raise
+        return None
+    return found if callable(found) else None  # a name such as "json" would give a module
+
+
+def _in_default_scope(registry: Theirs) -> Theirs:
+    """The registry of the default scope in the tree of ``registry``; ``registry`` itself if there is none."""
+    current = DefaultScope.get_current_instance()
+    if current is None:
+        return registry
+    module = f"{current.scope_name}.registry"
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, current.scope_name):
+            raise
+    return registry.root._search_child(current.scope_name) or registry
+
+
+def is_mmengines(kind: Any) -> bool:
+    """Whether MMEngine itself defines the class or function, not a project on top of it."""
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] == "mmengine"
+
+
+def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None) -> Any:
+    """``cfg`` with a type that flextrain can build.
+
+    Args:
+        cfg: ``dict(type=..., **arguments)`` or a name; anything else is returned as it is.
+        theirs: MMEngine's registry, in which names are looked up first.
+        where: the configuration key, for messages.
+        ours: flextrain's registry, if its classes take the places of MMEngine's own classes of the same names.
+    """
+    if isinstance(cfg, str) and ours is not None and cfg in ours:
+        return cfg
+    given = {"type": cfg} if isinstance(cfg, str) else cfg
+    if not isinstance(given, Mapping) or "type" not in given:
+        return cfg
+    found = found_in_scope(given, theirs)
+    if found is None:
+        return cfg
+    arguments = {key: value for key, value in given.items() if key not in ("type", "_scope_")}
+    name = getattr(found, "__name__", "")
+    if ours is not None and is_mmengines(found):
+        if name not in ours:
+            raise ConfigError(
+                f"{where}.type: MMEngine's {name} works with MMEngine's runner only, and flextrain has none of this name"
+            )
+        return {"type": name, **arguments}
+    return {"type": factory(found, given.get("_scope_")), **arguments}
+
+
+def found_in_scope(cfg: Mapping[str, Any], theirs: Theirs) -> Any:
+    """What the type of ``cfg`` names, looked up in its ``_scope_`` if it has one; None if the registry has none."""
+    with DefaultScope.overwrite_default_scope(cfg.get("_scope_")):
+        return find(theirs, cfg["type"])
+
+
+def factory(found: Any, scope: str | None = None) -> Any:
+    """A function that builds ``found`` in its scope; of its arguments flextrain then checks the names only.
+
+    MMEngine checks no types, and annotations of projects are often wrong.
+    """
+    return functools.partial(found) if scope is None else functools.partial(_built_in_scope, found, scope)
+
+
+def _built_in_scope(found: Any, scope: str, /, **arguments: Any) -> Any:
+    with DefaultScope.overwrite_default_scope(scope):
+        return found(**arguments)

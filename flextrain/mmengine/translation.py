@@ -1,0 +1,165 @@
+"""Translate the arguments of MMEngine's runner to those of flextrain's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS, PARAM_SCHEDULERS, STRATEGIES
+
+from ..core.config import check_call
+from ..core.errors import ConfigError
+from ..core.registry import DATA_SAMPLERS as OUR_SAMPLERS
+from ..core.registry import LOOPS as OUR_LOOPS
+from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
+from ..core.registry import STRATEGIES as OUR_STRATEGIES
+from ..runner.hooks import DEFAULT_HOOKS
+from .constructors import adapted_optim_wrapper
+from .evaluation import adapted_evaluator
+from .hooks import adapted_hook
+from .registries import find, found_in_scope, is_mmengines, translated
+from .visualizers import adapted_visualizer
+
+_READ_BY_MMENGINE = (
+    "activation_checkpointing",
+    "compile",
+    "detect_anomalous_params",
+    "efficient_conv_bn_eval",
+    "find_unused_parameters",
+    "model_wrapper_cfg",
+    "sync_bn",
+)
+"""Names that MMEngine's runners read from the configuration; flextrain's says what takes the place of each."""
+
+
+def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope: str | None) -> dict[str, Any]:
+    """Return arguments for flextrain's FlexibleRunner.
+
+    Args:
+        given: the arguments for MMEngine's runner that were given.
+        cfg: the whole configuration.
+        scope: the default scope.
+
+    Raises:
+        ConfigError: an argument that cannot be taken; the message names it, and what to use.
+    """
+    found = dict(given)
+    found["cfg"] = {name: cfg[name] for name in _READ_BY_MMENGINE if cfg.get(name)} or None
+    _translate_model(found)
+    for mode in ("train", "val", "test"):
+        for key, translate in ((f"{mode}_dataloader", _dataloader), (f"{mode}_cfg", _loop)):
+            if found.get(key) is not None:
+                found[key] = translate(found[key], key)
+    for key in ("val_evaluator", "test_evaluator"):
+        if found.get(key) is not None:
+            found[key] = adapted_evaluator(found[key], key, scope)
+    if found.get("optim_wrapper") is not None:
+        found["optim_wrapper"] = adapted_optim_wrapper(found["optim_wrapper"], "optim_wrapper", scope)
+    if found.get("param_scheduler") is not None:
+        found["param_scheduler"] = _schedulers(found["param_scheduler"], "param_scheduler")
+    found["visualizer"] = adapted_visualizer(found.get("visualizer"), "visualizer")
+    if isinstance(found.get("strategy"), Mapping):
+        found["strategy"] = translated(found["strategy"], STRATEGIES, "strategy", OUR_STRATEGIES)
+    if isinstance(found.get("default_hooks"), Mapping):
+        found["default_hooks"] = {name: _default_hook(name, hook) for name, hook in found["default_hooks"].items()}
+    if isinstance(found.get("custom_hooks"), (list, tuple)):
+        found["custom_hooks"] = [
+            adapted_hook(hook, f"custom_hooks[{i}]") for i, hook in enumerate(found["custom_hooks"])
+        ]
+    visualizer = found.pop("visualizer")
+    return {**_ordinary(found), "visualizer": visualizer}
+
+
+def _ordinary(value: Any) -> Any:
+    """``value`` with the dicts that the runner itself reads as ordinary ones; arguments of classes stay as they are."""
+    if isinstance(value, Mapping) and "type" not in value:
+        return {key: _ordinary(item) for key, item in value.items()}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _translate_model(found: dict[str, Any]) -> None:
+    model, preprocessor = found.get("model"), found.get("data_preprocessor")
+    if isinstance(model, Mapping) and preprocessor is not None:
+        # As in MMEngine, the model's own comes first, and some models add its type.
+        found["model"] = model = {"data_preprocessor": preprocessor, **model}
+        found["data_preprocessor"] = None
+    elif isinstance(preprocessor, Mapping):
+        found["data_preprocessor"] = translated(preprocessor, MODELS, "data_preprocessor")
+    if isinstance(model, (Mapping, str)):
+        found["model"] = _checked(translated(model, MODELS, "model"), "model")
+
+
+def _checked(cfg: Any, where: str, *provided: str) -> Any:
+    """``cfg``, after the names of the arguments were compared with those that its class takes."""
+    if isinstance(cfg, Mapping) and callable(cfg.get("type")):
+        check_call(cfg["type"], {key: value for key, value in cfg.items() if key != "type"}, where, provided)
+    return cfg
+
+
+def _dataloader(cfg: Any, where: str) -> Any:
+    if not isinstance(cfg, Mapping):
+        return cfg
+    found = dict(cfg)
+    if isinstance(found.get("dataset"), Mapping):
+        found["dataset"] = _checked(translated(found["dataset"], DATASETS, f"{where}.dataset"), f"{where}.dataset")
+    for key in ("sampler", "batch_sampler"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = _sampler(found[key], f"{where}.{key}")
+    for key in ("collate_fn", "worker_init_fn"):
+        if isinstance(found.get(key), (Mapping, str)):
+            found[key] = _function(found[key])
+    found.setdefault("collate_fn", pseudo_collate)
+    return found
+
+
+def _sampler(cfg: Mapping[str, Any], where: str) -> Any:
+    kind = found_in_scope(cfg, DATA_SAMPLERS)
+    ours = OUR_SAMPLERS if is_mmengines(kind) else None
+    return translated(cfg, DATA_SAMPLERS, where, ours)
+
+
+def _function(cfg: Any) -> Any:
+    given = {"type": cfg} if isinstance(cfg, str) else dict(cfg)
+    found = find(FUNCTIONS, given.get("type"))
+    return cfg if found is None else {**given, "type": found}
+
+
+def _loop(cfg: Any, where: str) -> Any:
+    if not isinstance(cfg, Mapping) or "type" not in cfg:
+        return cfg
+    kind = find(LOOPS, cfg["type"])
+    if kind is None:
+        return cfg
+    if is_mmengines(kind) and kind.__name__ in OUR_LOOPS:
+        return {**cfg, "type": kind.__name__}
+    if any(is_mmengines(base) for base in getattr(kind, "__mro__", ())):
+        raise ConfigError(
+            f"{where}.type: {kind.__name__} is a loop of MMEngine, which works with MMEngine's runner only, subclass "
+            "flextrain's loop of the same name"
+        )
+    return {**cfg, "type": kind}
+
+
+def _schedulers(cfg: Any, where: str) -> Any:
+    if isinstance(cfg, (list, tuple)):
+        return [_schedulers(item, f"{where}[{i}]") for i, item in enumerate(cfg)]
+    if isinstance(cfg, Mapping) and "type" not in cfg:
+        return {name: _schedulers(item, f"{where}.{name}") for name, item in cfg.items()}
+    kind = find(PARAM_SCHEDULERS, cfg["type"] if isinstance(cfg, Mapping) else cfg)
+    bases: tuple[type, ...] = (kind if isinstance(kind, type) else type(kind)).__mro__
+    if not any(is_mmengines(base) for base in bases):
+        return cfg
+    if isinstance(kind, type) and is_mmengines(kind) and kind.__name__ in OUR_SCHEDULERS:
+        return {**(cfg if isinstance(cfg, Mapping) else {}), "type": kind.__name__}
+    name = bases[0].__name__
+    raise ConfigError(
+        f"{where}: {name} is a scheduler of MMEngine, which works with MMEngine's optimizer wrappers only, subclass one of "
+        "flextrain.optim.schedulers"
+    )
+
+
+def _default_hook(name: str, hook: Any) -> Any:
+    if isinstance(hook, Mapping) and "type" not in hook and name in DEFAULT_HOOKS:
+        hook = {**DEFAULT_HOOKS[name], **hook}
+    return adapted_hook(hook, f"default_hooks.{name}")

@@ -1,0 +1,62 @@
+"""Runs of the project in ``project/``, which keeps its imports of MMEngine, under MMEngine's runner and flextrain's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flextrain.core.checkpoint import export_weights
+
+PROJECT = Path(__file__).with_name("project")
+TRAIN = "classifier_layer_decay.py"
+
+
+def configuration(folder: Path | str, name: str = TRAIN, **changes: Any) -> Any:
+    """A configuration file of the project, with a work directory and a seed."""
+    if str(PROJECT) not in sys.path:
+        sys.path.insert(0, str(PROJECT))
+    from mmengine.config import Config
+
+    cfg = Config.fromfile(str(PROJECT / "configs" / name))
+    cfg.work_dir = str(folder)
+    cfg.randomness = dict(seed=1)
+    cfg.log_level = "ERROR"
+    cfg.merge_from_dict(changes)
+    return cfg
+
+
+def journal_of(runner: Any) -> Any:
+    """The project's hook that writes down losses and what it sees."""
+    return next(hook for hook in (getattr(each, "hook", each) for each in runner.hooks) if hasattr(hook, "entries"))
+
+
+def train(folder: str, batch_size: int, **changes: Any) -> tuple[list[float], list[Any], dict[str, Any]]:
+    """Losses of every update, what the project's hook saw, and the metrics of testing."""
+    from flextrain.mmengine import FlexibleRunner
+
+    cfg = configuration(folder, **changes)
+    cfg.train_dataloader.batch_size = batch_size
+    runner = FlexibleRunner.from_cfg(cfg)
+    runner.train()
+    metrics = runner.test()
+    hook = journal_of(runner)
+    runner.strategy.teardown()
+    return hook.losses, hook.entries, metrics
+
+
+def saved_weights(folder: Path, checkpoint: str = "epoch_3", averaged: bool = False) -> dict[str, Tensor]:
+    """The weights of a checkpoint of flextrain."""
+    target = folder / f"{checkpoint}_{averaged}.safetensors"
+    if not target.exists():
+        export_weights(folder / checkpoint, target, averaged=averaged)
+    return load_file(target)
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected if torch.is_tensor(found[name]))

@@ -1,0 +1,88 @@
+"""A project that keeps MMEngine trains with flextrain's runner: as with MMEngine's own, and under every strategy."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain.testing import WorkerGroup
+
+from .digits import configuration, journal_of, largest_difference, saved_weights, train
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": dict(type="DDPStrategy"),
+    "fsdp": dict(type="FSDPStrategy", wrap=["Block"]),
+    "zero1": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1)),
+    "zero2": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
+    "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[Any], dict[str, Any]]:
+    """The project's training on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, *train(str(folder), 16)
+
+
+def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
+    from mmengine.runner import Runner
+
+    from flextrain.mmengine import FlexibleRunner
+
+    # MMEngine draws other numbers for the initial weights: both start from the same ones.
+    start = tmp_path / "start.pth"
+    first = FlexibleRunner.from_cfg(configuration(tmp_path / "first"))
+    torch.save(dict(state_dict=first.model.state_dict(), meta={}), start)
+    drawing = {"visualizer.name": "theirs"}  # MMEngine's runner would take the visualizer that exists
+    theirs = Runner.from_cfg(configuration(tmp_path / "theirs", load_from=str(start), **drawing))
+    theirs.train()
+    ours = FlexibleRunner.from_cfg(configuration(tmp_path / "ours", load_from=str(start)))
+    ours.train()
+    assert journal_of(ours).losses == pytest.approx(journal_of(theirs).losses, abs=1e-6)
+    assert len(journal_of(ours).losses) == 12
+    assert journal_of(ours).entries == journal_of(theirs).entries
+    assert largest_difference(dict(ours.model.state_dict()), dict(theirs.model.state_dict())) < 1e-6
+    found, expected = ours.test(), theirs.test()
+    assert found == pytest.approx(expected)
+    assert found["digits/count"] == 19
+    pictures = [sorted(path.name for path in (tmp_path / who).rglob("*.png")) for who in ("ours", "theirs")]
+    assert pictures[0] == pictures[1] != []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("zero1", "zero2"))]
+)
+def test_it_trains_under_every_strategy(
+    tmp_path: Path, workers2: WorkerGroup, alone: tuple[Path, list[float], list[Any], dict[str, Any]], strategy: str
+) -> None:
+    folder, losses, entries, metrics = alone
+    results = workers2.run(train, str(tmp_path), 8, strategy=STRATEGIES[strategy])
+    mean = [sum(parts) / 2 for parts in zip(*(found for found, _, _ in results), strict=True)]
+    assert mean == pytest.approx(losses, abs=1e-5)
+    assert len(set(losses)) == 12
+    for _, seen, tested in results:
+        assert seen == entries
+        assert tested == pytest.approx(metrics)
+    for averaged in (False, True):
+        expected = saved_weights(folder, averaged=averaged)
+        assert largest_difference(saved_weights(tmp_path, averaged=averaged), expected) < 1e-4
+    start = saved_weights(folder, "epoch_1")
+    assert largest_difference(start, saved_weights(folder)) > 1e-3  # training moves them further than what is allowed
+
+
+def test_weights_are_initialised_as_init_cfg_says(tmp_path: Path) -> None:
+    from flextrain.mmengine import FlexibleRunner
+
+    model = FlexibleRunner.from_cfg(configuration(tmp_path)).model
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.GroupNorm)]
+    assert all(bool((norm.weight == 1).all()) for norm in norms)
+    assert bool((model.head.scale == 0.5).all())
+    assert float(model.head.fc.weight.std()) == pytest.approx(0.05, rel=0.4)
+    biases = itertools.chain(*(m.bias.tolist() for m in model.modules() if isinstance(m, torch.nn.Conv2d)))
+    assert set(biases) == {0.0}
