@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.logging import MessageHub as TheirHub
 from mmengine.logging import MMLogger
+from mmengine.visualization import Visualizer as TheirVisualizer
 from torch import nn
 
 from ..core.config import check_keywords
@@ -19,16 +21,15 @@ from ..runner.build import build_model
 from ..runner.configuration import ELSEWHERE
 from ..runner.data.user_loaders import length_of
 from ..runner.loops.evaluate import EvalLoop
-from ..runner.loops.train import TrainLoop
 from ..runner.reporting.reporter import describe
 from ..runner.runner import FlexibleRunner as Native
 from .config import split
 from .evaluation import AdaptedEvaluator
 from .hooks import adapted_hook
 from .initialisation import initialise, through_root, use_device, wraps_another
-from .instances import RunHub, RunLogger, in_scope, make_current, set_default_scope
+from .instances import RunHub, RunLogger, current, in_scope, make_current, set_default_scope
 from .translation import translated_arguments
-from .visualizers import VisualizerReporter
+from .visualizers import AdaptedVisualizer
 
 _ARGUMENTS = [name for name in inspect.signature(Native.__init__).parameters if name != "self"]
 
@@ -68,11 +69,11 @@ class AdaptedRunner(Native):
         super().__init__(work_dir=work_dir, **given)
         self._their_logger = RunLogger(self.experiment_name, self.logger)
         self._their_hub = RunHub(self.experiment_name, self.message_hub)
-        for reporter in self.reporters:
-            if isinstance(reporter, VisualizerReporter):
-                with in_scope(default_scope):
-                    reporter.build(self.experiment_name, self.log_dir, config)
-        self._become_current()
+        if isinstance(self.visualizer, AdaptedVisualizer):
+            with in_scope(default_scope):
+                self.visualizer.build(self.experiment_name, self.log_dir, config)
+        for kind, instance in self._instances():
+            make_current(kind, instance)
         if cfg is not None and self.rank == 0:
             self.dump_config()
 
@@ -96,11 +97,6 @@ class AdaptedRunner(Native):
     def cfg(self) -> Any:
         """The configuration as MMEngine's Config; of a runner without one, its arguments as plain values."""
         return self._config if len(self._config) else Config(describe(super().cfg))
-
-    @property
-    def visualizer(self) -> Any:
-        """MMEngine's visualizer; None if the runner was given reporters of flextrain instead."""
-        return next((each.visualizer for each in self.reporters if isinstance(each, VisualizerReporter)), None)
 
     @property
     def val_evaluator(self) -> Any:
@@ -128,23 +124,6 @@ class AdaptedRunner(Native):
         name = Path(source).name if source else f"{self.timestamp}.py"
         self._config.dump(str(Path(self.work_dir) / name))
 
-    # The calls of a run
-
-    def train(self) -> nn.Module:
-        """See flextrain.FlexibleRunner."""
-        self._become_current()
-        return super().train()
-
-    def val(self) -> dict[str, Any]:
-        """See flextrain.FlexibleRunner."""
-        self._become_current()
-        return super().val()
-
-    def test(self) -> dict[str, Any]:
-        """See flextrain.FlexibleRunner."""
-        self._become_current()
-        return super().test()
-
     def register_hook(self, hook: Any, priority: Any = None) -> None:
         """Add a hook, MMEngine's or flextrain's, after those of the same priority."""
         super().register_hook(adapted_hook(hook, "hook"), priority)
@@ -163,17 +142,29 @@ class AdaptedRunner(Native):
 
     # How parts are built
 
-    def _become_current(self) -> None:
-        set_default_scope(self.work_dir, self._scope)
-        make_current(MMLogger, self._their_logger)
-        make_current(TheirHub, self._their_hub)
+    def _instances(self) -> Iterator[tuple[Any, Any]]:
+        """(class of MMEngine, its instance of this run) for what code finds without being given it."""
+        yield MMLogger, self._their_logger
+        yield TheirHub, self._their_hub
+        if isinstance(self.visualizer, AdaptedVisualizer):
+            for kind in type(self.visualizer.theirs).__mro__:
+                if issubclass(kind, TheirVisualizer):
+                    yield kind, self.visualizer.theirs
+
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super()._as_current())
+            stack.enter_context(in_scope(self._scope))
+            for kind, instance in self._instances():
+                stack.enter_context(current(kind, instance))
+            yield
 
     def _build_model(self) -> nn.Module:
         given = self._given
-        with in_scope(self._scope):
-            model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
-            if self._trains:
-                initialise(model, self.strategy)
+        model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
+        if self._trains:
+            initialise(model, self.strategy)
         through_root(model)
         return model
 
@@ -184,25 +175,10 @@ class AdaptedRunner(Native):
 
     def _build_eval_loop(self, mode: str) -> EvalLoop:
         loop = super()._build_eval_loop(mode)
-        self._tell_meta(loop.dataloader)
         if isinstance(loop.evaluator, AdaptedEvaluator):
             length = length_of(getattr(loop.dataloader, "dataset", None))
             loop.evaluator.size = sys.maxsize if length is None else length
         return loop
-
-    @property
-    def train_loop(self) -> TrainLoop:
-        """See flextrain.FlexibleRunner."""
-        is_new = self._train_loop is None
-        loop = super().train_loop
-        if is_new:
-            self._tell_meta(loop.dataloader)
-        return loop
-
-    def _tell_meta(self, dataloader: Any) -> None:
-        meta = getattr(getattr(dataloader, "dataset", None), "metainfo", None)
-        if meta is not None and self.visualizer is not None:
-            self.visualizer.dataset_meta = meta
 
     def _build_dataloader(self, mode: str) -> Any:
         with in_scope(self._scope):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from functools import partial
 from typing import Any
 
 import mmengine.dist.utils
-import torch
 from mmengine.evaluator import BaseMetric
 from mmengine.evaluator import Evaluator as Theirs
 from mmengine.registry import EVALUATOR, METRICS, DefaultScope
 
-from ..core.comm import collectives as dist
 from ..core.comm.topology import Topology
 from ..core.config import check_call
-from ..core.device import to_device
 from ..core.errors import ConfigError
 from ..runner.metrics.evaluator import Evaluator, build_evaluator
+from ..runner.metrics.gathering import from_rank_0, gather_results
 from .registries import factory, find
 
 
@@ -132,30 +130,19 @@ class AdaptedEvaluator(Evaluator):
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """See Evaluator."""
         found = super().evaluate(size)
-        topology = self.topology or Topology()
-        metrics = self.theirs.metrics
-        own = [to_device(metric.results, torch.device("cpu")) for metric in metrics]
-        gathered = dist.gather_object((topology.data.index, own) if topology.reports else None)
-        values: dict[str, Any] = {}
-        if gathered is not None:
-            shards = sorted(filter(None, gathered), key=lambda shard: shard[0])
-            for i, metric in enumerate(metrics):
-                metric.results = _in_turn([results[i] for _, results in shards])
-            with _as_one_process():
-                values = dict(self.theirs.evaluate(self.size))
+        gathered = gather_results([metric.results for metric in self.theirs.metrics], self.topology or Topology())
+        compute = None if gathered is None else partial(self._evaluate_all, gathered)
+        values = from_rank_0(compute, f"{type(self.theirs).__name__}.evaluate")
         self.reset()
-        values = dist.broadcast_object(values)
         if twice := sorted(found.keys() & values.keys()):
             raise ConfigError(f'evaluator: two metrics are called "{twice[0]}", give one a prefix')
         return {**found, **values}
 
-
-_NOTHING = object()
-
-
-def _in_turn(parts: list[list[Any]]) -> list[Any]:
-    """Results of several data shards in the order of the samples, which a sampler dealt in turn."""
-    return [result for result in chain(*zip_longest(*parts, fillvalue=_NOTHING)) if result is not _NOTHING]
+    def _evaluate_all(self, gathered: list[list[Any]]) -> dict[str, Any]:
+        for metric, results in zip(self.theirs.metrics, gathered, strict=True):
+            metric.results = results
+        with _as_one_process():
+            return dict(self.theirs.evaluate(self.size))
 
 
 @contextmanager

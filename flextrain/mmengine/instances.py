@@ -54,11 +54,11 @@ class RunHub(TheirHub):  # type: ignore[misc]
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
         """Append one value to a scalar."""
-        self.hub.update_scalar(key, value, count)
+        self.hub.update_scalar(key, value, count, resumed)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Append one value to each of several scalars."""
-        self.hub.update_scalars(log_dict)
+        self.hub.update_scalars(log_dict, resumed)
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
         """Set an info."""
@@ -90,6 +90,18 @@ def make_current(kind: Any, instance: Any) -> None:
     known = kind._instance_dict
     known[instance.instance_name] = instance
     known.move_to_end(instance.instance_name)
+
+
+@contextmanager
+def current(kind: Any, instance: Any) -> Iterator[None]:
+    """Context in which an object is the newest instance of one of MMEngine's classes."""
+    before = next(reversed(kind._instance_dict), None)
+    make_current(kind, instance)
+    try:
+        yield
+    finally:
+        if before in kind._instance_dict:
+            kind._instance_dict.move_to_end(before)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""MMEngine's visualizer as a reporter of flextrain: what is logged goes to its back ends too."""
+"""MMEngine's visualizer as the visualizer of a run."""
 
 from __future__ import annotations
 
@@ -8,70 +8,122 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
-from mmengine.visualization import Visualizer
+from mmengine.visualization import Visualizer as Theirs
 
 from ..core.config import check_call
-from ..runner.reporting import Reporter
+from ..runner.reporting import Visualizer
 from .registries import factory, find
 
 
-class VisualizerReporter(Reporter):
-    """Gives the scalars of log lines to a visualizer of MMEngine.
+class AdaptedVisualizer(Visualizer):
+    """Gives everything to a visualizer of MMEngine, which is built when the run has its folder.
+
+    ``Visualizer.get_current_instance()`` of MMEngine returns that one. All of its methods can be called here too.
 
     Args:
-        given: the visualizer, or its configuration; it is built when ``build`` is called.
+        given: the visualizer, or its configuration.
     """
 
-    def __init__(self, given: Visualizer | Mapping[str, Any]) -> None:
-        super().__init__()
-        self._given = given
-        self._visualizer: Visualizer | None = None
-        self._config, self._file = Config(), ""
+    def __init__(self, given: Theirs | Mapping[str, Any]) -> None:
+        self.theirs: Any = None
+        self._theirs_given = given
+        self._meta: Any = None
+        super().__init__(vis_backends=[], json_lines=False)
+        self._whole_config, self._file = Config(), ""
 
     @property
-    def visualizer(self) -> Visualizer:
-        """MMEngine's visualizer."""
-        assert self._visualizer is not None, "the runner builds it"
-        return self._visualizer
+    def dataset_meta(self) -> Any:
+        """The dataset's metainfo."""
+        return self._meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, meta: Any) -> None:
+        self._meta = meta
+        if self.theirs is not None and meta is not None:
+            self.theirs.dataset_meta = meta
 
     def build(self, name: str, log_dir: str, config: Config) -> None:
-        """Build the visualizer, as MMEngine's runner does.
+        """Build MMEngine's visualizer, as its runner does.
 
         Args:
             name: its name for ``get_instance`` if it has none; an older one of this name is forgotten.
             log_dir: the folder for its back ends, which write to ``vis_data`` in it.
             config: the configuration to record.
         """
-        self._config, self._file = config, f"{Path(log_dir).name}.json"
-        if isinstance(self._given, Visualizer):
-            self._visualizer = self._given
-            return
-        cfg = {"name": name, "save_dir": log_dir, **self._given}
-        for kind in (Visualizer, find(VISUALIZERS, cfg["type"])):
-            kind._instance_dict.pop(cfg["name"], None)
-        self._visualizer = VISUALIZERS.build(cfg)
+        self._whole_config, self._file = config, f"{Path(log_dir).name}.json"
+        self.theirs = self._theirs_given
+        if not isinstance(self._theirs_given, Theirs):
+            cfg = {"name": name, "save_dir": log_dir, **self._theirs_given}
+            for kind in (Theirs, find(VISUALIZERS, cfg["type"])):
+                kind._instance_dict.pop(cfg["name"], None)
+            self.theirs = VISUALIZERS.build(cfg)
 
-    def on_start(self, config: Mapping[str, Any]) -> None:
-        """Record the configuration."""
-        if len(self._config):
-            self.visualizer.add_config(self._config)
+    def open(self) -> None:
+        """See Visualizer; records the configuration."""
+        if not self._is_open and self._reports:
+            super().open()
+            if len(self._whole_config):
+                self.theirs.add_config(self._whole_config)
 
-    def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
-        """Store one record."""
-        self.visualizer.add_scalars(dict(scalars), step=step, file_path=self._file)
+    def report(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
+        """See Visualizer."""
+        self.theirs.add_scalars(dict(scalars), step=step, file_path=self._file)
 
     def close(self) -> None:
-        """Close the back ends."""
-        self.visualizer.close()
+        """See Visualizer."""
+        if self._is_open:
+            super().close()
+            self.theirs.close()
+
+    def add_config(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_config(*args, **kwargs)
+
+    def add_scalar(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_scalar(*args, **kwargs)
+
+    def add_scalars(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_scalars(*args, **kwargs)
+
+    def add_image(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_image(*args, **kwargs)
+
+    def add_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_graph(*args, **kwargs)
+
+    def add_datasample(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.add_datasample(*args, **kwargs)
+
+    def set_image(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.set_image(*args, **kwargs)
+
+    def get_image(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.get_image(*args, **kwargs)
+
+    def get_backend(self, *args: Any, **kwargs: Any) -> Any:
+        """See MMEngine's Visualizer."""
+        return self.theirs.get_backend(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "theirs":
+            raise AttributeError(name)
+        return getattr(self.theirs, name)
 
 
 def adapted_visualizer(cfg: Any, where: str) -> Any:
-    """``visualizer`` for flextrain's runner; reporters of flextrain are taken as they are."""
+    """``visualizer`` for flextrain's runner; reporters and visualizers of flextrain are taken as they are."""
     if cfg is None:
         cfg = {"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
-    if not isinstance(cfg, Visualizer):
+    if not isinstance(cfg, Theirs):
         found = find(VISUALIZERS, cfg["type"]) if isinstance(cfg, Mapping) and "type" in cfg else None
-        if not (isinstance(found, type) and issubclass(found, Visualizer)):
+        if not (isinstance(found, type) and issubclass(found, Theirs)):
             return cfg
         check_call(factory(found), {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}, where)
-    return {"type": "Visualizer", "vis_backends": [VisualizerReporter(cfg)], "json_lines": False}
+    return AdaptedVisualizer(cfg)

@@ -5,25 +5,15 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
-from ...core.device import to_device
-from ...core.errors import ConfigError, FlexTrainError
-
-_NOTHING = object()
-
-
-class _Failure(NamedTuple):
-    """Why there are no metrics, for the processes that wait for them."""
-
-    reason: str
-    is_configuration: bool
+from ...core.errors import ConfigError
+from .gathering import from_rank_0, gather_results
 
 
 class BaseMetric(ABC):
@@ -73,35 +63,15 @@ class BaseMetric(ABC):
             warnings.warn(
                 f"{type(self).__name__}: got no results, process() appended nothing to self.results", stacklevel=2
             )
-        own = (topology.data.index, to_device(self.results, torch.device("cpu"))) if topology.reports else None
-        gathered = dist.gather_object(own)
-        metrics: dict[str, Any] = {}
-        if gathered is not None:
-            parts = [results for _, results in sorted(filter(None, gathered), key=lambda part: part[0])]
-            in_turn = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
-            results = [result for result in in_turn if result is not _NOTHING]
-            if size is not None and len(results) - size < len(parts):
-                results = results[:size]
-            metrics = self._on_rank_0(results)
+        gathered = gather_results([self.results], topology)
+        compute = None if gathered is None else partial(self._compute, gathered[0], size, topology.data.count)
         self.reset()
-        return self._from_rank_0(metrics)
+        return from_rank_0(compute, f"{type(self).__name__}.compute_metrics")
 
-    def _on_rank_0(self, results: list[Any]) -> dict[str, Any]:
-        """Return the metrics of all results; the other processes wait, so an exception is told to them first."""
-        try:
-            return self._named(self.compute_metrics(results))
-        except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            dist.broadcast_object(_Failure(reason, isinstance(error, ConfigError)))
-            raise
-
-    def _from_rank_0(self, metrics: Any) -> dict[str, Any]:
-        found: dict[str, Any] | _Failure = dist.broadcast_object(metrics)
-        if not isinstance(found, _Failure):
-            return found
-        if found.is_configuration:
-            raise ConfigError(found.reason)
-        raise FlexTrainError(f"{type(self).__name__}.compute_metrics: failed on rank 0, {found.reason}")
+    def _compute(self, results: list[Any], size: int | None, shards: int) -> dict[str, Any]:
+        if size is not None and len(results) - size < shards:
+            results = results[:size]
+        return self._named(self.compute_metrics(results))
 
     def reset(self) -> None:
         """Drop all results, also those of an evaluation that an exception ended; called before every evaluation."""

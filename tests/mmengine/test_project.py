@@ -56,7 +56,7 @@ def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("zero1", "zero2"))]
+    "strategy", ["ddp", "fsdp", "zero3", *(pytest.param(each, marks=pytest.mark.full) for each in ("zero1", "zero2"))]
 )
 def test_it_trains_under_every_strategy(
     tmp_path: Path, workers2: WorkerGroup, alone: tuple[Path, list[float], list[Any], dict[str, Any]], strategy: str
