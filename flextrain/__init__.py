@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
     from .runner.hooks.hook import Hook as Hook
+    from .runner.loops.base import BaseLoop as BaseLoop
     from .runner.metrics.base import BaseMetric as BaseMetric
     from .runner.metrics.evaluator import Evaluator as Evaluator
     from .runner.reporting.history import HistoryBuffer as HistoryBuffer
@@ -88,6 +89,7 @@ REGISTERING_MODULES.update(
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],
+    "runner.loops.base": ["BaseLoop"],
     "runner.metrics.base": ["BaseMetric"],
     "runner.metrics.evaluator": ["Evaluator"],
     "runner.hooks.hook": ["Hook"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .data.collate import pseudo_collate
 from .data.dataloaders import build_dataloader
 from .data.samplers import DefaultSampler, InfiniteSampler
+from .loops.base import BaseLoop
 from .loops.epoch import EpochBasedTrainLoop
 from .loops.evaluate import TestLoop, ValLoop
 from .loops.iteration import IterBasedTrainLoop
@@ -14,6 +15,7 @@ from .metrics.evaluator import Evaluator
 from .runner import FlexibleRunner
 
 __all__ = [
+    "BaseLoop",
     "BaseMetric",
     "DefaultSampler",
     "DumpResults",

@@ -19,8 +19,8 @@ from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
 from .data.checks import check_dataloader, is_infinite
 from .data.user_loaders import batch_size
+from .loops.base import BaseLoop
 from .loops.epoch import EpochBasedTrainLoop
-from .loops.evaluate import EvalLoop
 from .loops.iteration import IterBasedTrainLoop
 from .loops.train import TrainLoop
 from .metrics.evaluator import check_evaluator
@@ -205,7 +205,11 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
         if by_epoch is not None:
             raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
         loop = LOOPS.resolve(kind, "train_cfg.type")
-        must_be(loop, TrainLoop, "train_cfg.type", "training loop")
+        if inspect.isclass(loop) and not issubclass(loop, TrainLoop):
+            raise ConfigError(
+                f"train_cfg.type: {loop.__name__} is no training loop; subclass EpochBasedTrainLoop or IterBasedTrainLoop, "
+                "which count for checkpoints and schedules, and define run_iter, run_epoch or run"
+            )
         return loop, kwargs
     if by_epoch is None:
         if kwargs.get("max_iters") is not None and kwargs.get("max_epochs") is not None:
@@ -222,12 +226,23 @@ def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> No
     check_dataloader(dataloader, f"{mode}_dataloader", training=False)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
-    kwargs = {key: value for key, value in cfg.items() if key != "type"}
-    default = "ValLoop" if mode == "val" else "TestLoop"
-    kind = LOOPS.resolve(cfg.get("type", default), f"{mode}_cfg.type")
-    must_be(kind, EvalLoop, f"{mode}_cfg.type", "evaluation loop")
+    kind, kwargs = eval_loop_class(cfg, mode)
     check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
     check_evaluator(evaluator, f"{mode}_evaluator")
+
+
+def eval_loop_class(cfg: Mapping[str, Any], mode: str) -> tuple[Any, dict[str, Any]]:
+    """Return the class of the loop of validation or testing, and its arguments."""
+    where = f"{mode}_cfg.type"
+    kind = LOOPS.resolve(cfg.get("type", "ValLoop" if mode == "val" else "TestLoop"), where)
+    if inspect.isclass(kind):
+        must_be(kind, BaseLoop, where, "evaluation loop")
+        if issubclass(kind, TrainLoop):
+            raise ConfigError(f"{where}: {kind.__name__} is no evaluation loop")
+        parameters = inspect.signature(kind).parameters.values()
+        if not any(p.name == "evaluator" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ConfigError(f"{where}: {kind.__name__} takes no evaluator; take runner, dataloader and evaluator")
+    return kind, {key: value for key, value in cfg.items() if key != "type"}
 
 
 def check_logging(log_processor: Any, log_level: Any, by_epoch: bool) -> None:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..core.config import check_call
 from ..core.errors import ConfigError
-from ..core.registry import LOOPS
 from ..core.version import __version__
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from .arguments import Checked
 from .build import build_model, build_schedulers, scale_lr
-from .configuration import train_loop_class
+from .configuration import eval_loop_class, train_loop_class
 from .data.dataloaders import build_dataloader
 from .data.user_loaders import batch_size
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
-from .loops.evaluate import EvalLoop
+from .loops.base import BaseLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, TrainLoop
+from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .options import FixedOptions
-from .reporting import MessageHub, Reporter, Visualizer
+from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 
 
 class Parts:
@@ -59,8 +60,8 @@ class Parts:
         self._model: nn.Module | None = None
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None
-        self._val_loop: EvalLoop | None = None
-        self._test_loop: EvalLoop | None = None
+        self._val_loop: BaseLoop | None = None
+        self._test_loop: BaseLoop | None = None
 
     # Properties
 
@@ -158,50 +159,78 @@ class Parts:
         if self._train_loop is None:
             if not self._trains:
                 raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
-            loader = self._build_dataloader("train")
-            kind, kwargs = train_loop_class(self._given["train_cfg"])
-            # MMEngine's configurations have such keys even without validation.
-            if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
-                names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
-                self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
-            self._train_loop = kind(runner=self, dataloader=loader, **kwargs)
+            self._train_loop = self.build_train_loop(self._given["train_cfg"])
         return self._train_loop
 
     @property
-    def val_loop(self) -> EvalLoop | None:
+    def val_loop(self) -> BaseLoop | None:
         """The validation loop; None if validation is not configured."""
         if self._val_loop is None and self._given["val_dataloader"] is not None:
-            self._val_loop = self._build_eval_loop("val")
+            self._val_loop = self.build_val_loop(self._given["val_cfg"])
         return self._val_loop
 
     @property
-    def test_loop(self) -> EvalLoop | None:
+    def test_loop(self) -> BaseLoop | None:
         """The test loop; None if testing is not configured."""
         if self._test_loop is None and self._given["test_dataloader"] is not None:
-            self._test_loop = self._build_eval_loop("test")
+            self._test_loop = self.build_test_loop(self._given["test_cfg"])
         return self._test_loop
 
     @property
     def train_dataloader(self) -> Any:
         """The training data: a DataLoader, or another source of batches."""
-        return self.train_loop.dataloader
+        return self.train_loop.loader
 
     @property
     def val_dataloader(self) -> Any:
         """The validation data."""
-        return self.val_loop.dataloader if self.val_loop else None
+        return self.val_loop.loader if self.val_loop else None
 
     @property
     def test_dataloader(self) -> Any:
         """The test data."""
-        return self.test_loop.dataloader if self.test_loop else None
+        return self.test_loop.loader if self.test_loop else None
+
+    @property
+    def val_evaluator(self) -> Any:
+        """The Evaluator of validation; None if validation is not configured."""
+        return getattr(self.val_loop, "evaluator", None)
+
+    @property
+    def test_evaluator(self) -> Any:
+        """The Evaluator of testing; None if testing is not configured."""
+        return getattr(self.test_loop, "evaluator", None)
+
+    @property
+    def val_interval(self) -> int:
+        """Epochs or iterations between validations."""
+        return self.train_loop.val_interval
+
+    @property
+    def val_begin(self) -> int:
+        """First epoch or iteration, counted from 1, after which validation may run."""
+        return self.train_loop.val_begin
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class."""
+        self._setup_model()
+        return type(self.strategy.module).__name__
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether deterministic algorithms were asked for."""
+        return self.options.randomness.deterministic
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
         """Add a hook, after those of the same priority."""
         built = build_hook(hook, "hook")
         self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
 
-    # How they are built
+    def register_custom_hooks(self, hooks: Iterable[Hook | Mapping[str, Any]]) -> None:
+        """Add several hooks, see ``register_hook``."""
+        for hook in hooks:
+            self.register_hook(hook)
 
     @contextmanager
     def _as_current(self) -> Iterator[None]:
@@ -209,21 +238,70 @@ class Parts:
         with self.message_hub.as_current(), self.visualizer.as_current():
             yield
 
-    def _build_dataloader(self, mode: str) -> Any:
-        return build_dataloader(
-            self._given[f"{mode}_dataloader"],
-            training=mode == "train",
-            seed=self.seed,
-            shard=self.strategy.topology.shard,
-            where=f"{mode}_dataloader",
-            logger=self.logger,
-        )
+    # How they are built, with MMEngine's names
 
-    def _build_eval_loop(self, mode: str) -> EvalLoop:
-        loader, cfg = self._build_dataloader(mode), dict(self._given[f"{mode}_cfg"])
-        kind = LOOPS.resolve(cfg.pop("type", "ValLoop" if mode == "val" else "TestLoop"), f"{mode}_cfg.type")
-        loop: EvalLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **cfg)
-        return loop
+    def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
+        """Build a dataloader of training data, split over processes; loops of one's own may need a second one.
+
+        Args:
+            dataloader: see the runner's ``train_dataloader``.
+            seed: seed of the order; default: the run's.
+            diff_rank_seed: for MMEngine's callers; the order is the same on all processes either way.
+
+        Raises:
+            ConfigError: an invalid configuration.
+        """
+        return self._build_dataloader(dataloader, "dataloader", True, self.seed if seed is None else seed)
+
+    def build_evaluator(self, evaluator: Any) -> Evaluator:
+        """Build an Evaluator for the processes of this run.
+
+        Args:
+            evaluator: see the runner's ``val_evaluator``.
+        """
+        check_evaluator(evaluator, "evaluator")
+        built = build_evaluator(evaluator, "evaluator")
+        built.topology = self.strategy.topology
+        built.to(self.strategy.device)
+        return built
+
+    def build_train_loop(self, loop: TrainLoop | Mapping[str, Any]) -> TrainLoop:
+        """Build a training loop on the training data; ``loop`` is such a loop, or as ``train_cfg``."""
+        if isinstance(loop, TrainLoop):
+            return loop
+        kind, kwargs = train_loop_class(loop)
+        check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
+        # MMEngine's configurations have such keys even without validation.
+        if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
+            names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
+            self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
+        loader = self._build_dataloader(self._given["train_dataloader"], "train_dataloader", True, self.seed)
+        built: TrainLoop = kind(runner=self, dataloader=loader, **kwargs)
+        return built
+
+    def build_val_loop(self, loop: BaseLoop | Mapping[str, Any]) -> BaseLoop:
+        """Build a loop on the validation data; ``loop`` is such a loop, or as ``val_cfg``."""
+        return self._build_eval_loop(loop, "val")
+
+    def build_test_loop(self, loop: BaseLoop | Mapping[str, Any]) -> BaseLoop:
+        """Build a loop on the test data; ``loop`` is such a loop, or as ``test_cfg``."""
+        return self._build_eval_loop(loop, "test")
+
+    def build_log_processor(self, log_processor: Any) -> Any:
+        """Build a LogProcessor; the argument is as the runner's ``log_processor``."""
+        return build_log_processor(log_processor, not self._trains or self.train_loop.by_epoch)
+
+    def _build_dataloader(self, cfg: Any, where: str, training: bool, seed: int) -> Any:
+        shard = self.strategy.topology.shard
+        return build_dataloader(cfg, training=training, seed=seed, shard=shard, where=where, logger=self.logger)
+
+    def _build_eval_loop(self, loop: BaseLoop | Mapping[str, Any], mode: str) -> BaseLoop:
+        if isinstance(loop, BaseLoop):
+            return loop
+        kind, kwargs = eval_loop_class(loop, mode)
+        loader = self._build_dataloader(self._given[f"{mode}_dataloader"], f"{mode}_dataloader", False, self.seed)
+        built: BaseLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **kwargs)
+        return built
 
     def _build_model(self) -> nn.Module:
         """Build the user's module, with its initial weights, before the strategy distributes it."""

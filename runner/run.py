@@ -31,10 +31,6 @@ class TrainingProgress(Protocol):
         """The training data as windows of micro-batches."""
 
     @property
-    def dataloader(self) -> Any:
-        """The object that the windows are read from."""
-
-    @property
     def start_iter(self) -> int:
         """Updates that were completed when this process started."""
 
@@ -228,6 +224,9 @@ class Run(Protocol):
     @property
     def test_dataloader(self) -> Any:
         """The test data."""
+
+    def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
+        """Build a dataloader of training data, split over processes."""
 
     # Hooks
 

@@ -38,6 +38,7 @@ OPTIONAL |= {"sklearn", "transformers", "wandb"}
 # Adding or removing a name here is a decision about the public interface.
 PUBLIC = {
     "__version__",
+    "BaseLoop",
     "EVALUATOR",
     "Evaluator",
     "HistoryBuffer",

@@ -18,13 +18,11 @@ from ...core.snapshot import Snapshot
 from ...core.torch_private import without_compiling
 from ..data.first_batches import first_batches, only_once, parts_of
 from ..metrics.evaluator import Evaluator, add_metrics
+from .evaluation_data import EVALUATION
 from .lockstep import until_all_end
 
 if TYPE_CHECKING:
     from ..run import Run
-
-EVALUATION = -1
-"""Epoch number for the random numbers of evaluation data, which makes them the same every time."""
 
 _OFF = "env_cfg=dict(dry_run=False) leaves the dry pass out"
 
@@ -110,7 +108,11 @@ class DryPass:
         found: dict[str, Any] = {}
         is_whole = True
         evaluator = self._evaluator
-        for part in [evaluator] if overridden(evaluator, "evaluate") else evaluator.metrics:
+        parts: list[Any] = [evaluator] if overridden(evaluator, "evaluate") else [*evaluator.metrics]
+        writes = any(metric.writes_files for metric in evaluator.metrics)
+        if writes:  # such a metric has no value
+            parts = [metric for metric in parts if metric is not evaluator and not metric.writes_files]
+        for part in parts:
             metrics = self._compute(part)
             add_metrics(found, metrics)
             is_whole = is_whole and bool(metrics)

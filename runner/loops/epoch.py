@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from ...core.config import PositiveInt
@@ -41,7 +41,7 @@ class EpochBasedTrainLoop(TrainLoop):
                 "dataset or loader a __len__"
             )
         self._max_epochs = max_epochs
-        self._in_epoch = False
+        self._ended: int | None = None  # the epoch that has ended last, until the next one begins
 
     @property
     def _length(self) -> int:
@@ -57,34 +57,54 @@ class EpochBasedTrainLoop(TrainLoop):
         """See TrainLoop."""
         return self._max_epochs * self._length + self._ahead
 
-    def run(self) -> None:
+    def run(self) -> Any:
         """Train, with validation after the epochs at which it is due."""
-        runner = self.runner
+        runner = self._runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
         self.try_validation()
         self.validate(self._epoch)
         while self._epoch < self._max_epochs and not self.stop_training:
+            begun = self._epoch
             self.run_epoch()
+            self._epoch = begun + 1  # a subclass's own may leave the counting to the loop
             self.validate(self._epoch)
         runner.call_hook("after_train")
+        return runner.model
 
     def run_epoch(self) -> None:
         """Train on one epoch, or on the rest of it."""
-        runner = self.runner
-        self._in_epoch = True
-        start = self._inner
+        runner = self._runner
+        self._begin()
         runner.model.train()
         runner.call_hook("before_train_epoch")
-        for i, window in enumerate(self.data.windows(self._epoch, start), start):
-            self.run_iter(i, window)
-        if self._inner == 0:
-            raise self.data.no_batch()
-        self._in_epoch = False
+        run_iter = self._iterate()
+        for idx, batch in enumerate(self.batches(), self._inner):
+            run_iter(idx, batch)
+        self._end()
         runner.call_hook("after_train_epoch")
         self._epoch += 1
-        self._inner = 0
+
+    def batches(self) -> Iterator[Any]:
+        """See TrainLoop; those that are left in the epoch."""
+        self._begin()
+        return self._due()
+
+    def _begin(self) -> None:
+        if self._ended is not None:
+            self._ended, self._inner = None, 0
+
+    def _end(self) -> None:
+        if self._inner == 0:
+            raise self.data.no_batch()
+        self._ended = self._epoch
+
+    def _at_hook(self, point: str) -> None:
+        if point == "before_train_epoch":
+            self._begin()
+        elif point == "after_train_epoch":
+            self._end()
 
     def _progress(self) -> tuple[int, int]:
         """Return the epoch and its updates; in the hooks after an epoch, the epoch is counted as completed."""
-        return (self._epoch, self._inner) if self._in_epoch or not self._inner else (self._epoch + 1, 0)
+        return (self._epoch, self._inner) if self._ended is None else (self._ended + 1, 0)

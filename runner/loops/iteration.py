@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import PositiveInt
@@ -38,6 +38,7 @@ class IterBasedTrainLoop(TrainLoop):
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         self._max_iters = max_iters
+        self._iterator: Iterator[Any] | None = None
 
     @property
     def _length(self) -> int:
@@ -53,30 +54,43 @@ class IterBasedTrainLoop(TrainLoop):
         """See TrainLoop."""
         return self._max_iters
 
-    def run(self) -> None:
+    def run(self) -> Any:
         """Train, with validation after the iterations at which it is due."""
-        runner = self.runner
+        runner = self._runner
         self._iter = self._done  # a hook of the last update may have ended the run before
         runner.call_hook("before_train")
         self.try_validation()
         self.validate(self._iter)
         runner.model.train()
         runner.call_hook("before_train_epoch")
-        while self._iter < self._max_iters and not self.stop_training:
-            self._run_pass()
+        if not self.stop_training:
+            self._run_iters()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
+        return runner.model
 
-    def _run_pass(self) -> None:
-        """Train on one pass over the data, or as much of it as is needed; an InfiniteSampler's pass never ends."""
-        start = self._inner
-        windows = self.data.windows(self._epoch, start, start + self._max_iters - self._iter)
-        for i, window in enumerate(windows, start):
-            self.run_iter(i, window)
+    def _run_iters(self) -> None:
+        run_iter = self._iterate()
+        for batch in self.batches():
+            run_iter(self._inner, batch)
+            self._iter = self._done  # a subclass's own may leave the counting to the loop
             self.validate(self._iter)
-            if self.stop_training or self._iter >= self._max_iters:
+            if self.stop_training:
                 return
-        if self._inner == 0:
-            raise self.data.no_batch()
-        self._epoch += 1
-        self._inner = 0
+
+    def batches(self) -> Iterator[Any]:
+        """See TrainLoop; those of all passes over the data that are left. An InfiniteSampler's pass never ends."""
+        while self._done < self._max_iters:
+            yield from self._due(self._inner + self._max_iters - self._done)
+            if self._done < self._max_iters:
+                if self._inner == 0:
+                    raise self.data.no_batch()
+                self._epoch += 1
+                self._inner = 0
+
+    @property
+    def dataloader_iterator(self) -> Iterator[Any]:
+        """The iterator over ``batches()``, as MMEngine's loop has it."""
+        if self._iterator is None:
+            self._iterator = self.batches()
+        return self._iterator

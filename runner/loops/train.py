@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import PositiveInt
+from ...core.errors import ConfigError, counted
 from ..data.dataloaders import TrainData
+from .base import BaseLoop
 
 if TYPE_CHECKING:
     from ..run import Run
 
 
-class BaseLoop:
-    """Base class of all loops.
-
-    Args:
-        runner: the runner that the loop belongs to.
-        dataloader: built, and split over processes.
-    """
-
-    def __init__(self, runner: Run, dataloader: Iterable[Any]) -> None:
-        self.runner = runner
-        self.dataloader = dataloader
-
-    def run(self) -> Any:
-        """Run the loop over its data."""
-        raise NotImplementedError
-
+_LEFT_OUT: Any = object()
 
 VALIDATION_KEYS = {"val_begin", "val_interval", "dynamic_intervals"}
 """Arguments of the training loops that schedule validation."""
@@ -38,6 +27,10 @@ class TrainLoop(BaseLoop):
     """Base class of training loops: counts epochs and iterations, and makes one update per window of micro-batches.
 
     An iteration is one update. ``epoch`` and ``iter`` start at 0 and increase after the hooks of an epoch or iteration.
+
+    A subclass may define ``run_iter(idx, data_batch)``, ``run_epoch`` or ``run`` anew, see BaseLoop. Its ``run_iter``
+    makes exactly one update, by ``super().run_iter(idx, data_batch)`` or by
+    ``self.runner.model.train_step(data_batch, optim_wrapper=self.runner.optim_wrapper)``.
     """
 
     by_epoch: bool = True
@@ -52,8 +45,9 @@ class TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.val_begin = val_begin
+        self.val_interval: int = val_interval
         self.data = TrainData(
-            dataloader,
+            self.loader,
             runner.accumulate,
             runner.seed,
             diff_rank_seed=runner.options.randomness.diff_rank_seed,
@@ -113,15 +107,15 @@ class TrainLoop(BaseLoop):
 
     def try_validation(self) -> None:
         """Make the dry pass of validation, before the first update of this process."""
-        loop, batches = self.runner.val_loop, self.runner.options.env_cfg.dry_batches
+        loop, batches = self._runner.val_loop, self._runner.options.env_cfg.dry_batches
         done, end = (self._epoch, self.max_epochs) if self.by_epoch else (self._iter, self.max_iters)
         if loop is not None and batches and done < end and not self._has_tried:
             self._has_tried = True
             dry_run = getattr(loop, "dry_run", None)
             if dry_run is None:
-                self.runner.logger.info(f"Dry pass: left out, {type(loop).__name__} is not derived from EvalLoop")
+                self._runner.logger.info(f"Dry pass: left out, {type(loop).__name__} is not derived from EvalLoop")
                 return
-            self.runner.strategy.meet("the dry pass")
+            self._runner.strategy.meet("the dry pass")
             dry_run(batches)
 
     def validate(self, done: int) -> None:
@@ -130,32 +124,98 @@ class TrainLoop(BaseLoop):
         A checkpoint is saved before the validation of its epoch or iteration. A resumed run must not skip that
         validation, because schedulers, early stopping and the best checkpoint depend on its metrics.
         """
-        loop = self.runner.val_loop
+        runner = self._runner
+        loop = runner.val_loop
         if loop is None or done < self.val_begin or done == self._validated:
             return
-        # As in MMEngine, an interval holds from the next epoch or iteration on; validation at the end is always due.
-        interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
-        if done % interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
-            self.runner.strategy.meet("validation")
+        self._decide_current_val_interval(done)
+        if done % self.val_interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
+            runner.strategy.meet("validation")
+            was_training = runner.model.training
             loop.run()
+            if runner.model.training != was_training:  # a loop of the user's may leave it so
+                runner.model.train(was_training)
             self._validated = done
 
-    def run_iter(self, batch_idx: int, window: list[Any]) -> None:
-        """Make one update, with its hooks; ``batch_idx`` is its index in the epoch."""
-        runner, hooks = self.runner, self.runner.hook_calls
-        batch = window[0] if self.data.accumulate == 1 else window
+    def _decide_current_val_interval(self, done: int | None = None) -> None:
+        """Set ``val_interval``; as in MMEngine, an interval holds from the next epoch or iteration on."""
+        if done is None:
+            done = self._epoch if self.by_epoch else self._iter
+        self.val_interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
+
+    def run_iter(self, idx: Any, data_batch: Any = _LEFT_OUT) -> None:
+        """Make one update, with its hooks; ``run_iter(data_batch)`` does it too, as in MMEngine's IterBasedTrainLoop.
+
+        Args:
+            idx: index of the update in the epoch, for the hooks.
+            data_batch: the batch; with ``accumulative_counts`` above 1 the list of the update's micro-batches.
+        """
+        if data_batch is _LEFT_OUT:
+            idx, data_batch = self._inner, idx
+        runner = self._runner
+        hooks = runner.hook_calls
         for hook in hooks.before_train_iter:
-            hook(runner, batch_idx, batch)
+            hook(runner, idx, data_batch)
         try:
-            outputs = runner.stepper.train(window)
+            outputs = runner.stepper.train([data_batch] if self.data.accumulate == 1 else data_batch)
         except BaseException:
             self.is_torn = True
             raise
-        self._inner = batch_idx + 1
+        self._inner += 1
         self._done += 1
         for hook in hooks.after_train_iter:
-            hook(runner, batch_idx, batch, outputs)
+            hook(runner, idx, data_batch, outputs)
         self._iter = self._done
+
+    # Batches, and updates by methods of a subclass
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what ``run_iter`` gets, for all updates that are left; see BaseLoop.
+
+        Raises:
+            ConfigError: not exactly one update was made of a batch.
+        """
+        raise NotImplementedError
+
+    def _due(self, stop: int | None = None) -> Iterator[Any]:
+        """Yield what ``run_iter`` gets, up to the update ``stop`` of the epoch."""
+        windows = self.data.windows(self._epoch, self._inner, stop)
+        due = map(itemgetter(0), windows) if self.data.accumulate == 1 else windows
+        return self._checked(due) if self.has_own_methods else due
+
+    def _checked(self, due: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and check after each that one update was made of it."""
+        self._iter = done = self._done
+        for batch in due:
+            yield batch
+            done += 1
+            if self._done != done:
+                made = counted(self._done - done + 1, "update")
+                raise ConfigError(
+                    f"train_cfg.type: {type(self).__name__} made {made} of a batch, and has to make one: call "
+                    "super().run_iter(idx, data_batch), or self.runner.model.train_step(data_batch, "
+                    "optim_wrapper=self.runner.optim_wrapper)"
+                )
+            self._iter = done
+
+    def _update(self, data_batch: Any) -> Any:
+        try:
+            outputs = self._runner.stepper.train([data_batch] if self.data.accumulate == 1 else data_batch)
+        except BaseException:
+            self.is_torn = True
+            raise
+        self._inner += 1
+        self._done += 1
+        return outputs
+
+    def _iterate(self) -> Callable[[int, Any], object]:
+        """Return ``run_iter``; a subclass's own may take the batch alone, as MMEngine's IterBasedTrainLoop does."""
+        if not self.has_own_methods:
+            return self.run_iter
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(self.run_iter).parameters.values()
+        takes_index = sum(parameter.kind in kinds for parameter in parameters) != 1
+        return self.run_iter if takes_index else lambda idx, data_batch: self.run_iter(data_batch)
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the position in training, correct inside hooks too.

@@ -26,6 +26,8 @@ class BaseMetric(ABC):
     """
 
     default_prefix: ClassVar[str | None] = None
+    writes_files: ClassVar[bool] = False
+    """True if ``compute_metrics`` writes files; it is then called after real evaluations only, not in the dry pass."""
     topology: Topology | None = None
     """The strategy's, set by the loop: one process of each data shard has results. None: every process has results."""
 

@@ -38,6 +38,8 @@ class DumpResults(BaseMetric):
         ConfigError: another ending; or, at the end of an evaluation, a type that ``.pt`` files cannot hold.
     """
 
+    writes_files = True
+
     def __init__(
         self, out_file_path: str | Path, collect_device: Literal["cpu", "gpu"] = "cpu", collect_dir: str | None = None
     ) -> None:

@@ -263,7 +263,10 @@ WRONG_TYPE = [
     case("train_dataloader.sampler", 5, "int is not allowed"),
     case("train_dataloader.sampler", dict(shuffle=True), "missing, say which sampler", "train_dataloader.sampler.type"),
     case("train_dataloader.sampler", dict(type=Numbers, length=1), "is no sampler", "train_dataloader.sampler.type"),
-    case("train_dataloader.worker_init_fn", dict(type="worker_init_fn"), "give a function"),
+    case("train_dataloader.worker_init_fn", 5, "5 is not allowed, give a function, its name, or dict(type=...)"),
+    case(
+        "train_dataloader.worker_init_fn", dict(), "missing, say which function", "train_dataloader.worker_init_fn.type"
+    ),
     case("train_dataloader.generator", torch.Generator(), "is filled in by flextrain"),
     case("train_dataloader.collate_fn", 5, "5 is not allowed"),
     case("train_dataloader.collate_fn", dict(), "missing, say which function", "train_dataloader.collate_fn.type"),

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from flextrain import EVALUATOR, BaseMetric, ConfigError, Evaluator, FlexTrainError
 from flextrain.runner import DumpResults
+from flextrain.runner.hooks import Hook
 from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
 from flextrain.testing import WorkerGroup
 
 from .test_evaluation import evaluate
-from .training import validation
+from .training import make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -43,6 +44,11 @@ class Elements(nn.Module):
     def forward(self, index: Tensor, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
         found = [Element(i, row) for i, row in zip(index, self.net(x), strict=True)]
         return [element.to_dict() if i % 2 else element for i, element in zip(index, found, strict=True)]
+
+
+class Trained(Elements):
+    def forward(self, index: Tensor, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return {"loss": self.net(x).mean()} if mode == "loss" else super().forward(index, x, y)
 
 
 class Indices(BaseMetric):
@@ -195,6 +201,23 @@ def test_batches_in_a_file(tmp_path: Path) -> None:
     results = read(path)
     assert [batch["index"].tolist() for batch in results] == [[0, 1, 2, 3], [4]]
     assert path.stat().st_size < 5000
+
+
+def test_a_file_is_written_by_validation_alone(tmp_path: Path) -> None:
+    """Not by the dry pass before training."""
+
+    class Sees(Hook):
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            seen.append(metric.out_file_path.exists())
+
+    seen: list[bool] = []
+    metric = DumpResults(tmp_path / "results.pkl")
+    for evaluator in (Evaluator([Indices(), metric]), Counting([metric])):
+        parts = {**validation(5), "val_evaluator": evaluator, "model": Trained}
+        make_runner(tmp_path / "run", **parts, train_cfg=dict(max_epochs=1), custom_hooks=[Sees()]).train()
+        assert not any(seen)
+        assert len(read(metric.out_file_path)) == 5
+        metric.out_file_path.unlink()
 
 
 def test_what_a_file_can_hold(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ WRAPPER = {
     "spread": "a strategy calls it whose processes hold different parameters",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
+TRAIN_LOOP = {"inner": _FACT} | dict.fromkeys(("num_batches", "dry_run"), "evaluation loops are asked")
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
 
@@ -186,9 +187,11 @@ CASES: list[Case] = [
     ),
     Case(Accuracy, lambda kind: dict(val_evaluator=kind()), id="BaseMetric"),
     Case(Evaluator, lambda kind: dict(val_evaluator=kind([Accuracy()])), {"offline_evaluate": _USER}),
-    Case(EpochBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_epochs=2)), {"inner": _FACT}),
+    Case(EpochBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_epochs=2)), TRAIN_LOOP),
     Case(
-        IterBasedTrainLoop, lambda kind: dict(train_cfg=dict(type=kind, max_iters=4, val_interval=2)), {"inner": _FACT}
+        IterBasedTrainLoop,
+        lambda kind: dict(train_cfg=dict(type=kind, max_iters=4, val_interval=2)),
+        TRAIN_LOOP | {"dataloader_iterator": "a loop's own run asks for it"},
     ),
     Case(ValLoop, lambda kind: dict(val_cfg=dict(type=kind))),
     Case(

@@ -1,0 +1,167 @@
+"""BaseLoop, the base class of all loops, and what a loop of the user's sees of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.overriding import overridden
+from ..data.user_loaders import length_of
+from .evaluation_data import EvaluationData
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+METHODS = ("run", "run_epoch", "run_iter", "batches")
+"""The methods of a loop that a subclass may define anew."""
+
+
+class BaseLoop:
+    """Base class of all loops; a direct subclass evaluates, and defines ``run``.
+
+    A subclass that defines ``run``, ``run_epoch`` or ``run_iter`` anew is written as with MMEngine: its ``dataloader``
+    gives the batches that are due (after resuming, the rest of an epoch), and the ``model`` of its ``runner`` has
+    ``train_step``, ``val_step`` and ``test_step``, which the strategy carries out.
+
+    Args:
+        runner: the runner that the loop belongs to.
+        dataloader: built, and split over processes; or the configuration of one.
+    """
+
+    mode = "val"
+
+    def __init__(self, runner: Run, dataloader: Iterable[Any] | Mapping[str, Any]) -> None:
+        self._runner = runner
+        self.loader: Any = runner.build_dataloader(dataloader) if isinstance(dataloader, Mapping) else dataloader
+        self.has_own_methods = bool(overridden(self, *METHODS))
+        self.runner: Any = RunnerOfLoop(self) if self.has_own_methods else runner
+        self.dataloader: Any = LoaderOfLoop(self) if self.has_own_methods else self.loader
+        self._data: EvaluationData | None = None
+        self._last_mode = self.mode
+
+    def run(self) -> Any:
+        """Run the loop over its data; every loop must define it."""
+        raise NotImplementedError(f"{type(self).__name__}.run() is not defined")
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches that are due, which a loop with methods of its own gets from ``self.dataloader``."""
+        self._runner.strategy.share_buffers()  # after the hooks before an evaluation, which may average them
+        return self._own_batches()
+
+    def _own_batches(self) -> Iterator[Any]:
+        for batch, is_own in self._evaluation_data.batches():
+            if is_own:
+                yield batch
+            else:  # forward may run collectives, so every process runs it equally often
+                self._forward(batch)
+
+    def dry_run(self, num_batches: int) -> None:
+        """Evaluate the first ``num_batches`` so that nothing has changed afterwards, see DryPass.
+
+        Left out if a subclass has methods of its own.
+        """
+        own = " and ".join(overridden(self, *METHODS))
+        self._runner.logger.info(f"Dry pass: left out, {type(self).__name__} defines its own {own}")
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this process; without a known length, those of the last pass, or of the current one so far."""
+        return self._evaluation_data.num_batches
+
+    @property
+    def _evaluation_data(self) -> EvaluationData:
+        if self._data is None:
+            self._data = EvaluationData(self.loader, self._runner)
+        return self._data
+
+    def _forward(self, batch: Any, mode: str | None = None) -> Any:
+        """Return the model's predictions for an evaluation batch; ``mode`` is "val" or "test", by default the last one."""
+        self._last_mode = mode or self._last_mode
+        with torch.no_grad():
+            return self._runner.stepper.evaluate(batch, self._last_mode)
+
+    def _update(self, data_batch: Any) -> Any:
+        """Make an update; only a training loop can."""
+        raise ConfigError(f"{self.mode}_cfg.type: {type(self).__name__} evaluates, and must not call train_step")
+
+    def _at_hook(self, point: str) -> None:
+        """Take note that a method of a subclass calls the hooks at ``point``."""
+
+
+class LoaderOfLoop:
+    """The dataloader as a loop with methods of its own sees it: iterating gives the batches that are due."""
+
+    def __init__(self, loop: BaseLoop) -> None:
+        self._loop = loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.batches()
+
+    def __len__(self) -> int:
+        length: int | None = getattr(self._loop, "epoch_length", None) or length_of(self._loop.loader)
+        if length is None:
+            raise TypeError(f"{type(self._loop.loader).__name__} has no length")
+        return length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop.loader, name)
+
+
+class RunnerOfLoop:
+    """The runner as a loop with methods of its own sees it: its model has MMEngine's steps."""
+
+    def __init__(self, loop: BaseLoop) -> None:
+        vars(self)["_loop"] = loop
+
+    @property
+    def model(self) -> ModelOfLoop:
+        """The model, with ``train_step``, ``val_step`` and ``test_step``."""
+        return ModelOfLoop(self._loop)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a hook point."""
+        self._loop._at_hook(fn_name)
+        self._loop._runner.call_hook(fn_name, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop._runner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loop._runner, name, value)
+
+
+class ModelOfLoop:
+    """The runner's model with MMEngine's steps, which the strategy carries out."""
+
+    def __init__(self, loop: BaseLoop) -> None:
+        self._loop = loop
+
+    def train_step(self, data_batch: Any, optim_wrapper: Any = None) -> Any:
+        """Make the update of what ``run_iter`` got, and return the values to log.
+
+        Raises:
+            ConfigError: ``optim_wrapper`` is not the runner's.
+        """
+        if optim_wrapper is not None and optim_wrapper is not self._loop._runner.optim_wrapper:
+            raise ConfigError(
+                f"train_cfg.type: {type(self._loop).__name__} calls train_step with another optim_wrapper than the "
+                "runner's, whose state no checkpoint would have"
+            )
+        return self._loop._update(data_batch)
+
+    def val_step(self, data_batch: Any) -> Any:
+        """Return the predictions for a batch of validation data."""
+        return self._loop._forward(data_batch, "val")
+
+    def test_step(self, data_batch: Any) -> Any:
+        """Return the predictions for a batch of test data."""
+        return self._loop._forward(data_batch, "test")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop._runner.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop._runner.model, name)
