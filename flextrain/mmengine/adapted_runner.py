@@ -20,15 +20,16 @@ from ..core.errors import ConfigError
 from ..runner.build import build_model
 from ..runner.configuration import ELSEWHERE
 from ..runner.data.user_loaders import length_of
-from ..runner.loops.evaluate import EvalLoop
+from ..runner.loops.base import BaseLoop
 from ..runner.reporting.reporter import describe
 from ..runner.runner import FlexibleRunner as Native
-from .config import split
-from .evaluation import AdaptedEvaluator
+from .config import has_text, split
+from .evaluation import AdaptedEvaluator, adapted_evaluator
 from .hooks import adapted_hook
 from .initialisation import initialise, through_root, use_device, wraps_another
 from .instances import RunHub, RunLogger, current, in_scope, make_current, set_default_scope
-from .translation import translated_arguments
+from .log_processors import adapted_log_processor
+from .translation import translated_arguments, translated_dataloader
 from .visualizers import AdaptedVisualizer
 
 _ARGUMENTS = [name for name in inspect.signature(Native.__init__).parameters if name != "self"]
@@ -63,6 +64,7 @@ class AdaptedRunner(Native):
     ) -> None:
         check_keywords(arguments, _ARGUMENTS, ELSEWHERE)
         config = Config() if cfg is None else split(cfg, _ARGUMENTS)[0]
+        recorded = config if has_text(config) else Config()
         self._config, self._scope = config, default_scope
         set_default_scope(str(Path(work_dir).absolute()), default_scope)
         given = translated_arguments({"model": model, **arguments}, config, default_scope)
@@ -71,11 +73,13 @@ class AdaptedRunner(Native):
         self._their_hub = RunHub(self.experiment_name, self.message_hub)
         if isinstance(self.visualizer, AdaptedVisualizer):
             with in_scope(default_scope):
-                self.visualizer.build(self.experiment_name, self.log_dir, config)
+                self.visualizer.build(self.experiment_name, self.log_dir, recorded)
         for kind, instance in self._instances():
             make_current(kind, instance)
-        if cfg is not None and self.rank == 0:
+        if len(recorded) and self.rank == 0:
             self.dump_config()
+        elif len(config):
+            self.logger.info("The configuration holds objects that no file can hold, and is not written to work_dir")
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> AdaptedRunner:
@@ -97,21 +101,6 @@ class AdaptedRunner(Native):
     def cfg(self) -> Any:
         """The configuration as MMEngine's Config; of a runner without one, its arguments as plain values."""
         return self._config if len(self._config) else Config(describe(super().cfg))
-
-    @property
-    def val_evaluator(self) -> Any:
-        """The evaluator of validation."""
-        return self.val_loop.evaluator if self.val_loop else None
-
-    @property
-    def test_evaluator(self) -> Any:
-        """The evaluator of testing."""
-        return self.test_loop.evaluator if self.test_loop else None
-
-    @property
-    def model_name(self) -> str:
-        """Name of the model's class."""
-        return type(self.strategy.module).__name__
 
     @property
     def default_scope(self) -> str | None:
@@ -139,6 +128,19 @@ class AdaptedRunner(Native):
         if wraps_another(self.strategy.module):
             revise_keys = [*revise_keys, (r"^(?!module\.)", "module.")]
         super().load_checkpoint(filename, strict, revise_keys)
+
+    def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
+        """See flextrain.FlexibleRunner; names are found in MMEngine's registries."""
+        with in_scope(self._scope):
+            return super().build_dataloader(translated_dataloader(dataloader, "dataloader"), seed, diff_rank_seed)
+
+    def build_evaluator(self, evaluator: Any) -> Any:
+        """See flextrain.FlexibleRunner; metrics of MMEngine are adapted."""
+        return super().build_evaluator(adapted_evaluator(evaluator, "evaluator", self._scope))
+
+    def build_log_processor(self, log_processor: Any) -> Any:
+        """See flextrain.FlexibleRunner; LogProcessors of MMEngine are adapted."""
+        return super().build_log_processor(adapted_log_processor(log_processor, "log_processor"))
 
     # How parts are built
 
@@ -173,13 +175,15 @@ class AdaptedRunner(Native):
             super()._setup_model()
             use_device(self.strategy.module, self.strategy.device)
 
-    def _build_eval_loop(self, mode: str) -> EvalLoop:
-        loop = super()._build_eval_loop(mode)
-        if isinstance(loop.evaluator, AdaptedEvaluator):
-            length = length_of(getattr(loop.dataloader, "dataset", None))
-            loop.evaluator.size = sys.maxsize if length is None else length
-        return loop
-
-    def _build_dataloader(self, mode: str) -> Any:
+    def _build_eval_loop(self, loop: Any, mode: str) -> BaseLoop:
         with in_scope(self._scope):
-            return super()._build_dataloader(mode)
+            built = super()._build_eval_loop(loop, mode)
+        evaluator = getattr(built, "evaluator", None)
+        if isinstance(evaluator, AdaptedEvaluator):
+            length = length_of(getattr(built.loader, "dataset", None))
+            evaluator.size = sys.maxsize if length is None else length
+        return built
+
+    def _build_dataloader(self, cfg: Any, where: str, training: bool, seed: int) -> Any:
+        with in_scope(self._scope):
+            return super()._build_dataloader(cfg, where, training, seed)

@@ -43,3 +43,11 @@ def split(cfg: Any, arguments: Collection[str]) -> tuple[Config, dict[str, Any]]
             if meant is not None and meant not in own:
                 raise ConfigError(f'{name}: unknown key, did you mean "{meant}"? Else give it another name')
     return own, {name: own[name] for name in own if name in arguments}
+
+
+def has_text(config: Config) -> bool:
+    """Whether the configuration can be written to a file; one that holds objects cannot."""
+    try:
+        return bool(config.pretty_text)
+    except SyntaxError:  # MMEngine formats it as Python
+        return False

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import mmengine.dist.utils
-from mmengine.evaluator import BaseMetric
+from mmengine.evaluator import BaseMetric, DumpResults
 from mmengine.evaluator import Evaluator as Theirs
 from mmengine.registry import EVALUATOR, METRICS, DefaultScope
 
@@ -113,6 +113,11 @@ class AdaptedEvaluator(Evaluator):
             self.theirs.dataset_meta = meta
         for metric in self.metrics:
             metric.dataset_meta = meta
+
+    @property
+    def writes_files(self) -> bool:
+        """See Evaluator."""
+        return super().writes_files or any(isinstance(metric, DumpResults) for metric in self.theirs.metrics)
 
     def reset(self) -> None:
         """See Evaluator."""

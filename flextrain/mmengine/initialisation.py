@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,16 @@ def through_root(model: nn.Module) -> None:
         forward = model.test_step
         model.forward = lambda data: forward(data)
         model.test_step = lambda data: model(data)
+
+
+def with_module_first(cfg: Any) -> None:
+    """Let a model for test-time augmentation get its module as the first argument, not by name.
+
+    DeepSpeed wraps constructors in functions whose own first parameter is called "module".
+    """
+    kind = getattr(cfg.get("type"), "func", None) if isinstance(cfg, dict) else None
+    if isinstance(kind, type) and issubclass(kind, BaseTTAModel) and "module" in cfg:
+        cfg["type"] = functools.partial(cfg["type"], cfg.pop("module"))
 
 
 def wraps_another(model: nn.Module) -> bool:

@@ -18,6 +18,8 @@ from ..runner.hooks import DEFAULT_HOOKS
 from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
+from .initialisation import with_module_first
+from .log_processors import adapted_log_processor
 from .registries import find, found_in_scope, is_mmengines, translated
 from .visualizers import adapted_visualizer
 
@@ -48,7 +50,7 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
     found["cfg"] = {name: cfg[name] for name in _READ_BY_MMENGINE if cfg.get(name)} or None
     _translate_model(found)
     for mode in ("train", "val", "test"):
-        for key, translate in ((f"{mode}_dataloader", _dataloader), (f"{mode}_cfg", _loop)):
+        for key, translate in ((f"{mode}_dataloader", translated_dataloader), (f"{mode}_cfg", _loop)):
             if found.get(key) is not None:
                 found[key] = translate(found[key], key)
     for key in ("val_evaluator", "test_evaluator"):
@@ -59,6 +61,7 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
     if found.get("param_scheduler") is not None:
         found["param_scheduler"] = _schedulers(found["param_scheduler"], "param_scheduler")
     found["visualizer"] = adapted_visualizer(found.get("visualizer"), "visualizer")
+    found["log_processor"] = adapted_log_processor(found.get("log_processor"), "log_processor")
     if isinstance(found.get("strategy"), Mapping):
         found["strategy"] = translated(found["strategy"], STRATEGIES, "strategy", OUR_STRATEGIES)
     if isinstance(found.get("default_hooks"), Mapping):
@@ -88,6 +91,7 @@ def _translate_model(found: dict[str, Any]) -> None:
         found["data_preprocessor"] = translated(preprocessor, MODELS, "data_preprocessor")
     if isinstance(model, (Mapping, str)):
         found["model"] = _checked(translated(model, MODELS, "model"), "model")
+        with_module_first(found["model"])
 
 
 def _checked(cfg: Any, where: str, *provided: str) -> Any:
@@ -97,7 +101,8 @@ def _checked(cfg: Any, where: str, *provided: str) -> Any:
     return cfg
 
 
-def _dataloader(cfg: Any, where: str) -> Any:
+def translated_dataloader(cfg: Any, where: str) -> Any:
+    """A dataloader's configuration for flextrain; anything else is returned as it is."""
     if not isinstance(cfg, Mapping):
         return cfg
     found = dict(cfg)
@@ -135,10 +140,17 @@ def _loop(cfg: Any, where: str) -> Any:
         return {**cfg, "type": kind.__name__}
     if any(is_mmengines(base) for base in getattr(kind, "__mro__", ())):
         raise ConfigError(
-            f"{where}.type: {kind.__name__} is a loop of MMEngine, which works with MMEngine's runner only, subclass "
-            "flextrain's loop of the same name"
+            f"{where}.type: {kind.__name__} is a loop of MMEngine, which works with MMEngine's runner only, derive it "
+            f"from flextrain.runner.{_loop_of_ours(kind)}, whose methods are called alike"
         )
     return {**cfg, "type": kind}
+
+
+def _loop_of_ours(kind: type) -> str:
+    """Name of flextrain's loop to derive a project's loop from."""
+    return next(
+        (base.__name__ for base in kind.__mro__ if is_mmengines(base) and base.__name__ in OUR_LOOPS), "BaseLoop"
+    )
 
 
 def _schedulers(cfg: Any, where: str) -> Any:

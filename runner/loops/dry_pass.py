@@ -108,9 +108,9 @@ class DryPass:
         found: dict[str, Any] = {}
         is_whole = True
         evaluator = self._evaluator
-        parts: list[Any] = [evaluator] if overridden(evaluator, "evaluate") else [*evaluator.metrics]
-        writes = any(metric.writes_files for metric in evaluator.metrics)
-        if writes:  # such a metric has no value
+        is_whole_one = type(evaluator).evaluate is not Evaluator.evaluate or overridden(evaluator, "evaluate")
+        parts: list[Any] = [evaluator] if is_whole_one else [*evaluator.metrics]
+        if evaluator.writes_files:  # such a metric has no value
             parts = [metric for metric in parts if metric is not evaluator and not metric.writes_files]
         for part in parts:
             metrics = self._compute(part)

@@ -52,6 +52,11 @@ class Evaluator:
         for metric in self.metrics:
             metric.topology = topology
 
+    @property
+    def writes_files(self) -> bool:
+        """True if one of the metrics writes a file when it is evaluated."""
+        return any(metric.writes_files for metric in self.metrics)
+
     def to(self, device: torch.device) -> None:
         """Move the state of all metrics to ``device``."""
         for metric in self.metrics:

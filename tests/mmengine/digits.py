@@ -60,3 +60,25 @@ def saved_weights(folder: Path, checkpoint: str = "epoch_3", averaged: bool = Fa
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in expected if torch.is_tensor(found[name]))
+
+
+def with_tta(folder: Path | str, **changes: Any) -> Any:
+    """The configuration for testing with several views of every sample, as MMEngine's projects make it."""
+    cfg = configuration(folder, "classifier.py", **changes)
+    cfg.model = dict(**cfg.tta_model, module=cfg.model)
+    for dataset in cfg.test_dataloader.dataset.datasets:
+        dataset.pipeline = cfg.tta_pipeline
+    training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler")
+    for key in (*training, "val_dataloader", "val_cfg", "val_evaluator"):
+        cfg.pop(key)
+    return cfg
+
+
+def metrics_with_tta(folder: str, **changes: Any) -> dict[str, Any]:
+    """The metrics of testing with several views."""
+    from flextrain.mmengine import FlexibleRunner
+
+    runner = FlexibleRunner.from_cfg(with_tta(folder, **changes))
+    metrics = runner.test()
+    runner.strategy.teardown()
+    return metrics

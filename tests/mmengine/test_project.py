@@ -11,7 +11,7 @@ import torch
 
 from flextrain.testing import WorkerGroup
 
-from .digits import configuration, journal_of, largest_difference, saved_weights, train
+from .digits import configuration, journal_of, largest_difference, metrics_with_tta, saved_weights, train, with_tta
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": dict(type="DDPStrategy"),
@@ -20,6 +20,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
     "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
 }
+
+
+FULL, DEEPSPEED = pytest.mark.full, pytest.mark.deepspeed
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,14 @@ def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", "zero3", *(pytest.param(each, marks=pytest.mark.full) for each in ("zero1", "zero2"))]
+    "strategy",
+    [
+        "ddp",
+        "fsdp",
+        pytest.param("zero3", marks=DEEPSPEED),
+        pytest.param("zero1", marks=[FULL, DEEPSPEED]),
+        pytest.param("zero2", marks=[FULL, DEEPSPEED]),
+    ],
 )
 def test_it_trains_under_every_strategy(
     tmp_path: Path, workers2: WorkerGroup, alone: tuple[Path, list[float], list[Any], dict[str, Any]], strategy: str
@@ -86,3 +96,73 @@ def test_weights_are_initialised_as_init_cfg_says(tmp_path: Path) -> None:
     assert float(model.head.fc.weight.std()) == pytest.approx(0.05, rel=0.4)
     biases = itertools.chain(*(m.bias.tolist() for m in model.modules() if isinstance(m, torch.nn.Conv2d)))
     assert set(biases) == {0.0}
+
+
+@pytest.fixture(scope="module")
+def tested(
+    alone: tuple[Path, list[float], list[Any], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any]]:
+    """A checkpoint, and its metrics with several views of every sample, on one device."""
+    checkpoint = str(alone[0] / "epoch_3")
+    return checkpoint, metrics_with_tta(str(tmp_path_factory.mktemp("tta")), load_from=checkpoint)
+
+
+def test_several_views_of_a_sample_are_tested_as_by_mmengine(
+    tmp_path: Path, tested: tuple[str, dict[str, Any]]
+) -> None:
+    from mmengine.runner import Runner
+
+    checkpoint, metrics = tested
+    weights = saved_weights(Path(checkpoint).parent)
+    torch.save(dict(state_dict=weights, meta={}), tmp_path / "weights.pth")
+    changes = {"load_from": str(tmp_path / "weights.pth"), "visualizer.name": "tta"}
+    assert metrics == pytest.approx(Runner.from_cfg(with_tta(tmp_path, **changes)).test())
+    assert metrics["digits/count"] == 19
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "zero3"))]
+)
+def test_several_views_of_a_sample_under_every_strategy(
+    tmp_path: Path, workers2: WorkerGroup, tested: tuple[str, dict[str, Any]], strategy: str
+) -> None:
+    checkpoint, metrics = tested
+    results = workers2.run(metrics_with_tta, str(tmp_path), load_from=checkpoint, strategy=STRATEGIES[strategy])
+    assert results == [pytest.approx(metrics)] * 2
+
+
+def fresh_start(folder: str, pretrained: str, strategy: dict[str, Any] | None) -> None:
+    """Save the weights with which training would begin."""
+    from flextrain.mmengine import FlexibleRunner
+
+    backbone = dict(init_cfg=dict(type="Pretrained", checkpoint=pretrained, prefix="backbone."))
+    runner = FlexibleRunner.from_cfg(configuration(folder, model=dict(backbone=backbone), strategy=strategy))
+    assert runner.model is not None  # builds it
+    runner.save_checkpoint(folder, "start")
+    runner.strategy.teardown()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=DEEPSPEED), pytest.param("ddp", marks=FULL)])
+def test_pretrained_parts_under_every_strategy(tmp_path: Path, workers2: WorkerGroup, strategy: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    empty = saved_start(tmp_path / "any", None, None)
+    weights = {name: torch.rand(value.shape, generator=generator) for name, value in empty.items()}
+    pretrained = str(tmp_path / "pretrained.pth")
+    torch.save(dict(state_dict=weights), pretrained)
+    alone = saved_start(tmp_path / "alone", None, pretrained)
+    assert torch.equal(alone["backbone.stem.weight"], weights["backbone.stem.weight"])
+    assert not torch.equal(alone["head.fc.weight"], weights["head.fc.weight"])
+    workers2.run(fresh_start, str(tmp_path / strategy), pretrained, STRATEGIES[strategy])
+    assert largest_difference(saved_weights(tmp_path / strategy, "start"), alone) == 0.0
+
+
+def saved_start(folder: Path, strategy: dict[str, Any] | None, pretrained: str | None) -> dict[str, torch.Tensor]:
+    from flextrain.mmengine import FlexibleRunner
+
+    if pretrained is None:
+        runner = FlexibleRunner.from_cfg(configuration(folder))
+        return dict(runner.model.state_dict())
+    fresh_start(str(folder), pretrained, strategy)
+    return saved_weights(folder, "start")
