@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .core.errors import LaunchError as LaunchError
     from .core.errors import NonFiniteError as NonFiniteError
     from .core.errors import StrategyError as StrategyError
+    from .core.image_preprocessor import ImgDataPreprocessor as ImgDataPreprocessor
+    from .core.image_preprocessor import stack_batch as stack_batch
     from .core.model import BaseDataPreprocessor as BaseDataPreprocessor
     from .core.model import BaseModel as BaseModel
     from .core.registry import DATA_SAMPLERS as DATA_SAMPLERS
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 
 REGISTERING_MODULES.update(
     {
+        "model": (f"{__name__}.core.model", f"{__name__}.core.image_preprocessor"),
         "optimizer wrapper": (f"{__name__}.optim", f"{__name__}.strategies"),
         "optimizer wrapper constructor": (f"{__name__}.optim",),
         "parameter scheduler": (f"{__name__}.optim.schedulers",),
@@ -90,6 +93,7 @@ _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],
     "runner.loops.base": ["BaseLoop"],
+    "core.image_preprocessor": ["ImgDataPreprocessor", "stack_batch"],
     "runner.metrics.base": ["BaseMetric"],
     "runner.metrics.evaluator": ["Evaluator"],
     "runner.hooks.hook": ["Hook"],

@@ -123,7 +123,7 @@ class AmpOptimWrapper(OptimWrapper):
     def __init__(
         self,
         optimizer: Any,
-        accumulative_counts: int = 1,
+        accumulative_counts: float = 1,
         clip_grad: dict[str, Any] | None = None,
         paramwise_cfg: dict[str, Any] | None = None,
         constructor: Any = "DefaultOptimWrapperConstructor",

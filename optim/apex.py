@@ -56,7 +56,7 @@ class ApexOptimWrapper(OptimWrapper):
     def __init__(
         self,
         optimizer: Any,
-        accumulative_counts: int = 1,
+        accumulative_counts: float = 1,
         clip_grad: dict[str, Any] | None = None,
         paramwise_cfg: dict[str, Any] | None = None,
         constructor: Any = "DefaultOptimWrapperConstructor",

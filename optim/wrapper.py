@@ -76,8 +76,8 @@ class OptimWrapper:
     Args:
         optimizer: ``dict(type='AdamW', lr=...)``, a callable that takes parameter groups, or a built torch optimizer.
             The first two also work if a strategy replaces the model's parameters.
-        accumulative_counts: micro-batches per update; the last window of an epoch may be shorter, and its losses are
-            divided by its own length.
+        accumulative_counts: micro-batches per update, a whole number; the last window of an epoch may be shorter, and its
+            losses are divided by its own length.
         clip_grad: ``dict(max_norm=...)`` for the total norm, ``dict(type='value', clip_value=...)`` for each element.
         paramwise_cfg: learning-rate and weight-decay multipliers, see ``DefaultOptimWrapperConstructor``; with a constructor
             of one's own, also that one's keys.
@@ -87,30 +87,32 @@ class OptimWrapper:
     def __init__(
         self,
         optimizer: Any,
-        accumulative_counts: int = 1,
+        accumulative_counts: float = 1,
         clip_grad: dict[str, Any] | None = None,
         paramwise_cfg: dict[str, Any] | None = None,
         constructor: Any = "DefaultOptimWrapperConstructor",
         *,
         where: str = "optim_wrapper",
     ) -> None:
-        if accumulative_counts < 1:
-            raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give 1 or more")
+        if accumulative_counts < 1 or accumulative_counts % 1:
+            raise ConfigError(
+                f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give a whole number, 1 or more"
+            )
         self.where = where
-        self.accumulate = accumulative_counts
+        self.accumulate = int(accumulative_counts)  # 64 / 16 is a float
         self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")
         if self.clip_grad is not None:
             self.clip_grad.check(f"{where}.clip_grad")
         self.last_step = _NONE_YET
         self.guard: UpdateGuard | None = None
-        own = {"type": type(self).__name__, "accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
+        own = {"type": type(self).__name__, "accumulative_counts": self.accumulate, "clip_grad": clip_grad}
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None
         self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
-        self._index, self._size, self._driven = 0, accumulative_counts, False
+        self._index, self._size, self._driven = 0, self.accumulate, False
 
     # Called by the strategy, in this order
 

@@ -16,6 +16,7 @@ from ..core.version import __version__
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
+from .also_on_class import AlsoOnClass
 from .arguments import Checked
 from .build import build_model, build_schedulers, scale_lr
 from .configuration import eval_loop_class, train_loop_class
@@ -29,6 +30,8 @@ from .loops.train import VALIDATION_KEYS, TrainLoop
 from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
+
+_logger = logging.getLogger("flextrain")
 
 
 class Parts:
@@ -240,17 +243,27 @@ class Parts:
 
     # How they are built, with MMEngine's names
 
-    def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
+    @AlsoOnClass
+    def build_dataloader(
+        self: Parts | None, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False
+    ) -> Any:
         """Build a dataloader of training data, split over processes; loops of one's own may need a second one.
+
+        ``FlexibleRunner.build_dataloader(...)`` does so before there is a run, as in MMEngine: the run that gets the
+        result as ``train_dataloader`` splits it.
 
         Args:
             dataloader: see the runner's ``train_dataloader``.
-            seed: seed of the order; default: the run's.
+            seed: seed of the order; default: the run's, without a run 0.
             diff_rank_seed: for MMEngine's callers; the order is the same on all processes either way.
 
         Raises:
             ConfigError: an invalid configuration.
         """
+        if self is None:
+            return build_dataloader(
+                dataloader, training=True, seed=seed or 0, shard=None, where="dataloader", logger=_logger
+            )
         return self._build_dataloader(dataloader, "dataloader", True, self.seed if seed is None else seed)
 
     def build_evaluator(self, evaluator: Any) -> Evaluator:

@@ -21,6 +21,7 @@ from ..optim.description import description as recipe_of
 from .config import StrategyConfig
 from .model_parts import spread_updates
 from .names import Names
+from .preparing import prepare
 from .requirements import Needs
 from .state import CanonicalState, Optim
 from .steps import EvalStep, TrainStep
@@ -130,6 +131,33 @@ class Strategy(CanonicalState):
             self._at_setup = tensor_names(self.module)
         self._names.gather(self.module)
         return self._model, optim
+
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, Any] | type[nn.Module],
+        *,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        dispatch_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Set up a model for a loop of one's own, without a runner, as MMEngine's method of this name; a collective.
+
+        The runner calls ``setup``. In the loop, ``update_params(loss)`` of the wrapper counts micro-batches itself.
+
+        Args:
+            model: a module, ``dict(type=...)`` or a class.
+            optim_wrapper: the wrapper to train with, or its configuration.
+            param_scheduler: one or a list, for every optimizer.
+            dispatch_kwargs: ``dict(epoch_length=..., max_epochs=..., max_iters=...)``, for schedulers without an end.
+
+        Returns:
+            The module to call; with ``optim_wrapper`` a tuple of it and the wrapper; with ``param_scheduler`` also the
+            list of schedulers, by name for several optimizers.
+
+        Raises:
+            StrategyError, ConfigError: a setting is not possible.
+        """
+        return prepare(self, model, optim_wrapper, param_scheduler, dispatch_kwargs)
 
     def _shape_of(self, tensor: Tensor) -> Sequence[int]:
         """Return the whole shape of a parameter or buffer, which may be sharded since ``init_context``."""

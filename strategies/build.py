@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..core.overriding import refuse_unused
+from ..core.overriding import overridden, refuse_unused
 from ..core.registry import STRATEGIES
 from .base import Strategy
 from .launch import detect_launch
@@ -16,7 +16,6 @@ _NEVER_CALLED = {
     "_wrap_model": "override _wrap(model)",
     "convert_model": "override _wrap(model)",
     "init_model_weights": "override init_weights(model)",
-    "prepare": "override setup(model, optim)",
     "save_checkpoint": "override state_dict()",
     "load_checkpoint": "override load_template(saved) and load_state_dict(state)",
 }
@@ -36,7 +35,7 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     """
     options = {key: value for key, value in options.items() if value is not None}
     if isinstance(cfg, Strategy):
-        refuse_unused(cfg, _NEVER_CALLED, "strategy")
+        _refuse_methods(cfg, "strategy")
         for key, value in options.items():
             if getattr(cfg.config, key) != value:
                 raise ConfigError(f"{key}: the strategy is already built, give {key}={value!r} to it")
@@ -54,5 +53,13 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     strategy = STRATEGIES.build(cfg, "strategy")
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
-    refuse_unused(strategy, _NEVER_CALLED, "strategy.type")
+    _refuse_methods(strategy, "strategy.type")
     return strategy
+
+
+def _refuse_methods(strategy: Strategy, where: str) -> None:
+    refuse_unused(strategy, _NEVER_CALLED, where)
+    if overridden(strategy, "prepare"):
+        raise ConfigError(
+            f"{where}: {type(strategy).__name__}.prepare is never called here, override setup(model, optim)"
+        )

@@ -39,6 +39,8 @@ OPTIONAL |= {"sklearn", "transformers", "wandb"}
 PUBLIC = {
     "__version__",
     "BaseLoop",
+    "ImgDataPreprocessor",
+    "stack_batch",
     "EVALUATOR",
     "Evaluator",
     "HistoryBuffer",

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ...core.comm.collectives import all_gather_object, is_alone
+from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, counted
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
@@ -35,7 +36,7 @@ def build_dataloader(
     *,
     training: bool,
     seed: int,
-    shard: tuple[int, int],
+    shard: tuple[int, int] | None,
     where: str,
     logger: logging.Logger,
 ) -> Any:
@@ -49,11 +50,12 @@ def build_dataloader(
             a DefaultSampler; any other is kept. A list of batches is split by a DefaultSampler too.
         training: shuffle by default, and give every process equally many samples; otherwise no sample is repeated.
         seed: seed of the order and of the workers.
-        shard: (index, count) of this process's data shard.
+        shard: (index, count) of this process's data shard; None: a runner says so when it gets the DataLoader.
         where: the configuration key, for messages.
         logger: logs which samplers were replaced.
     """
     check_dataloader(cfg, where, training)
+    told, shard = shard is not None, shard or Topology().shard
     if not isinstance(cfg, Mapping):
         for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
             use_shard(part, shard, f"{where}.sampler")
@@ -80,8 +82,8 @@ def build_dataloader(
     if isinstance(kwargs.get("worker_init_fn"), (Mapping, str)):
         function, arguments = named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
         facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
-        told = {name: facts[name] for name in worker_facts(function, arguments)}
-        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **told)
+        own = {name: facts[name] for name in worker_facts(function, arguments)}
+        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **own)
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, **kwargs)
@@ -91,13 +93,14 @@ def build_dataloader(
         sampler = {"type": "DefaultSampler", "shuffle": shuffle}
     if is_config(sampler):
         spec = dict(sampler) if isinstance(sampler, Mapping) else {"type": sampler}
-        extra: dict[str, Any] = {"dataset": dataset, "shard": shard}
+        extra: dict[str, Any] = {"dataset": dataset, **({"shard": shard} if told else {})}
         if "seed" not in spec:
             extra["seed"] = seed
         if not training and "round_up" not in spec:
             extra["round_up"] = False
         sampler = DATA_SAMPLERS.build(spec, f"{where}.sampler", **extra)
-    use_shard(sampler, shard, f"{where}.sampler")
+    if told:
+        use_shard(sampler, shard, f"{where}.sampler")
     if training and isinstance(sampler, DefaultSampler) and not sampler.round_up and sampler.num_samples % shard[1]:
         raise ConfigError(
             f"{where}.sampler.round_up: False gives {sampler.num_samples} samples unevenly to {shard[1]} processes, "

@@ -73,7 +73,11 @@ class BaseMetric(ABC):
     def _compute(self, results: list[Any], size: int | None, shards: int) -> dict[str, Any]:
         if size is not None and len(results) - size < shards:
             results = results[:size]
-        return self._named(self.compute_metrics(results))
+        self.results = results  # some metrics read it in compute_metrics; in MMEngine it has this process's alone
+        try:
+            return self._named(self.compute_metrics(results))
+        finally:
+            self.results = []  # the list itself may be the metric's to keep
 
     def reset(self) -> None:
         """Drop all results, also those of an evaluation that an exception ended; called before every evaluation."""

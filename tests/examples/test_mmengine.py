@@ -131,6 +131,23 @@ def test_distributed_training(run: RunScript, one_device: OneDevice, workers2: W
     assert len(list(tmp_path.rglob("*.pt.trace.json"))) == 2, "each process writes its profile"
 
 
+def test_gan(run: RunScript, tmp_path: Path) -> None:
+    """Two optimizers that are built before the run, as its DataLoader is."""
+    done = run("gan")
+    assert len(done["loss_gen"]) == 4
+    assert done["loss_disc_real"][-1] < 0.5, "a guess has log(2)"
+    assert done["loss_gen"][-1] < 0.69 < done["loss_disc_fake"][-1], "some pictures are taken for real ones"
+    assert (tmp_path / "run" / "runs" / "gan" / "epoch_4").is_dir()
+
+
+def test_segmentation(run: RunScript, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    assert run("segmentation")["iou"][-1] > 0.9
+    predictions = sorted(path.name for path in tmp_path.rglob("prediction_*.png"))
+    assert predictions == ["prediction_0_32.png", "prediction_1_32.png", "prediction_2_32.png"]
+    assert len(list(tmp_path.glob("run/work_dir/*/vis_data/0/*.png"))) == 2, "pictures of two batches"
+
+
 def test_text_classification(run: RunScript) -> None:
     pytest.importorskip("transformers")
     assert run("text_classification")["accuracy"][-1] > 95
@@ -141,6 +158,51 @@ def test_text_translation(run: RunScript) -> None:
     done = run("text_translation")
     assert done["right"][-1] > 0.8, "the words that generation finds"
     assert done["gen_len"][-1] > 1
+
+
+def instructions(path: Path) -> str:
+    rows = [{"instruction": "next", "input": chr(97 + i % 16), "output": chr(98 + i % 16)} for i in range(48)]
+    path.write_text(json.dumps(rows))
+    return str(path)
+
+
+@pytest.mark.distributed
+def test_llama2(run: RunScript, tmp_path: Path, workers2: WorkerGroup) -> None:
+    """A strategy without a runner: the loop is the script's, and the whole model is written for transformers."""
+    transformers = pytest.importorskip("transformers")
+    data = instructions(tmp_path / "alpaca.json")
+    done = run("llama2", data, group=workers2)
+    assert len(done["loss"]) == 18
+    assert done["lr"] == [1e-2] * 6 + [5e-3] * 6 + [2.5e-3] * 6
+    path = next(tmp_path.rglob("iter_12"))
+    model = transformers.LlamaForCausalLM.from_pretrained(path)
+    assert done["loss"][0] > 4 > 2.2 > done["loss"][-1]
+    prompt = torch.tensor([[ord(character) % 64 for character in "next: c = d"] + [0]])
+    labels = torch.where(torch.arange(12) < 10, -100, prompt)
+    assert model(input_ids=prompt, labels=labels).loss < 2.5, "what was saved after two thirds of the training"
+
+
+@pytest.mark.distributed
+def test_llama2_accumulates(run: RunScript, tmp_path: Path, workers1: WorkerGroup) -> None:
+    """Two batches of two, with accumulative_counts=4 / 2, are one of four."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    pytest.importorskip("transformers")
+    data, weights = instructions(tmp_path / "alpaca.json"), []
+    for size, interval in (("4", "12"), ("2", "24")):
+        run(
+            "llama2",
+            data,
+            "--max-epoch",
+            "1",
+            "--batch-size",
+            size,
+            "--save-interval",
+            interval,
+            group=workers1,
+            folder=size,
+        )
+        weights.append(safetensors.load_file(tmp_path / size / "work_dirs" / f"iter_{interval}" / "model.safetensors"))
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-4, rtol=1e-3)
 
 
 def test_gradient_accumulation(run: RunScript) -> None:

@@ -144,6 +144,30 @@ def test_predictions_in_a_batch_are_left_as_they_are() -> None:
     assert all(a is b for a, b in zip(seen, samples, strict=True))
 
 
+class Share(BaseMetric):
+    """Reads its own attribute in place of the argument, and keeps what it was given."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(len(data_samples["index"]))
+
+    def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+        self.kept = results
+        return {"samples": sum(self.results), "batches": len(self.results)}
+
+
+def test_results_can_be_read_from_the_attribute(tmp_path: Path) -> None:
+    metric = Share()
+    assert evaluate(tmp_path, **{**validation(10), "val_evaluator": metric}) == {"samples": 10, "batches": 3}
+    assert metric.kept == [4, 4, 2]
+    assert metric.results == []
+
+
+@pytest.mark.distributed
+def test_results_in_the_attribute_are_those_of_all_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
+    found = workers2.run(evaluate, str(tmp_path), **{**validation(8), "val_evaluator": dict(type=Share)})
+    assert found == [{"samples": 8, "batches": 2}] * 2
+
+
 # Predictions that were made before
 
 

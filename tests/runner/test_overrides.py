@@ -72,6 +72,7 @@ class Case:
 
     Attributes:
         not_called: by name, why.
+        refused: methods that the runner refuses by name.
         again: its base has a case of its own, and what it only inherits is tried with every combination.
         resume: pieces that the second run leaves out.
     """
@@ -79,6 +80,7 @@ class Case:
     base: Any
     make: Make
     not_called: dict[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
     marks: tuple[Any, ...] = ()
     id: str = ""
     again: bool = False
@@ -204,6 +206,7 @@ CASES: list[Case] = [
         SingleDeviceStrategy,
         lambda kind: dict(strategy=kind()),
         {"drop_gradients": "no update of this life is interrupted, see test_interrupted"},
+        refused=("prepare",),
         id="Strategy",
     ),
     Case(
@@ -262,6 +265,10 @@ ROWS = [
 def test_what_is_defined_anew_is_called(tmp_path: Path, case: Case, name: str) -> None:
     calls: list[str] = []
     kind = spying(case.base, name, calls.append)
+    if name in case.refused:
+        with pytest.raises(flextrain.ConfigError, match=rf"\.{name} is never called here"):
+            life(tmp_path, lambda: case.make(kind))
+        return
     life(tmp_path, lambda: case.make(kind), **case.resume)
     if name in case.not_called:
         assert not calls, f"{name} is called: take it out of the list of those that are not"

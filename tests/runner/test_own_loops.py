@@ -401,6 +401,8 @@ def test_what_a_runner_has_and_builds(tmp_path: Path) -> None:
     assert sorted(i for batch in loader for i in batch) == list(range(8))
     with pytest.raises(ConfigError, match=r"^dataloader.batch_siz: unknown key"):
         runner.build_dataloader(dict(dataset=[1], batch_siz=3))
+    before = FlexibleRunner.build_dataloader(dict(dataset=list(range(8)), batch_size=3), seed=3)
+    assert [*before] == [*loader]
     hook = Watch()
     runner.register_custom_hooks([hook, dict(type="EmptyCacheHook")])
     assert hook in runner.hooks
@@ -437,3 +439,20 @@ def test_on_two_processes(tmp_path: Path, workers2: WorkerGroup, strategy: str) 
         for (trained, losses, state), (all_trained, all_losses, whole) in zip(found, expected, strict=True):
             assert (trained, losses) == (all_trained, all_losses)
             assert not differences(state, whole)
+
+
+def built_before(folder: str) -> list[list[int]]:
+    """What each process trains on with a DataLoader that was built before there was a process group."""
+    watch = Watch()
+    loader = FlexibleRunner.build_dataloader(dict(dataset=Samples(8), batch_size=2, collate_fn="default_collate"))
+    runner = make_runner(folder, train_dataloader=loader, train_cfg=dict(max_epochs=1), custom_hooks=[watch])
+    runner.train()
+    runner.strategy.teardown()
+    return watch.trained
+
+
+@pytest.mark.distributed
+def test_a_dataloader_that_was_built_before_the_run_is_split(tmp_path: Path, workers2: WorkerGroup) -> None:
+    first, second = workers2.run(built_before, str(tmp_path))
+    assert sorted(index for batch in first + second for index in batch) == list(range(8))
+    assert len(first) == len(second) == 2
