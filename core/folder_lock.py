@@ -57,6 +57,11 @@ class FolderLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the folder is locked; False on a file system without locks, and after ``release``."""
+        return self._descriptor is not None
+
     def _is_in_place(self, descriptor: int) -> bool:
         try:
             return os.path.samestat(os.fstat(descriptor), self._file.stat())

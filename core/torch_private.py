@@ -190,3 +190,11 @@ def build_folder(name: str) -> Path:
     It is below TORCH_EXTENSIONS_DIR, or below torch's folder for this version of Python and this build of torch.
     """
     return Path(importlib.import_module("torch.utils.cpp_extension")._get_build_directory(name, verbose=False))
+
+
+def build_lock_is_advisory() -> bool:
+    """Whether ``torch.utils.cpp_extension`` locks a build folder with flock; otherwise by the file ``lock``. 2.6, 2.15.
+
+    With flock the file stays for good and does not mean that a process compiles.
+    """
+    return hasattr(importlib.import_module("torch.utils.cpp_extension"), "FileLock")

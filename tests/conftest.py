@@ -80,6 +80,20 @@ def workers3(workers: WorkerFactory) -> WorkerGroup:
     return workers(3)
 
 
+@pytest.fixture(scope="session")
+def async_io() -> None:
+    """DeepSpeed's asynchronous input and output, compiled once on this machine, which takes minutes."""
+    pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+    from flextrain.core.errors import StrategyError
+    from flextrain.strategies.deepspeed.async_io import check_async_io, load_async_io
+
+    try:
+        check_async_io()
+        load_async_io(1800.0)
+    except StrategyError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def _no_process_without_marker(request: pytest.FixtureRequest) -> Iterator[None]:
     """make test-fast leaves out what starts processes, and knows it by the marker."""

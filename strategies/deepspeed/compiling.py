@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import StrategyError
-from ...core.torch_private import build_folder
+from ...core.torch_private import build_folder, build_lock_is_advisory
 
 logger = logging.getLogger("flextrain")
 
@@ -70,9 +72,10 @@ def await_lock(folder: Path, patience_s: float) -> None:
         StrategyError: the lock is still there, and no process compiles or the time is over.
     """
     lock, deadline, said = folder / "lock", time.monotonic() + patience_s, False
-    while lock.exists():
+    while _is_locked(lock):
         holder = _who_has_open(lock)
-        if (holder is None and _age(folder) > STALE_S) or time.monotonic() > deadline:
+        is_stale = holder is None and not build_lock_is_advisory() and _age(folder) > STALE_S
+        if is_stale or time.monotonic() > deadline:
             who = f"process {holder} holds it" if holder else "no process here holds it"
             raise StrategyError(
                 f"{lock}: the lock of the compilation of a DeepSpeed extension is still there, {who}; if no other "
@@ -83,6 +86,22 @@ def await_lock(folder: Path, patience_s: float) -> None:
             logger.warning("Waiting for %s, which compiles an extension of DeepSpeed: %s", who, lock)
             said = True
         time.sleep(0.2)
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except OSError:
+        return lock.exists()
+    try:
+        if not build_lock_is_advisory():
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _age(folder: Path) -> float:

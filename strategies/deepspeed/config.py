@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 
 from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ..config import ActivationCheckpointing, StrategyConfig
+from .offloading import WHERE, Aio, Elements, Offload, OffloadOptimizer, OffloadParam, Threshold
 
-WHERE = "strategy"
-
-
-def _whole(value: float) -> int:
-    if value != int(value):
-        raise ConfigError(f"{value} is not allowed, give a whole number")
-    return int(value)
-
-
-# JSON files often give numbers of elements as 5e8, a float.
-Elements = Annotated[int | float, pydantic.Field(ge=1), pydantic.AfterValidator(_whole)]
-Threshold = Annotated[int | float, pydantic.Field(ge=0), pydantic.AfterValidator(_whole)]
+__all__ = ["WHERE", "Bf16", "DeepSpeedConfig", "EngineCheckpointing", "Fp16", "ZeroOptimization", "merged"]
 
 # DeepSpeed's keys that have no meaning here or are not supported, with the reason.
 _REFUSED = {
@@ -35,7 +25,6 @@ _REFUSED = {
     "wandb": "belongs into visualizer",
     "csv_monitor": "belongs into visualizer",
     "comet": "belongs into visualizer",
-    "aio": "has no effect, offloading to a disk is not supported; leave it out",
     "elasticity": "the number of processes is the launcher's",
     "autotuning": "is not supported",
     "pipeline": "pipeline parallelism is not supported",
@@ -56,33 +45,15 @@ _REFUSED_ZERO = {
 }
 
 
-class Offload(Config):
-    """Where a part of the state is kept while it is not needed."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """ "none" leaves it on the device, "cpu" moves it to host memory."""
-    pin_memory: bool = True
-    """Use page-locked host memory, which is copied faster."""
-    ratio: float | int | None = pydantic.Field(None, ge=0, le=1)
-    """Share of the optimizer that is updated on the CPU; stage 3."""
-
-    @pydantic.field_validator("device")
-    @classmethod
-    def _reachable(cls, device: str) -> str:
-        if device == "nvme":
-            raise ConfigError('"nvme" is not supported: state on a disk cannot be saved with the rest, choose "cpu"')
-        return device
-
-
 class ZeroOptimization(Config):
     """ZeRO's stage, buckets and offloading; None is DeepSpeed's default."""
 
     stage: Literal[0, 1, 2, 3] = 0
     """0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
-    offload_optimizer: Offload | None = None
-    """Keep optimizer state in host memory and update there; stages 1 to 3."""
-    offload_param: Offload | None = None
-    """Keep parameters in host memory; stage 3."""
+    offload_optimizer: OffloadOptimizer | None = None
+    """Keep optimizer state in host memory (stages 1 to 3) or in files (stage 3), and update there."""
+    offload_param: OffloadParam | None = None
+    """Keep parameters in host memory or in files; stage 3."""
     allgather_partitions: bool = True
     """Send updated parameters by all-gather rather than by a series of broadcasts."""
     allgather_bucket_size: Elements = 500_000_000
@@ -96,7 +67,7 @@ class ZeroOptimization(Config):
     contiguous_gradients: bool = True
     """Copy gradients to one buffer as they are computed."""
     sub_group_size: Elements | None = None
-    """Elements updated at a time; stage 3."""
+    """Elements updated at a time; stage 3. None with optimizer state in files: 5e7, because buffers are so large."""
     stage3_prefetch_bucket_size: Threshold | None = None
     """Elements gathered ahead of their use."""
     stage3_param_persistence_threshold: Threshold | None = None
@@ -106,7 +77,7 @@ class ZeroOptimization(Config):
     stage3_max_live_parameters: Threshold | None = None
     """Elements that may be gathered at one time."""
     stage3_max_reuse_distance: Threshold | None = None
-    """A parameter that is needed again within this number of elements stays gathered."""
+    """A parameter that is needed again within this number of elements stays gathered. None with parameters in files: 0."""
     ignore_unused_parameters: bool = True
     """Allow parameters without gradient; stage 2."""
     memory_efficient_linear: bool | None = None
@@ -128,9 +99,18 @@ class ZeroOptimization(Config):
                 raise ConfigError(f"{where}.{key}: has no effect at stage {self.stage}, give stage=3 or leave it out")
         if self.stage == 0 and not _is_off(self.offload_optimizer):
             raise ConfigError(f"{where}.offload_optimizer: has no effect at stage 0, give stage=1, 2 or 3")
+        if self.stage != 3 and self.offload_optimizer is not None and self.offload_optimizer.on_files:
+            raise ConfigError(f'{where}.offload_optimizer.device: "nvme" needs stage=3, the stage is {self.stage}')
         if self.stage < 2 and self.overlap_comm:
             raise ConfigError(f"{where}.overlap_comm: True needs stage 2 or 3, the stage is {self.stage}")
         return self
+
+    @property
+    def on_files(self) -> tuple[Offload, ...]:
+        """The parts of the state that are kept in files."""
+        return tuple(
+            part for part in (self.offload_optimizer, self.offload_param) if part is not None and part.on_files
+        )
 
 
 def _is_off(value: Any) -> bool:
@@ -231,11 +211,15 @@ class DeepSpeedConfig(StrategyConfig):
     """Only True: torch's optimizers are not on DeepSpeed's list; flextrain tries each before training."""
     zero_force_ds_cpu_optimizer: bool = False
     """Refuse optimizers other than DeepSpeed's own with offload_optimizer."""
+    aio: Aio | None = None
+    """How files are read and written, with ``device="nvme"``."""
 
     @pydantic.model_validator(mode="after")
-    def _one_precision(self) -> DeepSpeedConfig:
+    def _agrees(self) -> DeepSpeedConfig:
         if self.fp16 and self.fp16.enabled and self.bf16 and self.bf16.enabled:
             raise ConfigError(f"{WHERE}.bf16.enabled: True contradicts {WHERE}.fp16.enabled=True, give one of them")
+        if self.aio is not None and not self.zero_optimization.on_files:
+            raise ConfigError(f'{WHERE}.aio: has no effect without offloading to device="nvme", leave it out')
         if self.fp16 and self.fp16.auto_cast:
             raise ConfigError(f"{WHERE}.fp16.auto_cast: inputs are cast by {WHERE}.inputs_to_half, leave it out")
         return self

@@ -16,6 +16,7 @@ from ...core.precision import Precision
 from ...optim.amp import AmpOptimWrapper
 from ...optim.wrapper import OptimWrapper
 from .config import WHERE, Bf16, DeepSpeedConfig, EngineCheckpointing
+from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper
 
 _NEVER = 10**15  # updates between two of DeepSpeed's log lines
@@ -163,12 +164,14 @@ def engine_config(
     on_cpu: bool,
     num_elements: int,
     checkpointing: EngineCheckpointing | None,
+    files: SwapFiles,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     Args:
         stage: ZeRO's stage; 0 if there is nothing to shard.
         num_elements: number of elements of the model, an upper bound for buckets.
+        files: gives the keys for state in files.
     """
     zero = config.zero_optimization.model_dump(exclude_none=True)
     zero["stage"] = stage
@@ -205,6 +208,8 @@ def engine_config(
     }
     if config.communication_data_type:
         keys["communication_data_type"] = config.communication_data_type
+    if aio := files.keys(zero):
+        keys["aio"] = aio
     if checkpointing:
         keys["activation_checkpointing"] = checkpointing.model_dump(exclude_none=True)
     return keys

@@ -1,4 +1,4 @@
-"""DeepSpeed's private state: the only file that reads the inside of its engine, written for and tested with 0.19.8.
+"""DeepSpeed's private state: reads the inside of its engine, written for and tested with 0.19.8; swapping.py does the rest.
 
 - Stage 0 in float32 updates the model's parameters themselves. In half precision ``FP16_UnfusedOptimizer`` keeps a float32
   master of each parameter, ``FP16_Optimizer`` (for FusedAdam) one flat master of each group.
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.comm import collectives as dist
 from ...core.errors import StrategyError
+from . import swapping
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,17 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 def own_shard(parameter: Any) -> FlatShard:
     """Return this process's shard of a parameter of stage 3, in the dtype that the model computes in."""
-    shard = parameter.ds_tensor.detach().view(-1)
+    in_file = swapping.is_in_file(parameter)
+    shard = swapping.shard_in_file(parameter) if in_file else parameter.ds_tensor.detach().view(-1)
     size, count = shard.numel(), int(parameter.ds_numel)
     start = min(size * dist.rank_in(parameter.ds_process_group), count)
     return FlatShard(shard.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
 
 
 def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
-    """Cast this process's shard of a parameter to another dtype."""
-    parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+    """Cast this process's shard of a parameter to another dtype; one in a file is written again by ``renew_buffers``."""
+    if not swapping.is_in_file(parameter):
+        parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
     parameter.data = parameter.data.to(dtype)
 
 
@@ -266,7 +269,7 @@ def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
     """Copy the masters into the model's weights on all processes; a collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        with _all_split(optimizer):
+        with _all_split(optimizer), swapping.mapped(engine):
             for number in range(len(optimizer.fp32_partitioned_groups_flat)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
     elif hasattr(optimizer, "update_lp_params"):
@@ -281,6 +284,7 @@ def refresh(engine: Any, fragments: Iterable[Fragment]) -> None:
 @contextlib.contextmanager
 def _all_split(optimizer: Any) -> Iterator[None]:
     """Shard all parameters inside, also the small ones that stay whole; afterwards gather these again."""
+    swapping.drop_buffers(parameter for group in optimizer.fp16_groups for parameter in group)
     optimizer.checkpoint_event_prologue()
     yield
     optimizer.checkpoint_event_epilogue()

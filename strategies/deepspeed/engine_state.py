@@ -13,7 +13,7 @@ from ...core.checkpoint.flat_shard import FlatShard
 from ...core.errors import CheckpointError
 from ...optim.adapters.base import OptimizerAdapter, without_inner
 from ...optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
-from . import engine_internals
+from . import engine_internals, swapping
 from .engine_internals import Fragment
 
 # State that torch's optimizers keep once per parameter, in a tensor with one element.
@@ -45,6 +45,7 @@ class EngineState:
         self._adapter = adapter
         self._frozen_groups = dict(frozen_groups)
         self._incoming: dict[tuple[int, str], Tensor] = {}
+        self._files = swapping.IncomingState(engine)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -59,7 +60,8 @@ class EngineState:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return masters of trainable parameters, and frozen parameters, by name."""
-        masters = {fragment.name: fragment.cut(fragment.flat) for fragment in self.fragments}
+        with swapping.mapped(self.engine):
+            masters = {fragment.name: fragment.cut(fragment.flat) for fragment in self.fragments}
         return {name: masters.get(name, self._untrained(name, p)) for name, p in self.module.named_parameters()}
 
     def _untrained(self, name: str, parameter: Tensor) -> Tensor:
@@ -75,6 +77,10 @@ class EngineState:
         Raises:
             CheckpointError: state that is not element by element.
         """
+        with swapping.mapped(self.engine):
+            return self._optimizer_state()
+
+    def _optimizer_state(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         optimizer = self.optimizer
         for fragment in self.fragments:
@@ -97,6 +103,10 @@ class EngineState:
         Raises:
             CheckpointError: state that is not element by element.
         """
+        with swapping.mapped(self.engine):
+            return self._optimizer_template(saved)
+
+    def _optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         fragments = {fragment.name: fragment for fragment in self.fragments}
         template: dict[str, Tensor] = {}
         self._incoming = {}
@@ -116,7 +126,7 @@ class EngineState:
                 )
             slot = (id(fragment.flat), key)
             if slot not in self._incoming:
-                self._incoming[slot] = torch.zeros_like(fragment.flat, dtype=info.dtype, requires_grad=False)
+                self._incoming[slot] = self._files.zeros(fragment.flat, key, info.dtype)
             template[full_key] = fragment.cut(self._incoming[slot])
         return template
 
@@ -127,6 +137,12 @@ class EngineState:
             CheckpointError: another class of optimizer, or different numbers of updates for parameters in one flat
                 tensor of the engine.
         """
+        with swapping.mapped(self.engine):
+            self._load_optimizer(values)
+            self._files.adopt()
+        engine_internals.relink(self.engine)
+
+    def _load_optimizer(self, values: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
         counters: dict[int, dict[str, tuple[str, Any]]] = {}
         settings: dict[str, dict[str, Any]] = {}
@@ -156,7 +172,6 @@ class EngineState:
                 optimizer.state[flat] = without_inner(self.adapter.own_state(adopted))
             self.adapter.load_inner(flat, adopted)
         self._incoming = {}
-        engine_internals.relink(self.engine)
 
     def follow_masters(self) -> None:
         """Copy the values of ``parameters`` into the weights that the model computes with; a collective."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...core.checkpoint.flat_shard import FlatShard
 from ...core.precision import cast_tensors
 from . import engine_internals
+from .swapping import is_in_file
 
 
 def cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype, chosen: Collection[int | str] | None) -> None:
@@ -33,8 +34,8 @@ def cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype, chosen: Collec
 def float32_originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor]:
     """Return the parameters in float32, before the engine casts them; stage 3's existing shards are cast to ``dtype``.
 
-    They are in host memory: those of trainable parameters are needed only during setup, those of frozen ones only for
-    checkpoints.
+    They are in host memory, or in the files in which shards are: those of trainable parameters are needed only during
+    setup, those of frozen ones only for checkpoints.
 
     Args:
         left_out: names of the parameters that no checkpoint has, of which no original is kept.
@@ -46,7 +47,7 @@ def float32_originals(model: nn.Module, dtype: torch.dtype, left_out: Collection
         split = engine_internals.is_partitioned(parameter)
         if name not in left_out:
             own = engine_internals.own_shard(parameter) if split else parameter.detach()
-            found[name] = own.to("cpu", torch.float32, copy=True)
+            found[name] = own if split and is_in_file(parameter) else own.to("cpu", torch.float32, copy=True)
         if split:
             engine_internals.cast_shard(parameter, dtype)
     return found

@@ -23,7 +23,7 @@ from ..base import NOTHING, Strategy, kept_gradients
 from ..requirements import Needs
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
-from . import engine_internals
+from . import engine_internals, swapping
 from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_wrapper, engine_config, resolve
@@ -32,6 +32,7 @@ from .half_precision import cast_inputs_and_outputs, float32_originals, own_shar
 from .optimizers import check_supported
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
+from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper
 
 logger = logging.getLogger("flextrain")
@@ -77,12 +78,14 @@ class DeepSpeedStrategy(Strategy):
         self._engine: Any = None
         self._state: EngineState | None = None
         self._set_local_rank = False
+        self._files = SwapFiles(self.config)
 
     # Setup and teardown
 
     def setup_environment(self) -> None:
         """See Strategy; a single process creates a process group too, because DeepSpeed needs one."""
         was_set_up = self._spec is not None
+        self._files.open()
         super().setup_environment()
         spec = self._spec
         if was_set_up or spec is None:
@@ -124,13 +127,19 @@ class DeepSpeedStrategy(Strategy):
 
     @contextlib.contextmanager
     def _init_split(self) -> Iterator[None]:
+        largest = self._files.largest_while_built
         keys = self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
-        with split_at_once(_deepspeed(), keys):
+        with swapping.param_files_in(torch.float32), split_at_once(_deepspeed(), keys, largest):
             yield
 
     def init_weights(self, model: BaseModel) -> None:
         """See Strategy; sharded parameters are gathered during the call."""
         split = [parameter for parameter in model.parameters() if engine_internals.is_partitioned(parameter)]
+        if any(map(swapping.is_in_file, split)):
+            raise StrategyError(
+                f"model: {type(model).__name__}.init_weights() needs the whole model, which strategy.zero_optimization."
+                "offload_param keeps in files; initialise each layer in its constructor, or give strategy.zero_init=False"
+            )
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
@@ -198,6 +207,7 @@ class DeepSpeedStrategy(Strategy):
             originals = float32_originals(model, dtype, self.left_out())
             keep_running_statistics(model, dtype)
             cast_inputs_and_outputs(model, dtype, self.config.inputs_to_half)
+        replaced = self._files.fit(model, self._wrapper, self.world_size, dtype)
         num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
         logger.info("DeepSpeed's configuration: %s", keys)
@@ -207,11 +217,13 @@ class DeepSpeedStrategy(Strategy):
             engine_internals.weights_agree(),
             engine_internals.scalars_as_vectors(scalars),
             engine_internals.no_spare_memory(self.device),
+            swapping.param_files_in(dtype),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
+        swapping.discard(replaced)
         trained = {fragment.name for fragment in fragments}
         frozen = {
             name: own_shard_of_original(model, name, value) for name, value in originals.items() if name not in trained
@@ -254,10 +266,11 @@ class DeepSpeedStrategy(Strategy):
         assert self._wrapper is not None
         engine_internals.forget_trial_step(self._engine)
         fragments = engine_internals.fragments(self._engine, model)
-        for fragment in fragments:
-            if fragment.name in originals:
-                fragment.take(originals[fragment.name])
-        engine_internals.check_layout(fragments)
+        with swapping.mapped(self._engine):
+            for fragment in fragments:
+                if fragment.name in originals:
+                    fragment.take(originals[fragment.name])
+            engine_internals.check_layout(fragments)
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
         return fragments
 
@@ -270,6 +283,7 @@ class DeepSpeedStrategy(Strategy):
             on_cpu=self.device.type == "cpu",
             num_elements=num_elements,
             checkpointing=self._checkpointing,
+            files=self._files,
         )
 
     def _compile(self, model: nn.Module) -> None:
@@ -281,6 +295,8 @@ class DeepSpeedStrategy(Strategy):
         if self._engine is not None:
             self._engine.destroy()
             engine_internals.forget_modules(self.module)
+            swapping.free_buffers(self.module.parameters())
+        self._files.remove()
         began = self._spec is not None
         self._engine = self._state = self._wrapper = None
         super().teardown()

@@ -73,6 +73,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture(params=["file", "flock"])
+def kind_of_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How torch locks the folder in which it compiles: until 2.13 or so by a file that is there."""
+    monkeypatch.setattr(compiling, "build_lock_is_advisory", lambda: request.param == "flock")
+    return str(request.param)
+
+
 def leave_lock(folder: Path, age_s: float) -> Path:
     """As a process leaves it that was killed while it compiled."""
     folder.mkdir(exist_ok=True)
@@ -83,8 +90,11 @@ def leave_lock(folder: Path, age_s: float) -> Path:
     return lock
 
 
-def test_a_lock_that_was_left_behind_is_named(tmp_path: Path) -> None:
+def test_a_lock_that_was_left_behind_is_named(tmp_path: Path, kind_of_lock: str) -> None:
     lock = leave_lock(tmp_path / "op", 600)
+    if kind_of_lock == "flock":
+        compiling.await_lock(tmp_path / "op", 60)  # the file stays after every compilation, and means nothing
+        return
     with pytest.raises(StrategyError) as caught:
         compiling.await_lock(tmp_path / "op", 60)
     assert str(caught.value).startswith(f"{lock}: the lock of the compilation of a DeepSpeed extension is still there")
@@ -95,9 +105,14 @@ def test_a_lock_that_was_left_behind_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+def test_a_process_that_compiles_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock, kind_of_lock: str
+) -> None:
     lock = leave_lock(tmp_path / "op", 600)
-    code = "import os, sys, time; os.open(sys.argv[1], os.O_RDONLY); print('open', flush=True); time.sleep(60)"
+    code = (
+        "import fcntl, os, sys, time; file = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('open', flush=True); time.sleep(60)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"open\n"
@@ -109,15 +124,21 @@ def test_a_process_that_compiles_is_waited_for(tmp_path: Path, caplog: pytest.Lo
     assert len(clock.naps) == 3
     assert f"Waiting for process {holder.pid}, which compiles an extension of DeepSpeed: {lock}" in caplog.text
     leave_lock(tmp_path / "op", 600)
-    with pytest.raises(StrategyError, match="no process here holds it"):
-        compiling.await_lock(tmp_path / "op", 60)  # another file than the one that is held
+    if kind_of_lock == "file":
+        with pytest.raises(StrategyError, match="no process here holds it"):
+            compiling.await_lock(tmp_path / "op", 60)  # another file than the one that is held
+    else:
+        compiling.await_lock(tmp_path / "op", 60)
     holder.kill()
     holder.wait()
     holder.stdout.close()
     logger.removeHandler(caplog.handler)
 
 
-def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(tmp_path: Path, clock: Clock) -> None:
+def test_a_young_lock_is_waited_for_as_long_as_the_strategy_waits(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "build_lock_is_advisory", lambda: False)
     leave_lock(tmp_path / "op", 0)
     with pytest.raises(StrategyError, match="is still there"):
         compiling.await_lock(tmp_path / "op", 0.5)
@@ -132,6 +153,7 @@ def test_what_an_optimizer_compiles_is_said_before(
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "build_lock_is_advisory", lambda: False)
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     monkeypatch.setattr("torch.utils.cpp_extension.load", lambda name, **options: f"compiled {name}")
     logger = logging.getLogger("flextrain")

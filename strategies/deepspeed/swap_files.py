@@ -1,0 +1,243 @@
+"""SwapFiles: the part of DeepSpeedStrategy that keeps state in files: folders, buffers, and whether all of it fits."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import StrategyError, counted
+from ...optim.adapters.trial import Samples, TrialError
+from ...optim.wrapper import OptimWrapper
+from . import swapping
+from .async_io import check_async_io, load_async_io
+from .config import DeepSpeedConfig
+from .offloading import WHERE, Aio, Offload
+from .swap_folder import SwapFolder
+
+_SUB_GROUP = 50_000_000
+# DeepSpeed's own defaults.
+_PARAM_BUFFERS, _PARAM_ELEMENTS, _STATE_BUFFERS = 5, 100_000_000, 4
+_MASTER = 4  # bytes of a float32 master, and of a gradient
+_MAY_LOCK = 14  # the bit of CAP_IPC_LOCK
+
+
+class SwapFiles:
+    """Folders for swap files, removed by ``remove``, and DeepSpeed's options for them.
+
+    Args:
+        config: the strategy's options; nothing happens if they keep no state in files.
+
+    Raises:
+        StrategyError: DeepSpeed's asynchronous input and output is not compiled and cannot be.
+    """
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self._zero, self._aio = config.zero_optimization, config.aio or Aio()
+        self._folders: dict[str, SwapFolder] = {}
+        # While a model is built in shards, one parameter is written at a time.
+        self._param_buffers, self._param_elements, self._state_buffers = 1, _PARAM_ELEMENTS, _STATE_BUFFERS
+        self._patience_s = float(config.timeout_s)
+        if self._zero.on_files:
+            check_async_io()
+
+    def open(self) -> None:
+        """Load DeepSpeed's extension, compiled if it is not yet, and create this process's folders."""
+        if self._zero.on_files and not self._folders:
+            load_async_io(self._patience_s)
+            swapping.reserve_before_writing()
+            self._folders = {
+                path: SwapFolder(Path(path))
+                for path in dict.fromkeys(str(part.nvme_path) for part in self._zero.on_files)
+            }
+
+    def remove(self) -> None:
+        """Remove this process's folders."""
+        for folder in self._folders.values():
+            folder.remove()
+            swapping.forget(folder.path)
+        self._folders = {}
+
+    def keys(self, zero: dict[str, Any]) -> dict[str, Any]:
+        """Complete DeepSpeed's keys under "zero_optimization" for state in files, and return those under "aio"."""
+        for part in self._zero.on_files:
+            keys = zero.get(part.key)
+            if keys is None:  # without an optimizer, or while the model is built
+                continue
+            keys["nvme_path"] = str(self._folders[str(part.nvme_path)].path)
+            if part is self._zero.offload_optimizer:
+                keys["buffer_count"] = self._state_buffers
+                zero.setdefault("sub_group_size", _SUB_GROUP)
+            else:
+                keys |= {"buffer_count": self._param_buffers, "buffer_size": self._param_elements}
+                keys.setdefault("max_in_cpu", 0)
+                # Gathered parameters keep a buffer each, so they must not stay gathered for a later use.
+                zero.setdefault("stage3_max_reuse_distance", 0)
+        return self._aio.model_dump() if self._zero.on_files else {}
+
+    @property
+    def largest_while_built(self) -> int | None:
+        """The largest shard, in elements, of a model that is built in shards; None if these are not in files."""
+        param = self._zero.offload_param
+        if param is None or not param.on_files:
+            return None
+        if param.buffer_size is not None:
+            self._param_elements = int(param.buffer_size)
+        return self._param_elements
+
+    def fit(self, model: nn.Module, wrapper: OptimWrapper | None, world_size: int, dtype: torch.dtype) -> list[Path]:
+        """Choose the buffers for a model and its optimizer, and give them to parameters that are in files already.
+
+        Args:
+            world_size: number of processes, which share every parameter.
+            dtype: dtype of the model.
+
+        Returns:
+            Folders to ``discard`` once masters are filled.
+
+        Raises:
+            StrategyError: buffers, the disk or the limit of page-locked memory are too small.
+        """
+        if not self._zero.on_files:
+            return []
+        trained = [p for p in model.parameters() if p.requires_grad] if wrapper is not None else []
+        total = sum(swapping.shard_numel(p, world_size) for p in trained)
+        states = 0
+        needed = dict.fromkeys(self._folders, 0)
+        locked = 0
+        optimizer, param = self._zero.offload_optimizer, self._zero.offload_param
+        if optimizer is not None and optimizer.on_files and wrapper is not None:
+            states = _states_of(wrapper)
+            self._state_buffers = self._count_state_buffers(states)
+            needed[str(optimizer.nvme_path)] += total * _MASTER * (2 + states)
+            largest = max((swapping.shard_numel(p, world_size) for p in trained), default=0)
+            sub_group = min(total, int(self._zero.sub_group_size or _SUB_GROUP) + largest)
+            locked += self._state_buffers * sub_group * _MASTER
+        former: list[Path] = []
+        if param is not None and param.on_files:
+            held = [swapping.shard_numel(p, world_size) for p in model.parameters()]
+            needed[str(param.nvme_path)] += sum(held) * dtype.itemsize
+            self._fit_param_buffers(model, world_size, dtype)
+            locked += self._param_buffers * self._param_elements * dtype.itemsize
+        self._check_room(needed)
+        _check_locked(locked)
+        if param is not None and param.on_files:
+            former = swapping.renew_buffers(model.parameters(), dtype, self._param_buffers, self._param_elements)
+        return former
+
+    def _count_state_buffers(self, states: int) -> int:
+        """Return the number of buffers for the master, the gradient, and ``states`` tensors of a sub-group."""
+        offload = self._zero.offload_optimizer
+        assert offload is not None
+        once = 2 + states
+        needed = once * (1 + offload.pipeline_read + offload.pipeline_write)
+        given = offload.buffer_count
+        if given is not None and given < needed:
+            raise StrategyError(
+                f"{WHERE}.zero_optimization.offload_optimizer.buffer_count: {given} is not enough, this optimizer needs "
+                f"{needed}: master, gradient and {counted(states, 'state')} of a sub-group"
+                + (", for each sub-group in the pipeline" if needed > once else "")
+            )
+        return given or max(needed, _STATE_BUFFERS)
+
+    def _fit_param_buffers(self, model: nn.Module, world_size: int, dtype: torch.dtype) -> None:
+        param = self._zero.offload_param
+        assert param is not None
+        where = f"{WHERE}.zero_optimization.offload_param"
+        smallest = swapping.smallest_in_files(self._aio.block_size)
+        swapped: dict[int, tuple[int, str]] = {}
+        for name, parameter in model.named_parameters():
+            numel = swapping.shard_numel(parameter, world_size)
+            if swapping.is_in_file(parameter) or (
+                not hasattr(parameter, "ds_tensor") and numel * dtype.itemsize >= smallest
+            ):
+                swapped[id(parameter)] = numel, name
+        largest, name = max(swapped.values(), default=(0, ""))
+        if param.buffer_size is not None and param.buffer_size < largest:
+            raise StrategyError(
+                f"{where}.buffer_size: {param.buffer_size} is not enough, a process's shard of {name} has {largest} elements"
+            )
+        count, module = swapping.buffers_at_once(model, set(swapped))
+        if param.buffer_count is not None and param.buffer_count < count:
+            raise StrategyError(
+                f"{where}.buffer_count: {param.buffer_count} is not enough, {module or 'the model'} needs {count} parameters "
+                "at a time"
+            )
+        self._param_buffers = param.buffer_count or max(count, _PARAM_BUFFERS)
+        self._param_elements = int(param.buffer_size or max(largest, 1))
+
+    def _check_room(self, needed: dict[str, int]) -> None:
+        """Raise StrategyError if a disk has less room than the processes of this machine need, by folder."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        by_disk: dict[int, int] = {}
+        for path, num_bytes in needed.items():
+            disk = Path(path).stat().st_dev
+            by_disk[disk] = by_disk.get(disk, 0) + num_bytes * local
+            free = shutil.disk_usage(path).free
+            if by_disk[disk] > free:
+                part = next(part for part in self._zero.on_files if str(part.nvme_path) == path)
+                raise StrategyError(
+                    f'{_where(part)}.nvme_path: "{path}" has {free / 2**30:.1f} GiB free, and '
+                    f"{counted(local, 'process', 'processes')} need about {by_disk[disk] / 2**30:.1f} GiB"
+                )
+
+
+def _where(part: Offload) -> str:
+    return f"{WHERE}.zero_optimization.{part.key}"
+
+
+def _states_of(wrapper: OptimWrapper) -> int:
+    """Return how many tensors like the parameter the optimizer keeps for each.
+
+    Raises:
+        StrategyError: it cannot update on the CPU, or not with state in float32.
+    """
+    kind = type(wrapper.optimizer).__name__
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in wrapper.param_groups
+    ]
+    samples = Samples(settings, [[(16,)]] * len(settings), torch.device("cpu"))
+    try:
+        trial = samples.run(wrapper.make_another, lambda tensor: tensor, updates=1)
+    except TrialError as error:
+        raise StrategyError(
+            f"{wrapper.where}.optimizer: {kind} cannot update on the CPU, where state in files is updated ({error}); choose "
+            'AdamW, or device="none"'
+        ) from error
+    counts = [0]
+    for state in trial.states:
+        alike = {key: v for key, v in state.items() if isinstance(v, Tensor) and tuple(v.shape) == (16,)}
+        if odd := next((key for key, value in alike.items() if value.dtype is not torch.float32), None):
+            raise StrategyError(
+                f"{wrapper.where}.optimizer: {kind} keeps {odd} as {str(alike[odd].dtype).removeprefix('torch.')}, and "
+                'DeepSpeed writes float32 files only; choose AdamW, or device="cpu"'
+            )
+        counts.append(len(alike))
+    return max(counts)
+
+
+def _check_locked(num_bytes: int) -> None:
+    """Raise StrategyError if the system does not let this process lock so much memory; DeepSpeed would crash."""
+    resource = importlib.import_module("resource")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit in (resource.RLIM_INFINITY, -1) or num_bytes <= limit or _may_lock_everything():
+        return
+    raise StrategyError(
+        f"{WHERE}.zero_optimization: buffers for files need {num_bytes / 2**20:.0f} MiB of page-locked memory, and the limit is "
+        f"{limit / 2**20:.0f} MiB; raise it (ulimit -l, in Docker --ulimit memlock=-1), or give smaller buffers: sub_group_size, "
+        "offload_param.buffer_size"
+    )
+
+
+def _may_lock_everything() -> bool:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    return bool(int(line.split()[1], 16) >> _MAY_LOCK & 1)

@@ -1,0 +1,248 @@
+"""Options of offloading to files: wrong ones are named on one line, before anything is built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+
+from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.folder_lock import FolderLock
+from flextrain.strategies import DeepSpeedStrategy
+from flextrain.strategies.deepspeed import async_io, swap_files
+from flextrain.strategies.deepspeed.engine_config import Request, engine_config
+from flextrain.strategies.deepspeed.swap_folder import SwapFolder
+
+pytestmark = pytest.mark.deepspeed
+
+
+def zero(stage: int = 3, **options: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
+OPTIMIZER, PARAM = "strategy.zero_optimization.offload_optimizer", "strategy.zero_optimization.offload_param"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (zero(2, offload_optimizer=dict(device="nvme", nvme_path="HERE")), f'{OPTIMIZER}.device: "nvme" needs stage=3, the stage is 2'),
+    (zero(2, offload_param=dict(device="nvme", nvme_path="HERE")), f"{PARAM}: has no effect at stage 2, give stage=3 or leave it out"),
+    (zero(offload_optimizer=dict(device="nvme")), f'{OPTIMIZER}.nvme_path: missing, device="nvme" needs a folder on a local disk'),
+    (zero(offload_param=dict(device="nvme", nvme_path="HERE/none")), f'{PARAM}.nvme_path: "HERE/none" is no folder, create it on a local disk'),
+    (zero(offload_optimizer=dict(device="nvme", nvme_path="/proc")), f'{OPTIMIZER}.nvme_path: "/proc" is not writable, No such file or directory'),
+    (zero(offload_optimizer=dict(device="cpu", nvme_path="HERE")), f'{OPTIMIZER}.nvme_path: has no effect with device="cpu", give device="nvme" or leave it out'),
+    (zero(offload_optimizer=dict(device="cpu", pipeline_read=True)), f'{OPTIMIZER}.pipeline_read: has no effect with device="cpu"'),
+    (zero(offload_param=dict(device="cpu", max_in_cpu=5)), f'{PARAM}.max_in_cpu: has no effect with device="cpu"'),
+    (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", fast_init=True)), f"{OPTIMIZER}.fast_init: True is not allowed"),
+    (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", ratio=0.5)), f'{OPTIMIZER}.ratio: 0.5 is not allowed with device="nvme"'),
+    (zero(offload_optimizer=dict(device="nvme", nvme_paht="HERE")), f'{OPTIMIZER}.nvme_paht: unknown key, did you mean "nvme_path"?'),
+    (zero(offload_optimizer=dict(device="nvme", nvme_path=3)), f"{OPTIMIZER}.nvme_path: 3 is not allowed"),
+    (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", buffer_count=0)), f"{OPTIMIZER}.buffer_count: 0 is not allowed, give 1 or more"),
+    (zero(offload_param=dict(device="nvme", nvme_path="HERE", buffer_size=0)), f"{PARAM}.buffer_size: 0 is not allowed, give 1 or more"),
+    (zero(offload_param=dict(device="nvme", nvme_path="HERE", ratio=0.5)), f"{PARAM}.ratio: unknown key"),
+    (zero(offload_optimizer=dict(device="ssd")), f'{OPTIMIZER}.device: "ssd" is not allowed, choose "none", "cpu" or "nvme"'),
+    (dict(aio=dict(block_size=2**20)), 'strategy.aio: has no effect without offloading to device="nvme", leave it out'),
+    (dict(aio=dict(blok_size=2**20)), 'strategy.aio.blok_size: unknown key, did you mean "block_size"?'),
+    (dict(aio=dict(block_size=1000)), "strategy.aio.block_size: 1000 is not allowed, give a multiple of 512"),
+    (dict(aio=dict(queue_depth=0)), "strategy.aio.queue_depth: 0 is not allowed, give 1 or more"),
+    (dict(aio=dict(intra_op_parallelism=1.5)), "strategy.aio.intra_op_parallelism: 1.5 is not allowed, give an integer"),
+    (dict(aio=dict(single_submit=1)), "strategy.aio.single_submit: 1 is not allowed, give True or False"),
+    (dict(aio=dict(use_gds=True)), "strategy.aio.use_gds: True is not allowed"),
+    (dict(aio=3), "strategy.aio: 3 is not allowed, give a dict"),
+]  # fmt: skip
+
+
+def put(options: Any, folder: Path) -> Any:
+    """The options with the folder in place of HERE."""
+    if isinstance(options, dict):
+        return {key: put(value, folder) for key, value in options.items()}
+    return options.replace("HERE", str(folder)) if isinstance(options, str) else options
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message[9:70] for _, message in WRONG])
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedStrategy(**put(options, tmp_path))
+    assert str(caught.value).startswith(put(message, tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def on_files(folder: Path, **options: Any) -> dict[str, Any]:
+    return zero(offload_optimizer=dict(device="nvme", nvme_path=str(folder), **options))
+
+
+# What the compilation lacks
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without compiler, ninja and compiled extensions; the folder of its only programs."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(async_io, "_own_ninja", lambda: None)
+    return programs
+
+
+def add_program(folder: Path, name: str, status: int) -> None:
+    (folder / name).write_text(f"#!/bin/sh\nexit {status}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_what_is_missing_is_named_before_any_process_group(bare: Path, tmp_path: Path) -> None:
+    lacks = 'strategy.zero_optimization: device="nvme" needs DeepSpeed\'s asynchronous input and output, whose compilation lacks '
+    with pytest.raises(StrategyError) as caught:
+        DeepSpeedStrategy(**on_files(tmp_path))
+    assert str(caught.value) == (
+        f'{lacks}a C++ compiler (apt-get install g++) and ninja (pip install ninja); or choose device="cpu"'
+    )
+    add_program(bare, "c++", 1)
+    add_program(bare, "ninja", 0)
+    with pytest.raises(StrategyError) as caught:
+        DeepSpeedStrategy(**on_files(tmp_path))
+    assert str(caught.value) == f'{lacks}the headers of libaio (apt-get install libaio-dev); or choose device="cpu"'
+    add_program(bare, "c++", 0)
+    assert async_io.what_is_missing() == []
+    DeepSpeedStrategy(**zero(offload_optimizer=dict(device="cpu")))  # needs none of it
+
+
+def test_a_compiled_extension_needs_no_headers(bare: Path, tmp_path: Path) -> None:
+    from flextrain.core.torch_private import build_folder
+
+    add_program(bare, "c++", 1)
+    add_program(bare, "ninja", 0)
+    assert async_io.what_is_missing() == ["the headers of libaio (apt-get install libaio-dev)"]
+    folder = build_folder("async_io")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "async_io.so").touch()
+    assert async_io.what_is_missing() == []
+
+
+def test_a_compilation_that_fails_is_one_line(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def fail(name: str, **options: Any) -> None:
+        raise RuntimeError(f"Error building extension '{name}':\nerror: something")
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
+    monkeypatch.setattr(swap_files, "check_async_io", lambda: None)
+    add_program(bare, "c++", 0)
+    add_program(bare, "ninja", 0)
+    strategy = DeepSpeedStrategy(**on_files(tmp_path))
+    with pytest.raises(StrategyError) as caught:
+        strategy.setup_environment()
+    assert "cannot be compiled: Error building extension 'pin_memory': error: something" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ninja_of_the_environment_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    add_program(tmp_path, "ninja", 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with async_io.ninja_on_path():
+        assert subprocess.run(["ninja"], check=False).returncode == 0
+    assert os.environ["PATH"] == "/nowhere"
+
+
+# What does not fit
+
+
+def test_too_little_memory_to_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
+    monkeypatch.setattr(swap_files, "_may_lock_everything", lambda: False)
+    swap_files._check_locked(2**20)
+    with pytest.raises(
+        StrategyError, match=r"need 3 MiB of page-locked memory, and the limit is 1 MiB; raise it \(ulimit -l"
+    ):
+        swap_files._check_locked(3 * 2**20)
+    monkeypatch.setattr(swap_files, "_may_lock_everything", lambda: True)
+    swap_files._check_locked(3 * 2**20)
+
+
+def test_deepspeed_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_files, "check_async_io", lambda: None)
+    monkeypatch.setattr(swap_files, "load_async_io", lambda patience_s: None)
+    both = dict(device="nvme", nvme_path=str(tmp_path))
+    strategy = DeepSpeedStrategy(
+        **zero(offload_optimizer=both, offload_param={**both, "buffer_size": 1e6}), aio=dict(queue_depth=4)
+    )
+    files = swap_files.SwapFiles(strategy.config)
+    files.open()
+    assert files.largest_while_built == 10**6
+    request = Request(__import__("torch").float32, 0.0, 1, {})
+    keys = engine_config(
+        strategy.config, request, stage=3, world_size=1, on_cpu=True, num_elements=8, checkpointing=None, files=files
+    )
+    (own,) = tmp_path.iterdir()
+    zero_keys = keys["zero_optimization"]
+    assert zero_keys["offload_optimizer"]["nvme_path"] == zero_keys["offload_param"]["nvme_path"] == str(own)
+    assert zero_keys["offload_param"]["max_in_cpu"] == zero_keys["stage3_max_reuse_distance"] == 0
+    assert zero_keys["sub_group_size"] == 50_000_000
+    assert keys["aio"] == dict(
+        block_size=2**20, queue_depth=4, intra_op_parallelism=1, single_submit=False, overlap_events=True, use_gds=False
+    )
+    files.remove()
+    assert not list(tmp_path.iterdir())
+
+
+# Folders
+
+
+@pytest.mark.processes
+def test_folders_of_the_killed_are_removed_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import sys; from pathlib import Path; from flextrain.strategies.deepspeed.swap_folder import SwapFolder\n"
+        "folder = SwapFolder(Path(sys.argv[1])); (folder.path / 'x.swp').touch(); print(folder.path, flush=True)\n"
+        "sys.stdin.read()"
+    )
+
+    def another() -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    (killed, left), (ending, busy) = another(), another()
+    killed.kill()
+    killed.wait()
+    assert left.exists()
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(caplog.handler)
+    caplog.set_level("INFO", logger="flextrain")
+    own = SwapFolder(tmp_path)
+    assert (left.exists(), busy.exists(), own.path.exists()) == (False, True, True)
+    assert f"Removed {left}, the swap files of a process that ended without removing them" in caplog.text
+    logger.removeHandler(caplog.handler)
+    second = SwapFolder(tmp_path)  # of the same process: both stay
+    assert own.path != second.path
+    assert own.path.exists()
+    ending.communicate("")  # ends by itself
+    assert not busy.exists()
+    for folder in (own, second, own):
+        folder.remove()
+    assert not list(tmp_path.iterdir())
+    for process in (killed, ending):
+        for stream in (process.stdout, process.stdin):
+            assert stream is not None
+            stream.close()
+
+
+def test_nothing_is_removed_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "flextrain_swap_elsewhere"
+    left.mkdir()
+    monkeypatch.setattr(FolderLock, "is_held", False)
+    SwapFolder(tmp_path).remove()
+    assert left.exists()
+    monkeypatch.undo()
+    SwapFolder(tmp_path).remove()
+    assert not left.exists()
