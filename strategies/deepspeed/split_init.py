@@ -11,24 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...core.comm import collectives as dist
 from ...core.comm.agreement import first_difference
 from ...core.errors import StrategyError
 from .swapping import shard_numel
 
 
 @contextlib.contextmanager
-def split_at_once(deepspeed: Any, keys: dict[str, Any], largest: int | None) -> Iterator[None]:
+def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest: int | None) -> Iterator[None]:
     """Shard the parameters of every layer built inside, with rank 0's values; needs the process group.
 
     Args:
         keys: DeepSpeed's configuration, for float32 in any case: masters start from these values, and ZeRO must not cast
             buffers.
+        world_size: number of processes.
         largest: the largest possible shard, in elements; None: there is no limit.
     """
     # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32.
     split = deepspeed.zero.Init(config_dict_or_path=keys)
-    alike = _Alike(split, largest)
+    alike = _Alike(split, world_size, largest)
     with split, _NoWritingIntoNothing():
         try:
             yield
@@ -46,9 +46,9 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], largest: int | None) -> 
 class _Alike:
     """Checks that all processes build the same layers, before the parameters of a layer are broadcast and sharded."""
 
-    def __init__(self, split: Any, largest: int | None) -> None:
+    def __init__(self, split: Any, world_size: int, largest: int | None) -> None:
         self._number = 0
-        self._largest = largest
+        self._world_size, self._largest = world_size, largest
         self._split = split._post_init_method
         split._post_init_method = self._after
 
@@ -66,7 +66,7 @@ class _Alike:
 
     def _check_sizes(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         for name, parameter in own.items() if self._largest is not None else ():
-            if (numel := shard_numel(parameter, dist.get_world_size())) > (self._largest or 0):
+            if (numel := shard_numel(parameter, self._world_size)) > (self._largest or 0):
                 raise StrategyError(
                     f"strategy.zero_optimization.offload_param.buffer_size: {self._largest} is not enough to build the model, a "
                     f"process's shard of {name} in a {type(module).__name__} has {numel} elements; give at least as many"

@@ -129,7 +129,7 @@ class DeepSpeedStrategy(Strategy):
     def _init_split(self) -> Iterator[None]:
         largest = self._files.largest_while_built
         keys = self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
-        with swapping.param_files_in(torch.float32), split_at_once(_deepspeed(), keys, largest):
+        with swapping.param_files_in(torch.float32), split_at_once(_deepspeed(), keys, self.world_size, largest):
             yield
 
     def init_weights(self, model: BaseModel) -> None:
