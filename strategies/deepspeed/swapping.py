@@ -122,7 +122,7 @@ class IncomingState:
 # Updates
 
 
-class UpdateGuard:
+class ShardedUpdate:
     """What DeepSpeed 0.19.8 leaves undone before an update at stage 3.
 
     Args:

@@ -35,7 +35,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _fragments: Sequence[Fragment] = ()
     _clips_here = False
     _norm: Tensor | None = None
-    _guard_3: swapping.UpdateGuard | None = None
+    _sharded_update: swapping.ShardedUpdate | None = None
 
     @classmethod
     def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
@@ -88,7 +88,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._engine, self._fragments = engine, fragments
         self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
-        self._guard_3 = swapping.UpdateGuard(engine) if swapping.is_stage_3(engine) else None
+        self._sharded_update = swapping.ShardedUpdate(engine) if swapping.is_stage_3(engine) else None
         if clips_here and self.clip_grad is not None:
             # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.
             self._optimizer.register_step_pre_hook(self._clip_before_update)
@@ -114,8 +114,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         for hook in self._step_pre_hooks:
             hook(self)
         self._norm = None
-        if self._guard_3 is not None:
-            self._guard_3.before()
+        if self._sharded_update is not None:
+            self._sharded_update.before()
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         norm = None
