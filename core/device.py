@@ -278,6 +278,15 @@ def peak_apart(device: torch.device) -> Iterator[None]:
             reset(device)
 
 
+def memory_source(device: torch.device) -> str:
+    """What ``memory_mb`` measures, in words."""
+    if device.type == "cpu":
+        return "largest resident set of the process"
+    if not hasattr(DEVICES[device.type].module, "max_memory_allocated"):
+        return f"not measured on {device.type}"
+    return f"most that torch has allocated on {device}"
+
+
 def overflows_to_inf(device_type: str) -> bool:
     """Whether float16 overflow gives inf; some Ascend NPUs give the largest finite number instead."""
     utils = getattr(getattr(torch, device_type, None), "utils", None)

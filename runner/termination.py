@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from ..core.checkpoint import find_latest
 from ..core.errors import CheckpointError
-from .reporting.console import IN_FILE
+from ..core.log_marks import TRACEBACK_IN_FILE
 
 if TYPE_CHECKING:
     from .run import Run
@@ -86,15 +87,19 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
 
 
 def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
-    """Log what ended the run and what to resume from; the traceback of a failure goes only to the log file.
+    """Log what ended the run and what to resume from; the traceback goes only to the log file, of each process to its own.
 
-    On the console the interpreter prints it, or the program has caught the exception.
+    On the console the interpreter prints that of a failure, or the program has caught the exception. After Ctrl-C the
+    line stands last there.
     """
     level, what, reason = logging.INFO, f"Ended by {type(error).__name__}", ""
     if isinstance(error, Terminated):
         level, what = logging.WARNING, "Terminated (SIGTERM)"
     elif isinstance(error, KeyboardInterrupt):
         what = "Interrupted"
+        _print_no_traceback(error)
+    elif isinstance(error, SystemExit):
+        what = f"Ended by sys.exit({'' if error.code is None else repr(error.code)})"
     elif isinstance(error, Exception):
         first_line = str(error).strip().partition("\n")[0]
         level, what, reason = logging.ERROR, "Failed", f": {type(error).__name__}: {first_line}"
@@ -102,8 +107,40 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         what += f" after epoch {run.epoch}, iteration {run.iter}"
         if run.rank == 0:
             reason += f"; {_advice(run)}"
-    failed = level == logging.ERROR
-    run.logger.log(level, what + reason, exc_info=error if failed else None, extra={IN_FILE: failed})
+    logger = run.logger
+    told = isinstance(error, (Exception, KeyboardInterrupt))
+    record = logger.makeRecord(
+        logger.name,
+        level,
+        __file__,
+        0,
+        what + reason,
+        (),
+        (type(error), error, error.__traceback__) if told else None,
+        extra={TRACEBACK_IN_FILE: True},
+    )
+    # Ranks other than 0 drop what is no error; their own log files take this line whatever its level.
+    if run.rank != 0 or logger.isEnabledFor(level):
+        logger.handle(record)
+
+
+_TOLD = "_flextrain_told"
+"""Attribute of interruptions that the log has told of."""
+
+
+def _print_no_traceback(error: KeyboardInterrupt) -> None:
+    """Make the interpreter end without a traceback if this interruption ends the program; the status stays 130."""
+    setattr(error, _TOLD, True)
+    before = sys.excepthook
+    if getattr(before, _TOLD, False):
+        return
+
+    def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if not getattr(value, _TOLD, False):
+            before(kind, value, traceback)
+
+    setattr(excepthook, _TOLD, True)
+    sys.excepthook = excepthook
 
 
 def _advice(run: Run) -> str:

@@ -346,9 +346,7 @@ def test_no_command_is_cut_off_on_a_narrow_screen() -> None:
     report, _ = findings()
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(report)
-    rows = [line.split("│")[1:-1] for line in console.export_text().splitlines() if line.count("│") == 5]
-    needs = "".join(cells[3].strip() for cells in rows)
-    assert "'flextrain[deepspeed]'" in needs
+    assert "'flextrain[deepspeed]'" in console.export_text()
 
 
 @pytest.mark.parametrize(

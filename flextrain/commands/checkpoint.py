@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
-from .formatting import as_text, both, finite_json, folding_table, human_size, number, red, shape_text, shortened
+from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
         return 0
-    table = folding_table(
+    table = fitted_table(
         "checkpoint", "epoch", "iter", "size", "written", "strategy", "processes", "", title=str(folder)
     )
     for row in rows:
@@ -176,19 +176,19 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.pattern and not found["tensors"] and not found["values"]:
         raise _unlike("show", arguments.pattern, checkpoint)
     out = console()
-    table = folding_table("tensor", "shape", "dtype", "size", "chunks", title=str(checkpoint.path))
+    table = fitted_table("tensor", "shape", "dtype", "size", "chunks", title=str(checkpoint.path))
     for key, info in found["tensors"].items():
         table.add_row(key, shape_text(info["shape"]), info["dtype"], human_size(info["bytes"]), str(info["chunks"]))
     if found["tensors"]:
         out.print(table)
-    totals = folding_table("", "tensors", "elements", "size", title="totals")
+    totals = fitted_table("", "tensors", "elements", "size", title="totals")
     for part, total in found["totals"].items():
         totals.add_row(part, str(total["tensors"]), f"{total['elements']:,}", human_size(total["bytes"]))
     out.print(totals)
     if found["nonfinite"]:
         out.print(red("NaN or infinity"), "in", what_is_not_finite(found["nonfinite"]), soft_wrap=True)
     if found["values"]:
-        values = folding_table("value", "", title="values")
+        values = fitted_table("value", "", title="values")
         for key, value in found["values"].items():
             values.add_row(key, shortened(value))
         out.print(values)
@@ -327,19 +327,19 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 def _print_comparison(found: Comparison, out: Console) -> None:
     for title, keys in (("only in A", found.only_a), ("only in B", found.only_b)):
         if keys:
-            table = folding_table(title)
+            table = fitted_table(title)
             for key in keys:
                 table.add_row(key)
             out.print(table)
     if found.tensors:
-        table = folding_table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
+        table = fitted_table("tensor", "shape", "dtype", "elements that differ", "largest difference", "relative")
         for d in found.tensors:
             differing = "" if d.count is None else f"{d.count:,} of {d.numel:,}"
             sizes = (number(d.absolute), number(d.relative))
             table.add_row(d.key, both(*map(shape_text, d.shapes)), both(*d.dtypes), differing, *sizes)
         out.print(table)
     if found.values:
-        table = folding_table("value", "A", "B")
+        table = fitted_table("value", "A", "B")
         for key, (a, b) in found.values.items():
             table.add_row(key, shortened(a), shortened(b))
         out.print(table)

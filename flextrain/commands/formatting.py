@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
+
+    from ..tools.tables import FittedTable
 
 SHOWN_CHARACTERS = 120
 
@@ -29,11 +30,11 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def folding_table(*headers: str, title: str | None = None) -> Table:
-    """A table that wraps long text, which rich would cut off otherwise."""
-    from rich.table import Column, Table
+def fitted_table(*headers: str, title: str | None = None) -> FittedTable:
+    """A table that fits the terminal without breaking a name, and whose rows are lines in a pipe."""
+    from ..tools.tables import FittedTable  # here, because `flextrain doctor` must start without rich
 
-    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
+    return FittedTable(*headers, title=title, title_justify="left")
 
 
 def as_text(value: object) -> str:

@@ -9,6 +9,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError, suggest
+from .formatting import fitted_table
 from .output import console, print_json
 
 if TYPE_CHECKING:
@@ -82,18 +83,14 @@ def _print_overview(names: dict[str, list[str]]) -> None:
             for name in members or ["(none registered)"]:
                 out.print(f"{kind:<{width}}  {name}")
         return
-    from rich.table import Table
-
-    table = Table("kind", "names", title="flextrain list KIND shows one kind with descriptions")
+    table = fitted_table("kind", "names", title="flextrain list KIND shows one kind with descriptions")
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
     out.print(table)
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:
-    from rich.table import Table
-
-    table = Table("type", "description", title=kind)
+    table = fitted_table("type", "description", title=kind)
     for name, description in descriptions.items():
         table.add_row(name, description)
     console().print(table)

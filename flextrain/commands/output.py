@@ -23,7 +23,8 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """A console for standard output. Lines are as wide as the terminal; in a pipe they are not wrapped, so that grep works.
+    """A console for standard output. Lines are as wide as the terminal; in a pipe they are not wrapped, so that grep works,
+    and a table has a line for each row.
 
     Text is shown as it is, without markup. Use rich's Text for colours.
     """
@@ -31,6 +32,8 @@ def console() -> Console:
     from rich.console import Console
 
     class UntilClosed(Console):
+        as_lines = False
+
         def on_broken_pipe(self) -> None:
             """Raise, where rich would end the program with status 1, which has another meaning here."""
             raise BrokenPipeError
@@ -38,7 +41,9 @@ def console() -> Console:
     found = UntilClosed(markup=False, emoji=False)
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
-    return UntilClosed(width=_UNBROKEN, markup=False, emoji=False)
+    unbroken = UntilClosed(width=_UNBROKEN, markup=False, emoji=False, soft_wrap=True)
+    unbroken.as_lines = True
+    return unbroken
 
 
 def until_closed(run: Callable[[], int]) -> int:

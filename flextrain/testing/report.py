@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import FlexTrainError
 from ..tools.markup import add_row
+from ..tools.tables import FittedTable
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 _STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
@@ -52,8 +52,8 @@ class ConformanceReport:
         """The failed checks' messages by name."""
         return {result.name: result.message for result in self.results if result.status == "failed"}
 
-    def __rich__(self) -> Table:
-        table = Table(title=Text(f"{self.strategy} on {self.world_size} processes"), title_justify="left")
+    def __rich__(self) -> FittedTable:
+        table = FittedTable(title=Text(f"{self.strategy} on {self.world_size} processes"), title_justify="left")
         for heading in ("check", "outcome", "requirement"):
             table.add_column(heading)
         table.add_column("seconds", justify="right")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError, FlexTrainError
@@ -19,6 +18,7 @@ from ..optim.canonical import split_key
 from ..testing.workers import WorkerError, WorkerGroup
 from .markup import add_row
 from .parity import Job, ProcessTrace, train_alone, train_with
+from .tables import FittedTable
 
 Status = Literal["same", "differs", "not run"]
 _STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
@@ -99,7 +99,7 @@ class VerifyReport:
 
     def __rich__(self) -> Group:
         title = f"{Path(self.script).name}: {self.steps} steps on {self.processes} processes against one device"
-        table = Table(title=Text(title), title_justify="left", caption_justify="left")
+        table = FittedTable(title=Text(title), title_justify="left", caption_justify="left")
         caption = "the largest relative difference over all steps"
         table.add_column("strategy", overflow="fold")
         table.add_column("verdict", no_wrap=True)

@@ -131,6 +131,11 @@ class CheckpointHook(Hook):
         return self._best.wanted
 
     @property
+    def best_scores(self) -> dict[str, Any]:
+        """The best value of each monitored metric, and its checkpoint: ``{"accuracy": {"score", "checkpoint"}}``."""
+        return self._best.state_dict()
+
+    @property
     def _unit(self) -> str:
         return "epoch" if self.by_epoch else "iter"
 

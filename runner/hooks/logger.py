@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
+from ...core.overriding import overridden
 from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
-from ..reporting.log_processor import num_batches
+from ..reporting.log_processor import num_batches, units
 from ..reporting.progress import ProgressBar, is_interactive
 from ..reporting.reporter import plain_value
+from .closing_summary import ClosingSummary
 from .hook import Hook
 from .unsupported import refuse
 
@@ -33,12 +35,13 @@ class LoggerHook(Hook):
         interval: iterations between two log lines.
         ignore_last: write no line at the end of an epoch whose length is not a multiple of ``interval``, unless it
             would be the only line of the epoch.
-        interval_exp_name: iterations between two lines with the experiment's name; every epoch's end has one too.
+        interval_exp_name: iterations between two more lines with the experiment's name; default: only one, at the start.
         out_dir: folder to copy the logs to at the end of the run, as ``<work directory's name>/<timestamp>``.
         out_suffix: endings of the files to copy.
         keep_local: keep the originals of copied files.
         log_metric_by_epoch: use the epoch as the step of validation records, if training has epochs.
-        progress_bar: show a progress bar; None: only on an interactive terminal.
+        progress_bar: show a progress bar; None: only on an interactive terminal, and not under mpirun, whose output may go
+            to a file.
         file_client_args, backend_args: not supported.
     """
 
@@ -48,7 +51,7 @@ class LoggerHook(Hook):
         self,
         interval: int = 10,
         ignore_last: bool = True,
-        interval_exp_name: int = 1000,
+        interval_exp_name: int | None = None,
         out_dir: str | Path | None = None,
         out_suffix: Sequence[str] | str = (".json", ".log", ".py", ".yaml"),
         keep_local: bool = True,
@@ -59,7 +62,7 @@ class LoggerHook(Hook):
     ) -> None:
         refuse("LoggerHook", file_client_args=file_client_args, backend_args=backend_args)
         for name, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"LoggerHook.{name}: {value} is not allowed, give 1 or more")
         if not keep_local and out_dir is None:
             raise ConfigError("LoggerHook.keep_local: False has no meaning without out_dir")
@@ -72,6 +75,7 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
         self._wants_bar = progress_bar
         self._bar: ProgressBar | None = None
+        self._summary: ClosingSummary | None = None
         self._lines = LineQueue()
         self._is_open = False
         self._length = 0
@@ -82,6 +86,9 @@ class LoggerHook(Hook):
         if self._is_open:
             return
         self._is_open = True
+        runner.logger.info("Exp name: %s", runner.experiment_name)
+        if not overridden(runner.log_processor, "get_log_after_iter", "get_log_after_epoch"):
+            runner.logger.info(units(runner))
         self._lines.open(runner.logger)
         runner.visualizer.open()
 
@@ -89,6 +96,7 @@ class LoggerHook(Hook):
         """Open the reporters and show the progress bar."""
         self._open(runner)
         self._by_epoch = runner.train_loop.by_epoch
+        self._summary = ClosingSummary(runner)
         wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
         if runner.rank == 0 and wants_bar:
             self._bar = ProgressBar(runner)
@@ -111,7 +119,7 @@ class LoggerHook(Hook):
         done = runner.iter + 1
         inner = batch_idx + 1 if self._by_epoch else done
         is_last = inner == self._length
-        if is_last or done % self.interval_exp_name == 0:
+        if self.interval_exp_name is not None and done % self.interval_exp_name == 0:
             runner.logger.info("Exp name: %s", runner.experiment_name)
         if inner % self.interval == 0 or (is_last and (not self.ignore_last or self._length <= self.interval)):
             log = runner.log_processor.later_log_after_iter(runner, batch_idx, "train")
@@ -132,6 +140,8 @@ class LoggerHook(Hook):
         """Write the pending lines and prepare the histories of validation."""
         self._open(runner)
         self._lines.flush()
+        if self._summary is not None:
+            self._summary.validation_begins()
         runner.log_processor.prepare(runner, "val")
 
     def before_test_epoch(self, runner: Run) -> None:
@@ -161,6 +171,8 @@ class LoggerHook(Hook):
         runner.logger.info(line)
         counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
         self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
+        if self._summary is not None:
+            self._summary.validation_ends(metrics)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Write a line with the metrics, and write them to ``<timestamp>.json`` in the log folder."""
@@ -173,8 +185,12 @@ class LoggerHook(Hook):
             path.write_text(json.dumps(plain_value(record)) + "\n", encoding="utf-8")
 
     def after_run(self, runner: Run) -> None:
-        """Close the reporters and the bar, and copy the logs if ``out_dir`` is given."""
+        """Close the reporters and the bar, write the summary of a training, and copy the logs if ``out_dir`` is given."""
+        summary = self._summary
         self._close(runner)
+        if summary is not None and runner.rank == 0:
+            for line in summary.lines():
+                runner.logger.info(line)
         if self.out_dir is not None and runner.rank == 0:
             # The log folder's own name keeps the logs of a second run from replacing those of the first.
             self._copy(runner, self.out_dir / Path(runner.work_dir).name / Path(runner.log_dir).name)
@@ -188,7 +204,7 @@ class LoggerHook(Hook):
             runner.visualizer.report(record, step, mode)
 
     def _close(self, runner: Run) -> None:
-        self._is_open = False
+        self._is_open, self._summary = False, None
         with contextlib.ExitStack() as parts:  # closes in reverse order, and all of them even if one raises
             parts.callback(runner.visualizer.close)
             if self._bar is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,13 +13,11 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from ...core.errors import ConfigError, one_of, suggest
+from ...core.log_marks import ONLY_IN_FILE, TRACEBACK_IN_FILE
 
 NAME = "flextrain"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-
-IN_FILE = "traceback_in_file"
-"""Attribute of records whose traceback goes only to the log file; there every process writes it."""
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -56,11 +56,17 @@ class ConsoleHandler(_StreamHandler):
     def __init__(self) -> None:
         super().__init__(sys.stdout)
         self.live: Console | None = None
+        self.addFilter(lambda record: not getattr(record, ONLY_IN_FILE, False))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without a traceback that belongs only in the file."""
+        """Return the line without a traceback that belongs only in the file, folded if a terminal shows it."""
         text = super().format(record)
-        return text.partition("\n")[0] if getattr(record, IN_FILE, False) else text
+        text = text.partition("\n")[0] if getattr(record, TRACEBACK_IN_FILE, False) else text
+        if is_passed_on():
+            return text
+        if self.live is not None:
+            return folded(text, self.live.width)
+        return folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -69,25 +75,56 @@ class ConsoleHandler(_StreamHandler):
             super().emit(record)
             return
         try:
-            # The terminal wraps long lines itself. If rich wrapped them, they could not be copied as one line.
+            # Lines are folded already; what is longer is a path or the like, to be copied as a whole.
             self.live.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
         except Exception:  # by logging's contract a handler reports its own failure and never raises
             self.handleError(record)
 
 
-class FailureFile(logging.FileHandler):
-    """Writes the failures of this rank to the log file of rank 0; on another machine, to the same path there.
+_INDENT = "    "
+
+
+def folded(text: str, width: int) -> str:
+    """Return text whose lines fit a terminal: broken between fields, else between words, never in a word."""
+    lines = []
+    for line in text.split("\n"):
+        while len(line) > width:
+            at = line.rfind("  ", len(_INDENT) + 1, width + 2)  # two spaces separate the fields of a log line
+            if at < width // 2:
+                at = line.rfind(" ", len(_INDENT) + 1, width + 1)
+            if at == -1:
+                at = line.find(" ", width)
+            if at == -1:
+                break
+            lines.append(line[:at].rstrip())
+            line = _INDENT + line[at:].lstrip()
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def is_passed_on() -> bool:
+    """True if a launcher, Open MPI or PRRTE, gives every process a pseudo-terminal of its own.
+
+    What it passes on from there may go to a file, which no process can find out.
+    """
+    return "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ
+
+
+class EndFile(logging.FileHandler):
+    """Writes how this process ended, and nothing else.
 
     Args:
-        path: the log file, which is created only at the first failure.
+        path: the log file, which is created only then.
+        level: the lowest level of a record to write.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, level: int) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
-        self.addFilter(lambda record: getattr(record, IN_FILE, False))
+        self.setLevel(level)
+        self.addFilter(lambda record: getattr(record, TRACEBACK_IN_FILE, False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one failure."""
+        """Write one end."""
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         super().emit(record)
 
@@ -96,8 +133,9 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
     """Configure and return the logger ``flextrain`` of this process.
 
     Rank 0 writes lines of ``log_level`` and above to the console and to ``log_file``. Other ranks write errors to the
-    console, and the failure that ended them to the file. Handlers of an earlier run in the same process are replaced,
-    and lines are not passed on to the root logger.
+    console. How such a rank ended, by a failure, a signal or sys.exit, is written to a file of its own beside it
+    (``<name>_rank3.log``), a failure to ``log_file`` too; on another machine, to the same paths there. Handlers of an
+    earlier run in the same process are replaced, and lines are not passed on to the root logger.
     """
     level = check_log_level(log_level)
     logger = logging.getLogger(NAME)
@@ -110,7 +148,10 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path, encoding="utf-8"))
     elif log_file is not None:
-        handlers.append(FailureFile(Path(log_file)))
+        path = Path(log_file)
+        handlers[0].setLevel(logging.ERROR)  # a record of an end goes past the logger's level
+        handlers.append(EndFile(path, logging.ERROR))
+        handlers.append(EndFile(path.with_name(f"{path.stem}_rank{rank}{path.suffix}"), logging.DEBUG))
     formatter = LineFormatter("" if rank == 0 else f"rank {rank} - ")
     for handler in handlers:
         handler.setFormatter(formatter)

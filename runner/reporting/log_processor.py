@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ...core.config import Config, check_call, validate
-from ...core.device import memory_mb
+from ...core.device import memory_mb, memory_source
 from ...core.errors import ConfigError
 from ...core.overriding import refuse_unused
 from .history import HistoryBuffer, UnreadMean, check_statistic
@@ -308,6 +308,15 @@ def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
     if hub.waiting:
         hub.fetch("train/", reduce=AVERAGED)
     return {name: mean.mean() for name, mean in means.items()}
+
+
+def units(runner: Run) -> str:
+    """Return the line that says what the figures of log lines mean."""
+    several = f"; loss is the mean over the {runner.world_size} processes, other figures are those of rank 0"
+    return (
+        "In the lines below: time and data_time in seconds per iteration, memory in MiB "
+        f"({memory_source(runner.strategy.device)}){several if runner.world_size > 1 else ''}"
+    )
 
 
 def num_batches(runner: Run, mode: str) -> int:

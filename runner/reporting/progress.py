@@ -17,15 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.user_loaders import batch_size
-from .console import console_handler
+from .console import console_handler, is_passed_on
 
 if TYPE_CHECKING:
     from ..run import Run
 
 
 def is_interactive(console: Console | None = None) -> bool:
-    """True if standard output is a terminal on which a line can be redrawn."""
+    """True if standard output is a terminal on which a line can be redrawn.
+
+    Under ``mpirun`` it is taken for none, because what mpirun passes on may go to a file.
+    ``LoggerHook(progress_bar=True)`` shows a bar there too.
+    """
     console = console or Console(markup=False, emoji=False)
+    if is_passed_on():
+        return False
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
 
@@ -37,7 +43,7 @@ class ProgressBar:
 
     def __init__(self, runner: Run, console: Console | None = None) -> None:
         self._runner = runner
-        self._batch_size = _batch_size(runner)
+        self._batch_size = samples_per_iteration(runner)
         self._tag: Mapping[str, Any] = {}
         self._evaluation: tuple[str, int, int] | None = None
         self._live = Live(
@@ -126,8 +132,8 @@ def _forget_bar() -> None:
             setattr(sys, name, stream.rich_proxied_file)
 
 
-def _batch_size(runner: Run) -> int | None:
-    """Return the samples per iteration over all processes; None if the dataloader does not say."""
+def samples_per_iteration(runner: Run) -> int | None:
+    """Return the samples of an update over all processes; None if the dataloader does not say."""
     size = batch_size(runner.train_dataloader)
     if size is None:
         return None

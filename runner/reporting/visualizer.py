@@ -290,8 +290,7 @@ def build_visualizer(given: Any = None) -> Visualizer:
         if (isinstance(kind, str) and kind in REPORTERS) or (isinstance(kind, type) and issubclass(kind, Reporter)):
             given = [given]
         else:
-            provided: dict[str, Any] = {} if "name" in given else {"name": "visualizer"}
-            built = VISUALIZERS.build({"type": kind, **given}, where, **provided)
+            built = VISUALIZERS.build(given, where, default_args={"type": "Visualizer", "name": "visualizer"})
             if not isinstance(built, Visualizer):
                 raise ConfigError(f"{where}.type: {type(built).__name__} is no Visualizer and no Reporter")
             return built

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
+from ...core.log_marks import ONLY_IN_FILE
 from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, dtypes, require
 from ...core.registry import STRATEGIES
@@ -210,7 +211,7 @@ class DeepSpeedStrategy(Strategy):
         replaced = self._files.fit(model, self._wrapper, self.world_size, dtype)
         num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
-        logger.info("DeepSpeed's configuration: %s", keys)
+        logger.info("DeepSpeed's configuration: %s", keys, extra={ONLY_IN_FILE: True})
         scalars = model.parameters() if stage == 3 else ()
         with (
             announced(float(self.config.timeout_s)),

@@ -73,6 +73,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "was_marked": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
+    runner.checkpoint_dir = folder
     runner.visualizer = Visualizer(vis_backends=runner.reporters, json_lines=False)
     runner.visualizer.belong_to_run(
         runner.experiment_name, folder / "vis_data", {"max_epochs": 2}, reports=runner.rank == 0

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.core.comm import collectives
-from flextrain.runner.hooks import Hook, LoggerHook
+from flextrain.runner.hooks import Hook, LoggerHook, closing_summary
 from flextrain.runner.reporting import LogProcessor, Reporter, line_queue
 from flextrain.testing import WorkerGroup
 
@@ -63,11 +63,29 @@ def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
     assert [event[1] for event in runner.reporters[0].events if event[0] == "train"] == [10, 20, 25]
 
 
-def test_the_experiment_is_named_at_its_interval_and_at_each_end(runner: Any) -> None:
+@pytest.mark.parametrize(("interval", "count"), [(None, 1), (4, 3)])
+def test_the_experiment_is_named_once_or_at_its_interval_too(runner: Any, interval: int | None, count: int) -> None:
     runner.train_loop.epoch_length = 10
-    logged_at(LoggerHook(interval_exp_name=4), runner)
-    places = [i for i, line in enumerate(runner.lines()) if line == "Exp name: digits"]
-    assert len(places) == 3, "after 4, 8 and 10"
+    hook = LoggerHook(interval_exp_name=interval)
+    hook.before_train(runner)
+    logged_at(hook, runner)
+    assert runner.lines().count("Exp name: digits") == count, "at the start, after 4 and after 8"
+    hook.before_val_epoch(runner)
+    assert runner.lines().count("Exp name: digits") == count
+
+
+def test_the_units_are_said_once_and_not_for_lines_of_ones_own(new_runner: Callable[..., Any]) -> None:
+    class Terse(LogProcessor):
+        def get_log_after_iter(self, runner: Any, batch_idx: int, mode: Any) -> tuple[dict[str, Any], str]:
+            return {}, "terse"
+
+    for processor, expected in ((LogProcessor(), 1), (Terse(), 0)):
+        runner = new_runner(log_processor=processor, log_dir=f"{new_runner().log_dir}_{expected}")
+        hook = LoggerHook()
+        hook.before_train(runner)
+        hook.before_test_epoch(runner)
+        line = "In the lines below: time and data_time in seconds per iteration, memory in MiB (largest resident set of the process)"
+        assert runner.lines().count(line) == expected
 
 
 def test_records_have_the_step_that_mmengine_gives_them(runner: Any) -> None:
@@ -152,7 +170,8 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     log = (Path(run.log_dir) / f"{run.timestamp}.log").read_text().splitlines()
     stamp = r"\d\d/\d\d \d\d:\d\d:\d\d - flextrain - INFO - "
     figures = r"eta: 0:00:\d\d  time: 0\.\d{4}  data_time: 0\.\d{4}  memory: \d+  loss: 0\.\d{4}"
-    assert re.fullmatch(rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}", log[4])
+    train = rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}"
+    assert any(re.fullmatch(train, line) for line in log)
     val = rf"{stamp}Epoch\(val\) \[1\]\[10/10\]    accuracy: 10\.0000  data_time: 0\.\d{{4}}  time: 0\.\d{{4}}"
     assert any(re.fullmatch(val, line) for line in log)
     records = [json.loads(line) for line in (Path(run.log_dir) / "vis_data/scalars.json").read_text().splitlines()]
@@ -361,3 +380,76 @@ def test_a_failing_reporter_hides_nothing(new_run: Callable[..., FlexibleRunner]
     assert stops.told is caught.value
     assert reporter.closed
     assert run.logger.filters == filters
+
+
+# The summary at the end
+
+
+def closing(run: FlexibleRunner) -> list[str]:
+    """The log after the last line of a validation or a saved checkpoint."""
+    log = Path(run.log_dir, f"{run.timestamp}.log").read_text().splitlines()
+    lines = [line.partition(" - INFO - ")[2] for line in log]
+    (first,) = (i for i, line in enumerate(lines) if line.startswith("Trained "))
+    return lines[first:]
+
+
+def test_training_ends_with_what_was_done_what_was_best_and_what_to_use_next(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    run = new_run(
+        scores=[10.0, 30.0, 20.0],
+        train_cfg={"by_epoch": True, "max_epochs": 3},
+        default_hooks={"checkpoint": {"save_best": "accuracy"}},
+    )
+    run.train()
+    trained, best, last = closing(run)
+    assert re.fullmatch(
+        r"Trained 3 epochs \(30 iterations\) in 0:\d\d:\d\d, [\d.]+ samples/s without validation", trained
+    )
+    folder = run.work_dir
+    assert best == f"Best accuracy: 30.0000 at epoch 2, load_from='{folder}/best_accuracy_epoch_2'"
+    assert last == f"Last checkpoint: {folder}/epoch_3, resume=True continues from it"
+    again = new_run(
+        scores=[20.0, 25.0],
+        train_cfg={"by_epoch": True, "max_epochs": 4},
+        resume=True,
+        default_hooks={"checkpoint": {"save_best": "accuracy"}},
+    )
+    again.train()
+    trained, best, last = closing(again)
+    assert trained.startswith("Trained 1 epoch (10 iterations) in ")
+    assert best == f"Best accuracy: 30.0000, load_from='{folder}/best_accuracy_epoch_2'", "of the earlier life"
+    assert last == f"Last checkpoint: {folder}/epoch_4, resume=True continues from it"
+
+
+def test_without_save_best_the_summary_says_how_to_keep_the_best(new_run: Callable[..., FlexibleRunner]) -> None:
+    run = new_run(scores=[10.0, 30.0, 20.0], default_hooks={"checkpoint": None})
+    run.train()
+    _, best = closing(run)
+    assert best == 'Best accuracy: 30.0000 at epoch 2, save_best="accuracy" of CheckpointHook would keep its weights'
+
+
+def test_validation_does_not_count_as_training_and_its_last_batch_not_as_a_whole_one(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(closing_summary, "time", clock)
+    runner.train_loop.data = SimpleNamespace(num_samples=75, epoch_length=10, drop_last=False)
+    summary = closing_summary.ClosingSummary(runner)
+    clock.now += 10
+    summary.validation_begins()
+    clock.now += 50
+    runner.epoch, runner.iter = 1, 10
+    summary.validation_ends({"name": "x", "perplexity": 3.0, "loss": 2.0, "acc": 1.0})
+    assert next(summary.lines()) == "Trained 1 epoch (10 iterations) in 0:01:00, 7.50 samples/s without validation"
+    runner.epoch, runner.iter = 2, 20
+    summary.validation_ends({"loss": 3.0})
+    assert [line for line in summary.lines() if "Best" in line] == [
+        'Best loss: 2.0000 at epoch 1, save_best="loss" of CheckpointHook would keep its weights'
+    ]
+
+
+def test_only_a_training_is_summed_up(new_run: Callable[..., FlexibleRunner]) -> None:
+    run = new_run()
+    run.val()
+    assert "Trained" not in Path(run.log_dir, f"{run.timestamp}.log").read_text()

@@ -18,7 +18,10 @@ import pytest
 from rich.console import Console
 
 from flextrain import ConfigError
+from flextrain.core.log_marks import ONLY_IN_FILE
+from flextrain.runner.hooks import LoggerHook
 from flextrain.runner.reporting import ProgressBar, close_logger, is_interactive, setup_logger
+from flextrain.runner.reporting.console import folded
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +75,13 @@ def test_other_ranks_report_errors_with_their_number_and_write_no_file(tmp_path:
     assert len(lines) == 1
     assert lines[0].endswith(" - flextrain - ERROR - rank 3 - loud")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_long_lines_for_reference_go_only_to_the_file(tmp_path: Path, capsys: Any) -> None:
+    logger = setup_logger("INFO", tmp_path / "run.log")
+    logger.info("a" * 1000, extra={ONLY_IN_FILE: True})
+    assert "a" * 1000 in (tmp_path / "run.log").read_text()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("level", ["INFOO", 1.5, True, None])
@@ -149,7 +159,7 @@ def test_log_lines_stand_whole_above_the_bar_and_the_terminal_is_given_back(new_
     runner.logger.info(line)
     bar.stop()
     text = output.getvalue()
-    assert f"{line}\n" in visible(text), "neither broken nor taken for markup"
+    assert " ".join(line.split()) in " ".join(visible(text).split()), "not taken for markup"
     assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h"), "the cursor is back"
     runner.logger.info("after")
     assert "after" not in output.getvalue()
@@ -162,6 +172,63 @@ def test_a_pipe_is_not_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_interactive(Console(file=io.StringIO()))
     assert is_interactive(terminal()[0])
     assert not is_interactive(Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"}))
+
+
+def test_long_lines_are_folded_between_fields_and_never_in_a_name() -> None:
+    line = "11/22 10:17:25 - flextrain - INFO - Epoch(train) [2][50/63]  lr: 1.0000e-01  eta: 0:00:00  time: 0.0204  loss: 0.4649"
+    assert folded(line, 200) == line
+    assert folded(line, 80).split("\n") == [
+        "11/22 10:17:25 - flextrain - INFO - Epoch(train) [2][50/63]  lr: 1.0000e-01",
+        "    eta: 0:00:00  time: 0.0204  loss: 0.4649",
+    ]
+    assert folded("saved to best_accuracy_epoch_2 and\nanother line", 20).split("\n") == [
+        "saved to",
+        "    best_accuracy_epoch_2",
+        "    and",
+        "another line",
+    ]
+    path = "/a" * 100
+    assert folded(path, 80) == path
+    for width in range(10, 120):
+        lines = folded(line, width).split("\n")
+        assert " ".join(lines).split() == line.split()
+        assert max(map(len, lines)) <= max(width, 4 + len("Epoch(train)"))
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_a_terminal_gets_folded_lines_and_the_file_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    for passed_on in (False, True):
+        monkeypatch.setattr(sys, "stdout", screen := Terminal())
+        if passed_on:
+            monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        setup_logger("INFO", tmp_path / "run.log").info("word " * 50)
+        lines = screen.getvalue().splitlines()
+        assert (max(map(len, lines)) <= width) != passed_on
+        assert len((tmp_path / "run.log").read_text().splitlines()) == 1 + passed_on
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"])
+def test_a_terminal_of_mpiruns_is_not_interactive(
+    monkeypatch: pytest.MonkeyPatch, new_runner: Callable[..., Any], variable: str
+) -> None:
+    """What mpirun passes on from its pseudo-terminals may go to a file."""
+    monkeypatch.setenv(variable, "0")
+    assert not is_interactive(terminal()[0])
+    hook = LoggerHook()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    hook.before_train(new_runner())
+    assert hook._bar is None
+    hook = LoggerHook(progress_bar=True)
+    hook.before_train(new_runner())
+    assert hook._bar is not None, "who asks for it gets it"
+    hook.on_exception(new_runner(), KeyboardInterrupt())
 
 
 @pytest.mark.processes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,12 +52,21 @@ def run(folder: Path, *hooks: Hook, **changes: Any) -> FlexibleRunner:
 
 
 def log_file(folder: Path) -> str:
-    (file,) = folder.glob("*/*.log")
+    (file,) = (file for file in folder.glob("*/*.log") if file.stem == file.parent.name)
+    return file.read_text()
+
+
+def file_of_rank(folder: Path, rank: int) -> str:
+    (file,) = folder.glob(f"*/*_rank{rank}.log")
     return file.read_text()
 
 
 def fail(error: Exception) -> None:
     raise error
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def terminate() -> None:
@@ -120,6 +132,85 @@ def test_the_file_has_the_failures_of_all_ranks(tmp_path: Path, workers2: Worker
     assert text.count("Traceback") == 2
     assert " - ERROR - Failed after epoch 1, iteration 4: RuntimeError: lamp 0 fell; resume=True continues" in text
     assert " - ERROR - rank 1 - Failed after epoch 1, iteration 4: RuntimeError: lamp 1 fell\nTraceback" in text
+    own = file_of_rank(tmp_path, 1)
+    assert own.count("Traceback") == 1
+    assert " - ERROR - rank 1 - Failed after epoch 1, iteration 4: RuntimeError: lamp 1 fell\nTraceback" in own
+    assert not list(tmp_path.glob("*/*_rank0.log")), "rank 0 has the whole log"
+
+
+def end_rank_1(folder: Path, how: str) -> str:
+    rank = int(os.environ["RANK"])
+    ends = {"exit": lambda: sys.exit("enough"), "signal": terminate, "interrupt": interrupt}
+    then = ends[how] if rank == 1 else lambda: fail(RuntimeError("lamp 0 fell"))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runner = run(folder, At(5, then), default_hooks=dict(checkpoint=None))
+        with pytest.raises((SystemExit, RuntimeError, KeyboardInterrupt)):
+            runner.train()
+    runner.strategy.teardown()
+    return printed.getvalue()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "INFO - rank 1 - Ended by sys.exit('enough') after epoch 1, iteration 4"),
+        ("signal", "WARNING - rank 1 - Terminated (SIGTERM) after epoch 1, iteration 4"),
+        ("interrupt", "INFO - rank 1 - Interrupted after epoch 1, iteration 4"),
+    ],
+)
+def test_the_end_of_another_rank_is_in_a_file_of_its_own(
+    tmp_path: Path, workers2: WorkerGroup, how: str, said: str
+) -> None:
+    _, printed = workers2.run(end_rank_1, tmp_path, how)
+    own = file_of_rank(tmp_path, 1)
+    first, *trace = own.splitlines()
+    assert first.endswith(said)
+    assert bool(trace) == (how == "interrupt"), "where it was is asked for when something hangs"
+    assert said not in printed, "with hundreds of ranks nobody could read anything else"
+    assert said not in log_file(tmp_path)
+
+
+# Ctrl-C
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT.replace("WARNING", "INFO").replace("interval=", "by_epoch=False, interval="),
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT, "a shell reports 130"
+    assert "Traceback" not in rest
+    assert re.search(
+        r" - INFO - Interrupted after epoch \d+, iteration \d+; resume=True continues from iter_\d+\n$", rest
+    )
+    assert "Traceback" in log_file(tmp_path), "it may have been a hang"
+
+
+def test_other_interruptions_are_shown_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(tmp_path, At(5, interrupt)).train()
+    sys.excepthook(KeyboardInterrupt, caught.value, None)
+    other = KeyboardInterrupt()
+    sys.excepthook(KeyboardInterrupt, other, None)
+    assert shown == [other]
 
 
 # SIGTERM

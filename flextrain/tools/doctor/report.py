@@ -48,21 +48,16 @@ class Diagnosis:
 
     def __rich__(self) -> Group:
         from rich.console import Group
-        from rich.table import Column, Table
         from rich.text import Text
 
         from ..markup import add_row
+        from ..tables import FittedTable
 
-        versions = Table("package", "version", title="Versions", title_justify="left")
+        versions = FittedTable("package", "version", title="Versions", title_justify="left")
         for package, version in self.versions.items():
             add_row(versions, package, version or Text("not installed", style="dim"))
         # Users copy commands from here: long ones are wrapped, never cut off.
-        name, why, needs = (
-            Column("strategy", no_wrap=True),
-            Column("why", overflow="fold"),
-            Column("needs", overflow="fold"),
-        )
-        strategies = Table(name, "runs here", why, needs, title="Strategies", title_justify="left")
+        strategies = FittedTable("strategy", "runs here", "why", "needs", title="Strategies", title_justify="left")
         for status in self.strategies:
             answer = Text("yes", style="green") if status.usable else Text("no", style="yellow")
             names = Text.assemble(
