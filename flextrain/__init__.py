@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .core.registry import STRATEGIES as STRATEGIES
     from .core.registry import VISUALIZERS as VISUALIZERS
     from .core.registry import Registry as Registry
+    from .core.tta_model import BaseTTAModel as BaseTTAModel
     from .optim.amp import AmpOptimWrapper as AmpOptimWrapper
     from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
     from .optim.constructor import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
@@ -91,6 +92,7 @@ REGISTERING_MODULES.update(
 # tests/test_packaging.py compares this table with the imports above.
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
+    "core.tta_model": ["BaseTTAModel"],
     "core.model": ["BaseModel", "BaseDataPreprocessor"],
     "runner.loops.base": ["BaseLoop"],
     "core.image_preprocessor": ["ImgDataPreprocessor", "stack_batch"],

@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import ConfigError
 from ..core.model import BaseModel, overrides, parts_to_initialise
 from ..core.registry import MODELS
+from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -55,10 +56,11 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
     if preprocessor is not None:
-        if not hasattr(model, "data_preprocessor"):
-            raise ConfigError(f"data_preprocessor: {type(model).__name__} has no attribute of this name to set")
+        owner = model.module if isinstance(model, BaseTTAModel) else model
+        if not hasattr(owner, "data_preprocessor"):
+            raise ConfigError(f"data_preprocessor: {type(owner).__name__} has no attribute of this name to set")
         is_built = isinstance(preprocessor, nn.Module)
-        model.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
+        owner.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
     # MMEngine calls init_weights, so only its kind of model expects that. Other models call such a method themselves.
     if for_training and isinstance(model, BaseModel):
         parts = [name for name, _ in parts_to_initialise(model)]

@@ -15,6 +15,7 @@ from ..core.config import check_call
 from ..core.errors import ConfigError, suggest
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
+from ..core.tta_model import BaseTTAModel, not_trainable
 from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
 from .data.checks import check_dataloader, is_infinite
@@ -146,6 +147,9 @@ def check_train(
 ) -> None:
     """Check the arguments of training."""
     check_dataloader(train_dataloader, "train_dataloader")
+    given = model_class(model)
+    if given is not None and issubclass(kind := given if isinstance(given, type) else type(given), BaseTTAModel):
+        raise not_trainable(kind)
     if not isinstance(train_cfg, Mapping):
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kind, kwargs = train_loop_class(train_cfg)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.config import check_call
 from ..core.errors import ConfigError
+from ..core.tta_model import BaseTTAModel, module_to_set_up
 from ..core.version import __version__
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -28,13 +29,14 @@ from .loops.base import BaseLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, TrainLoop
 from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
+from .missing_names import MissingNames
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 
 _logger = logging.getLogger("flextrain")
 
 
-class Parts:
+class Parts(MissingNames):
     """The components of a run and its counters; base class of FlexibleRunner.
 
     Args:
@@ -327,11 +329,14 @@ class Parts:
             return
         with self._as_current():
             model = self._build_model()
-        self._model, optim = self.strategy.setup(model, self.optim_wrapper)
+        module = module_to_set_up(model, trains=self._trains)
+        self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self.optim_wrapper = optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches
             self._train_loop.data.accumulate = self.accumulate
         self._stepper = Stepper(self.strategy, self._model, optim)
+        if isinstance(model, BaseTTAModel):
+            self._stepper.merge_with(model)
         self.logger.info(f"Precision: {self.strategy.precision_report()}")
         scale = self.options.auto_scale_lr
         if optim is not None and scale is not None and scale.enable:

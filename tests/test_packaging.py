@@ -41,6 +41,7 @@ PUBLIC = {
     "BaseLoop",
     "ImgDataPreprocessor",
     "stack_batch",
+    "BaseTTAModel",
     "EVALUATOR",
     "Evaluator",
     "HistoryBuffer",

@@ -24,6 +24,16 @@ def test_shortest_script_runs(tmp_path: Path) -> None:
     assert (tmp_path / "work_dirs" / "epoch_5").is_dir()
 
 
+@pytest.mark.processes
+def test_the_loops_of_the_documentation_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "loops.md").read_text()
+    (tmp_path / "script.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch(val) [5]" in done.stdout
+    assert 0 < float(done.stdout.splitlines()[-1].removeprefix("error ")) < 0.5
+
+
 def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

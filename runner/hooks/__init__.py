@@ -14,6 +14,7 @@ from .iter_timer import IterTimerHook
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
 from .param_scheduler import ParamSchedulerHook
+from .prepare_tta import PrepareTTAHook
 from .priority import Priority, get_priority
 from .profiler import ProfilerHook
 from .runtime_info import RuntimeInfoHook
@@ -45,6 +46,7 @@ __all__ = [
     "LoggerHook",
     "NonFiniteHook",
     "ParamSchedulerHook",
+    "PrepareTTAHook",
     "Priority",
     "ProfilerHook",
     "RuntimeInfoHook",

@@ -16,6 +16,7 @@ from ...core.gradients import giving_nothing
 from ...core.model import NO_LOSS, overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
 from ...core.torch_private import is_compiled, is_view, tree_map_only
+from ...core.tta_model import BaseTTAModel, overrides_test_step
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
@@ -69,6 +70,7 @@ class Stepper:
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
+        self.merging: BaseTTAModel | None = None
         self._eval_steps = {mode: _EvalStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
@@ -282,8 +284,35 @@ class Stepper:
             f"loss, or take mode{f': {NO_LOSS}' if is_dict else ''}"
         )
 
+    def merge_with(self, model: BaseTTAModel | None) -> None:
+        """Merge the predictions of augmented samples in testing, as ``model`` does; None: no longer.
+
+        Raises:
+            StrategyError: the model calls the module past a strategy that evaluates in its own way.
+        """
+        if self.merging is not None:
+            self.merging.run_with(None)
+        self.merging = model
+        if model is None:
+            return
+        if overrides_test_step(model) and (self._split is not None or _has_own(self.strategy, "evaluate")):
+            raise StrategyError(
+                f"model: {type(model).__name__} defines its own test_step, which {type(self.strategy).__name__} cannot see; "
+                "define merge_preds only"
+            )
+        model.module = self.module
+        model.run_with(partial(self._evaluate_batch, mode="test"))
+
     def evaluate(self, batch: Any, mode: str) -> Any:
         """Return the strategy's output for one batch; ``mode`` is "val" or "test"."""
+        if self.merging is None or mode != "test":
+            return self._evaluate_batch(batch, mode)
+        if not overrides_test_step(self.merging):
+            return self.merging.test_step(batch)
+        with self.strategy.autocast():
+            return self.merging.test_step(batch if self.has_preprocessor else self._to_device(batch, False))
+
+    def _evaluate_batch(self, batch: Any, mode: str) -> Any:
         if self._split is not None:
             batch = self._split(batch)
         return self._evaluate(batch, self._eval_steps[mode])

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
-from flextrain import BaseModel, FlexibleRunner, Hook
+from flextrain import BaseModel, BaseTTAModel, FlexibleRunner, Hook
 
 from .training import SGD, Accuracy, Samples, SaveEvery, Stop, make_runner
 
@@ -104,6 +105,23 @@ class Gan(nn.Module):
         return {"index": data["index"], "logits": torch.zeros(len(data["y"]), 2), "y": data["y"]}
 
     test_step = val_step
+
+
+class Merging(BaseTTAModel):
+    """Takes the first augmentation's prediction."""
+
+    def merge_preds(self, data_samples_list: list[tuple[Any, ...]]) -> Any:
+        first = [predictions[0] for predictions in data_samples_list]
+        return {name: torch.stack([prediction[name] for prediction in first]) for name in first[0]}
+
+
+def twice(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch with two augmentations, which are the same."""
+    return {name: [value, value] for name, value in default_collate(samples).items()}
+
+
+def augmented() -> dict[str, Any]:
+    return loader() | dict(collate_fn=twice)
 
 
 class FailAt(Hook):

@@ -36,7 +36,7 @@ from flextrain.runner.loops.iteration import IterBasedTrainLoop
 from flextrain.runner.metrics.evaluator import Evaluator
 from flextrain.runner.reporting import JsonLinesReporter, LogProcessor, Visualizer
 
-from .overriding import Gan, Net, life, loader, overridable, spying
+from .overriding import Gan, Merging, Net, augmented, life, loader, overridable, spying
 from .training import SGD, Accuracy
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -140,6 +140,17 @@ CASES: list[Case] = [
         again=True,
     ),
     Case(Net, lambda kind: dict(model=kind), id="BaseModel"),
+    Case(
+        Merging,
+        lambda kind: dict(
+            test_dataloader=augmented(), custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict(type=kind))]
+        ),
+        dict.fromkeys(
+            ("forward", "init_weights", "parse_losses", "train_step", "val_step", "_run_forward"),
+            "its module's are called",
+        ),
+        id="BaseTTAModel",
+    ),
     Case(BaseDataPreprocessor, lambda kind: dict(model=lambda: Net(kind()))),
     Case(OptimWrapper, lambda kind: dict(optim_wrapper=kind(MINE, clip_grad=CLIP), strategy=DDP), WRAPPER),
     Case(
