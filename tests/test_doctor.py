@@ -68,9 +68,12 @@ def test_a_machine_without_accelerators() -> None:
 
 @pytest.mark.processes
 @needs_deepspeed
-def test_deepspeed_is_asked_where_it_works() -> None:
-    _, report = doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    assert strategies(report)["DeepSpeedStrategy"] == (True, "on cpu")
+def test_deepspeed_is_asked_where_it_works_and_what_it_lacks(tmp_path: Path) -> None:
+    bare = dict(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    _, report = doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", **bare)
+    usable, reason = strategies(report)["DeepSpeedStrategy"]
+    assert usable
+    assert reason.startswith('on cpu; offloading to device="nvme" lacks a C++ compiler (apt-get install g++)')
 
 
 def package(folder: Path, name: str, version: str, source: str, metadata: str = "", entry_points: str = "") -> Path:

@@ -118,7 +118,10 @@ def failing_load(strategy: dict[str, Any], path: Path) -> None:
         names = [name for name in template if name.startswith("optim.state.") and name.endswith("exp_avg")]
         assert names
         checkpoint.load(template)
-        same_tensors(whole_state(session.strategy), before, "what was there")
+        now = whole_state(session.strategy)
+        same_tensors(
+            *({k: s[k] for k in before if k.startswith("optim.state.")} for s in (now, before)), "what was there"
+        )
         with pytest.raises(CheckpointError, match="the checkpoint's is SGD"):
             session.strategy.load_state_dict({**template, f"optim.group.{names[0][12:-8]}.optimizer": "SGD"})
 

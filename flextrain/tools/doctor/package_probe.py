@@ -80,12 +80,14 @@ def torch_npu_facts() -> Facts:
 
 
 def deepspeed_facts() -> Facts:
-    """The type of device that DeepSpeed uses."""
+    """The type of device that DeepSpeed uses, and what it cannot do here."""
     module = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     # DeepSpeed's first step with a process group; on an NPU it fails here without ASCEND_HOME_PATH.
     accelerator.create_op_builder("ShareMemCommBuilder")
-    return {"version": module.__version__, "accelerator": accelerator.device_name()}
+    missing = importlib.import_module("flextrain.strategies.deepspeed.async_io").what_is_missing()
+    notes = [f'offloading to device="nvme" lacks {" and ".join(missing)}'] if missing else []
+    return {"version": module.__version__, "accelerator": accelerator.device_name(), "notes": notes}
 
 
 def package_facts(name: str) -> Facts:

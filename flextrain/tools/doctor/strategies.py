@@ -56,7 +56,7 @@ def _can_run(facts: Facts, machine: Machine) -> tuple[bool, str]:
             return False, f"no device of type {facts['device']} was found"
     for package in facts["packages"]:
         if where := machine.probes[package].get("accelerator"):  # the package chooses the device by itself
-            return True, f"on {where}"
+            return True, "; ".join((f"on {where}", *machine.probes[package].get("notes", ())))
     where = ", ".join(f"{len(names)} x {kind}" for kind, names in devices.items()) or "the CPU"
     if not facts["distributed"]:
         return True, f"on {where}"
