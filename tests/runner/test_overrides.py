@@ -192,7 +192,6 @@ CASES: list[Case] = [
             WRAPPER,
             clip_by="for strategy=dict(gradient_clipping=...)",
             make_another="a trial that torch's own optimizers are spared",
-            should_sync="older engines alone are told which micro-batch is the last",
             **dict.fromkeys(("master", "model_parameter"), "the engine has the masters"),
         ),
         marks=(pytest.mark.deepspeed,),

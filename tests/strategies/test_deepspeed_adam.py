@@ -29,8 +29,8 @@ from flextrain.testing.sessions import (
 )
 
 adam = pytest.importorskip("deepspeed.ops.adam", reason="needs pip install flextrain[deepspeed]")
-# Compiling takes minutes, once.
-pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.usefixtures("compiled")]
+# Compiling starts the compiler, and takes minutes, once.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.processes, pytest.mark.usefixtures("compiled")]
 
 BATCHES = windows([ConformanceNet.sample(8, seed=i) for i in range(12)], 1)
 NAMES = ["FusedAdam", "DeepSpeedCPUAdam"]
