@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from .config import check_call
-from .errors import ConfigError, nearest, suggest
+from .errors import ConfigError, nearest, one_of, suggest
 from .import_paths import UnknownNameError, import_dotted, import_path
 from .registering_modules import REGISTERING_MODULES
+
+_FEW = 20  # so many names are listed in a message
 
 T = TypeVar("T")
 Factory = Callable[..., Any]
@@ -128,16 +130,17 @@ class Registry:
         except UnknownNameError:
             return None
 
-    def resolve(self, key: str | Factory, where: str = "type") -> Factory:
+    def resolve(self, key: str | Factory, where: str = "type", others: Iterable[str] = ()) -> Factory:
         """The class or function that ``key`` names.
 
         Args:
             key: a class or function (returned as it is), a short name, or an import path: ``package.module:Name`` or
                 ``package.module.Name``.
             where: the configuration key, for the message.
+            others: further names that are allowed there, for the message.
 
         Raises:
-            ConfigError: the name is unknown; the message suggests the nearest one.
+            ConfigError: the name is unknown; the message suggests the nearest one, or lists them if there are few.
         """
         if isinstance(key, str):
             found = self._find(key)
@@ -147,9 +150,9 @@ class Registry:
                 return import_path(key, where)
             if "." in key:
                 return import_dotted(key, where)
-            raise UnknownNameError(
-                f'{where}: "{key}" is no known {self.name}{suggest(key, [*self, *self.short_names()])}'
-            )
+            names = [*self, *self.short_names(), *others]
+            listed = f", choose {one_of(sorted(names))}" if 0 < len(names) <= _FEW else ""
+            raise UnknownNameError(f'{where}: "{key}" is no known {self.name}{suggest(key, names) or listed}')
         if _is_factory(key):
             return key
         raise ConfigError(
@@ -201,7 +204,7 @@ class Registry:
         cfg: Any,
         where: str | None = None,
         *,
-        default_args: Mapping[str, Any] | None = None,
+        default_args: Any = None,
         **provided: Any,
     ) -> Any:
         """Build the object that ``cfg`` describes.
@@ -209,7 +212,7 @@ class Registry:
         Args:
             cfg: ``dict(type=..., **arguments)``, a name, or a class.
             where: the configuration key, for messages; default: the registry's name.
-            default_args: arguments, or the type, where ``cfg`` does not give them, as in MMEngine.
+            default_args: a dict of arguments, or the type, where ``cfg`` does not give them, as in MMEngine.
             provided: arguments that the library adds; those that the class does not take are left out. A keyword-only
                 parameter ``where`` gets the configuration key, so that a class can name its nested keys in errors.
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .errors import ConfigError, suggest
 
+_LISTED = 12  # so many classes of a model are listed in a message
+
 
 def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> list[str]:
     """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
@@ -41,7 +43,11 @@ def module_filter(
     names = set(classes)
     known = {type(submodule).__name__ for submodule in module.modules()}
     for name in sorted(names - known):
-        raise ConfigError(f'{where}: no submodule is a "{name}"{suggest(name, known)}')
+        more = ", ..." if len(known) > _LISTED else ""
+        raise ConfigError(
+            f'{where}: no submodule is a "{name}"{suggest(name, known) or ","} the model has '
+            f"{', '.join(sorted(known)[:_LISTED])}{more}"
+        )
     return lambda submodule: type(submodule).__name__ in names
 
 

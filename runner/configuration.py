@@ -35,7 +35,7 @@ _IN_CFG = {
     "sync_bn": _WRAPPING.format('sync_bn="torch"'),
     "activation_checkpointing": "give strategy=dict(type=..., activation_checkpointing=dict(classes=[...]))",
     "efficient_conv_bn_eval": "there is no such thing here; leave it out",
-    "detect_anomalous_params": "there is no such thing here; leave it out",
+    "detect_anomalous_params": _WRAPPING.format("detect_anomalous_params=True"),
 }
 """Keys that MMEngine's runners read from ``cfg``."""
 

@@ -11,15 +11,31 @@ from torch import nn
 
 from ..core.config import Config, check_call
 from ..core.errors import ConfigError
+from .functions import function_of
+
+_FIRST = ("module",)
+_OF_THE_RUNNER = {
+    "work_dir": "give work_dir",
+    "experiment_name": "give experiment_name",
+    "env_kwargs": "give env_cfg, randomness and launcher",
+    "log_kwargs": "give log_level and log_processor",
+    "auto_scale_lr": "give auto_scale_lr",
+}
+"""Arguments of MMEngine's strategies that are the runner's here."""
 
 
 class ActivationCheckpointing(Config):
     """The submodules to recompute in backward."""
 
     check_fn: Callable[[nn.Module], bool] | None = None
-    """Returns whether to recompute a submodule."""
+    """Returns whether to recompute a submodule; a function, its name in FUNCTIONS, or ``dict(type=..., **arguments)``."""
     classes: list[str] | None = None
     """Names of the classes to recompute; instead of check_fn."""
+
+    @pydantic.field_validator("check_fn", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return None if given is None else function_of(given, "strategy.activation_checkpointing.check_fn", _FIRST)
 
     @pydantic.model_validator(mode="after")
     def _one_way(self) -> ActivationCheckpointing:
@@ -46,6 +62,14 @@ class StrategyConfig(Config):
     """True, or arguments of ``torch.compile``."""
     exclude_frozen_parameters: bool | None = None
     """Leave frozen parameters out of checkpoints; a resumed run takes them from its newly built model. None: False."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _not_of_the_runner(cls, given: Any) -> Any:
+        for key, instead in _OF_THE_RUNNER.items():
+            if isinstance(given, dict) and key in given:
+                raise ConfigError(f"strategy.{key}: belongs to the runner, {instead} there")
+        return given
 
     @pydantic.field_validator("compile")
     @classmethod

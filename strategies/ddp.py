@@ -19,6 +19,7 @@ from ..core.model import calls_itself
 from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
+from .anomalous import WithoutGradient
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
@@ -43,11 +44,33 @@ class WrapperOptions(Config):
     """Size of the all-reduce buckets in MiB."""
 
 
+_DEVICES = "a process has one device, give strategy.device"
+_NOT_TAKEN = {
+    "device_ids": _DEVICES,
+    "output_device": _DEVICES,
+    "dim": "a batch is split by the sampler",
+    "process_group": "processes are arranged by the strategy",
+    "check_reduction": "torch has dropped it",
+    "exclude_keys": "every submodule is wrapped",
+}
+"""Arguments of DistributedDataParallel and MMEngine's subclasses that have no meaning here, and why."""
+
+
 class DDPWrapperConfig(WrapperOptions):
     """MMEngine's ``model_wrapper``."""
 
     type: Any = None
     """Must name DistributedDataParallel or MMEngine's subclass, if given."""
+    detect_anomalous_params: bool | None = None
+    """See DDPConfig."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _taken(cls, given: Any) -> Any:
+        for key, why in _NOT_TAKEN.items():
+            if isinstance(given, dict) and key in given:
+                raise ConfigError(f"strategy.model_wrapper.{key}: has no meaning here, {why}; leave it out")
+        return given
 
 
 class DDPConfig(StrategyConfig, WrapperOptions):
@@ -55,8 +78,10 @@ class DDPConfig(StrategyConfig, WrapperOptions):
 
     model_wrapper: DDPWrapperConfig | None = None
     """MMEngine's key for the arguments of DistributedDataParallel."""
-    sync_bn: Literal["torch"] | None = None
-    """Batch normalisation over the batches of all processes: "torch" uses SyncBatchNorm."""
+    sync_bn: Literal["torch", "mmcv"] | None = None
+    """Batch normalisation over the batches of all processes: both use torch's SyncBatchNorm."""
+    detect_anomalous_params: bool | None = None
+    """Log the names of trainable parameters that an update has no gradient for, whenever they change."""
     comm_hook: CommHook | None = None
     """Dtype of gradients in the all-reduce: their own, float16 or bfloat16."""
 
@@ -66,7 +91,7 @@ class DDPConfig(StrategyConfig, WrapperOptions):
         name = getattr(inner.type, "__name__", inner.type) if inner else None
         if name not in (None, "MMDistributedDataParallel", "DistributedDataParallel"):
             raise ConfigError(f'strategy.model_wrapper.type: "{name}" is not allowed, DDPStrategy wraps with its own')
-        for key in WrapperOptions.model_fields:
+        for key in (*WrapperOptions.model_fields, "detect_anomalous_params"):
             if inner and getattr(self, key) is not None and getattr(inner, key) not in (None, getattr(self, key)):
                 raise ConfigError(
                     f"strategy.model_wrapper.{key}: {getattr(inner, key)} disagrees with "
@@ -84,6 +109,11 @@ class DDPConfig(StrategyConfig, WrapperOptions):
         if self.model_wrapper:
             values |= {k: v for k in values if (v := getattr(self.model_wrapper, k)) is not None}
         return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def names_anomalous(self) -> bool:
+        """Whether parameters without gradient are logged, from the option or from ``model_wrapper``."""
+        return bool(self.detect_anomalous_params or (self.model_wrapper and self.model_wrapper.detect_anomalous_params))
 
 
 @STRATEGIES.register_module()
@@ -144,6 +174,10 @@ class DDPStrategy(Strategy):
         """See Strategy."""
         called, optim = super().setup(model, optim)
         self._check_gradients_stay(optim)
+        # First, because averaging gives zeros to parameters that have a gradient in another process.
+        if self.config.names_anomalous and optim is not None:
+            for wrapper in optim.wrappers.values():
+                wrapper.register_step_pre_hook(WithoutGradient(dict(self.module.named_parameters())))
         if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(self._average_gradients)
@@ -152,7 +186,10 @@ class DDPStrategy(Strategy):
     def _check_gradients_stay(self, optim: Optim | None) -> None:
         """Raise StrategyError if gradients could move or be missing with an optimizer that keeps them in own memory."""
         arguments = self.config.wrapper_arguments()
-        key = next((key for key in ("gradient_as_bucket_view", "find_unused_parameters") if arguments.get(key)), None)
+        if self.config.names_anomalous:
+            arguments["detect_anomalous_params"] = True
+        needs_own = ("gradient_as_bucket_view", "find_unused_parameters", "detect_anomalous_params")
+        key = next((key for key in needs_own if arguments.get(key)), None)
         for wrapper in optim.wrappers.values() if optim and key else ():
             if wrapper.adapter.owns_gradients:
                 kind = type(wrapper.optimizer).__name__

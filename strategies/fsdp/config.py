@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pydantic
@@ -12,7 +12,7 @@ from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ...core.precision import to_dtype
 from ..config import StrategyConfig
-from .model_wrapper import FSDPWrapperConfig
+from .model_wrapper import FSDPWrapperConfig, mixed_precision_of
 
 
 class MixedPrecision(Config):
@@ -24,14 +24,21 @@ class MixedPrecision(Config):
     """Dtype in which gradients are reduced; None: float32."""
     output_dtype: str | torch.dtype | None = None
     """Dtype of the model's outputs; None: float32."""
+    buffer_dtype: str | torch.dtype | None = None
+    """MMEngine's key; only float32, because buffers keep the dtype that the model gives them."""
     cast_forward_inputs: bool = True
     """Cast floating-point inputs of every unit to param_dtype."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> MixedPrecision:
-        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for key in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             if (value := getattr(self, key)) is not None:
                 to_dtype(value, f"strategy.mixed_precision.{key}")
+        if self.buffer_dtype is not None and to_dtype(self.buffer_dtype, "") is not torch.float32:
+            raise ConfigError(
+                f"strategy.mixed_precision.buffer_dtype: {self.buffer_dtype} is not allowed, buffers keep the dtype that the "
+                "model gives them; leave it out"
+            )
         if self.param_dtype is not None and to_dtype(self.param_dtype, "") is torch.float16:
             raise ConfigError(
                 "strategy.mixed_precision.param_dtype: float16 needs loss scaling, choose bfloat16, or "
@@ -43,6 +50,16 @@ class MixedPrecision(Config):
         """Return the dtype of one of the keys; float32 if it is None."""
         value = getattr(self, key)
         return torch.float32 if value is None else to_dtype(value, f"strategy.mixed_precision.{key}")
+
+
+_SHARDED = "checkpoints are sharded and fit every strategy, leave it out"
+_REFUSED = {
+    "state_dict_cfg": _SHARDED,
+    "optim_state_dict_cfg": _SHARDED,
+    "sync_bn": 'call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before, or choose the strategy "ddp"',
+    "find_unused_parameters": "parameters may always stay unused, leave it out",
+    "detect_anomalous_params": 'the strategy "ddp" has it, try the model there',
+}
 
 
 class FSDPConfig(StrategyConfig):
@@ -61,7 +78,8 @@ class FSDPConfig(StrategyConfig):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     replicate_size: PositiveInt = 1
-    """Replicas of the sharded model (hybrid sharding): each is sharded over world_size / replicate_size processes."""
+    """Replicas of the sharded model (hybrid sharding): each is sharded over world_size / replicate_size processes. With
+    ``model_wrapper=dict(sharding_strategy="HYBRID_SHARD")``, unless it is given: one for each node."""
     prefetch: PositiveInt | None = None
     """Number of units to gather ahead of the one that computes; None: torch's default, 1."""
     reduce_every_micro_batch: bool = False
@@ -71,15 +89,23 @@ class FSDPConfig(StrategyConfig):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _older_keys(cls, given: Any) -> Any:
-        for key in ("state_dict_cfg", "optim_state_dict_cfg"):
-            if isinstance(given, dict) and given.get(key) is not None:
-                raise ConfigError(f"strategy.{key}: checkpoints are sharded and fit every strategy, leave it out")
-        if isinstance(given, dict):
-            return {
-                key: value for key, value in given.items() if not key.endswith("state_dict_cfg") or value is not None
-            }
-        return given
+    def _of_mmengine(cls, given: Any) -> Any:
+        """Translate MMEngine's keys, or refuse them."""
+        if not isinstance(given, dict):
+            return given
+        for key, why in _REFUSED.items():
+            if given.get(key) is not None:
+                raise ConfigError(f"strategy.{key}: {why}")
+        found = {key: value for key, value in given.items() if key not in _REFUSED}
+        wrapper = found.get("model_wrapper")
+        if isinstance(wrapper, Mapping) and wrapper.get("mixed_precision") is not None:
+            mixed = mixed_precision_of(wrapper["mixed_precision"])
+            if found.get("mixed_precision") not in (None, mixed):
+                raise ConfigError(
+                    "strategy.model_wrapper.mixed_precision: strategy.mixed_precision is given too, give one"
+                )
+            found |= {"mixed_precision": mixed, "model_wrapper": {**wrapper, "mixed_precision": None}}
+        return found
 
     @pydantic.model_validator(mode="after")
     def _one_home(self) -> FSDPConfig:
@@ -98,12 +124,13 @@ class FSDPConfig(StrategyConfig):
                 "strategy.model_wrapper.sharding_strategy: disagrees with "
                 f"strategy.reshard_after_forward={self.reshard_after_forward}, give one of them"
             )
-        if inner.mixed_precision is not None:
-            raise ConfigError(
-                "strategy.model_wrapper.mixed_precision: give strategy.mixed_precision=dict(param_dtype=..., "
-                "reduce_dtype=...)"
-            )
         return self
+
+    @property
+    def replicates_by_node(self) -> bool:
+        """Whether there are as many replicas as nodes."""
+        hybrid = self.model_wrapper is not None and self.model_wrapper.is_hybrid
+        return hybrid and "replicate_size" not in self.model_fields_set
 
     @property
     def offloads(self) -> bool:

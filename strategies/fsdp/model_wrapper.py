@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pydantic
 
 from ...core.config import Config
 from ...core.errors import ConfigError, one_of, suggest
+from ...core.registry import MODELS
+from ..functions import function_of
 
 # FSDP1's and MMEngine's keys without counterpart, and what to do instead.
 _REFUSED = {
@@ -20,7 +25,15 @@ _REFUSED = {
 }
 # Keys whose setting is fixed, with the only accepted value.
 _ALWAYS = {"use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True}
-_RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+_RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
+_POLICIES = (
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "always_wrap_policy",
+    "ModuleWrapPolicy",
+)
+_CALLED_WITH = ("module", "recurse", "nonwrapped_numel")
 
 
 class FSDPWrapperConfig(Config):
@@ -48,24 +61,27 @@ class FSDPWrapperConfig(Config):
                 raise ConfigError(f"{where}.{key}: has no counterpart, {_REFUSED[key]}; leave it out")
             if key in _ALWAYS and value not in (None, _ALWAYS[key]):
                 raise ConfigError(f"{where}.{key}: {value} is not allowed, it is always {_ALWAYS[key]}")
-            if key in ("backward_prefetch", "forward_prefetch") and value not in (None, False):
+            always = key == "backward_prefetch" and getattr(value, "name", value) == "BACKWARD_PRE"
+            if key in ("backward_prefetch", "forward_prefetch") and value not in (None, False) and not always:
                 raise ConfigError(f"{where}.{key}: has no counterpart, give strategy.prefetch; leave it out")
             if key not in known:
                 raise ConfigError(f"{where}.{key}: unknown key{suggest(key, known) or f', choose {one_of(known)}'}")
         name = getattr(self.sharding_strategy, "name", self.sharding_strategy)
         if name == "NO_SHARD":
             raise ConfigError(f'{where}.sharding_strategy: NO_SHARD shards nothing, choose strategy.type="DDPStrategy"')
-        if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-            raise ConfigError(f"{where}.sharding_strategy: {name} is not allowed, give strategy.replicate_size")
         if name not in (None, *_RESHARD):
             raise ConfigError(f'{where}.sharding_strategy: "{name}" is not allowed, choose {one_of(_RESHARD)}')
-        policy = self.auto_wrap_policy
-        if policy is not None and not callable(policy):
-            raise ConfigError(
-                f"{where}.auto_wrap_policy: {type(policy).__name__} is not allowed, give a function of "
-                "torch.distributed.fsdp.wrap, or strategy.wrap"
-            )
         return self
+
+    @pydantic.field_validator("auto_wrap_policy", mode="before")
+    @classmethod
+    def _policy(cls, given: Any) -> Callable[..., bool] | None:
+        return None if given is None else policy_of(given, "strategy.model_wrapper.auto_wrap_policy")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each node holds a replica that is sharded over its processes."""
+        return "HYBRID" in str(getattr(self.sharding_strategy, "name", self.sharding_strategy))
 
     @property
     def reshards(self) -> bool | None:
@@ -76,3 +92,59 @@ class FSDPWrapperConfig(Config):
     def offloads(self) -> bool:
         """Whether parameters are kept in host memory."""
         return bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))
+
+
+def policy_of(given: Any, where: str) -> Callable[..., bool]:
+    """Return the wrapping policy that ``auto_wrap_policy`` describes.
+
+    Args:
+        given: a policy; the name of one of torch.distributed.fsdp.wrap or of FUNCTIONS, or its import path; or a dict with
+            such a ``type`` and arguments, of which classes may be given by import path.
+        where: the configuration key.
+
+    Raises:
+        ConfigError: no such policy, or wrong arguments.
+    """
+    wrap = importlib.import_module("torch.distributed.fsdp.wrap")
+    own = {name: getattr(wrap, name) for name in _POLICIES}
+    if isinstance(given, Mapping):
+        given = {key: _classes(key, value, f"{where}.{key}") for key, value in given.items()}
+    return function_of(given, where, _CALLED_WITH, own)
+
+
+_CLASSES = ("transformer_layer_cls", "module_classes", "exclude_wrap_modules", "force_leaf_modules")
+
+
+def _classes(key: str, value: Any, where: str) -> Any:
+    """Return an argument in which names of classes are replaced by the classes, as a set."""
+    if key not in _CLASSES or value is None:
+        return value
+    given = [value] if isinstance(value, str) or inspect.isclass(value) else value
+    if not isinstance(given, (list, tuple, set, frozenset)):
+        raise ConfigError(f"{where}: {value!r} is not allowed, give a list of classes or import paths")
+    return {MODELS.resolve(each, where) for each in given}
+
+
+def mixed_precision_of(given: Any) -> dict[str, Any]:
+    """Return ``strategy.mixed_precision`` for the older FullyShardedDataParallel's MixedPrecision, or a dict of its fields.
+
+    Raises:
+        ConfigError: it is neither, or a field has no counterpart.
+    """
+    where = "strategy.model_wrapper.mixed_precision"
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif type(given).__name__ == "MixedPrecision":
+        found = {key: value for key, value in vars(given).items() if not key.startswith("_")}
+        # Inside of the model its inputs have the dtype of the parameters anyway.
+        if not found.pop("cast_forward_inputs", False) and found.get("cast_root_forward_inputs") is False:
+            found |= {"cast_root_forward_inputs": True, "cast_forward_inputs": False}
+    else:
+        raise ConfigError(f"{where}: {given!r} is not allowed, give dict(param_dtype=..., reduce_dtype=...)")
+    if found.pop("keep_low_precision_grads", False):
+        raise ConfigError(f"{where}.keep_low_precision_grads: has no counterpart, gradients are float32; leave it out")
+    if not found.pop("cast_root_forward_inputs", True):
+        raise ConfigError(f"{where}.cast_root_forward_inputs: has no counterpart, give cast_forward_inputs=False")
+    if found.get("reduce_dtype") is None:  # as there, where None means the dtype of the parameters
+        found["reduce_dtype"] = found.get("param_dtype")
+    return found

@@ -30,6 +30,7 @@ from ..sharded_optimizers import ShardedOptimizers
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from .config import FSDPConfig
+from .nodes import replicas_by_node
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
 from .without_memory import ModelWithoutMemory
 
@@ -168,7 +169,8 @@ class FSDPStrategy(Strategy):
         return model
 
     def _mesh(self) -> DeviceMesh:
-        copies, data = self.config.replicate_size, self.topology.data
+        data = self.topology.data
+        copies = replicas_by_node(data) if self.config.replicates_by_node else self.config.replicate_size
         if data.count % copies:
             raise StrategyError(f"strategy.replicate_size: {copies} does not divide the {data.count} data shards")
         names: tuple[str, ...] = ("replicate", "shard")

@@ -13,6 +13,8 @@ from ...core.model import overrides
 from ...core.transforms import module_filter
 from .config import FSDPConfig
 
+_NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
 
 def choose_roots(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are called directly: the model, or its children if it has its own ``train_step``.
@@ -56,6 +58,11 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
             f"{where}: accepts no submodule of {type(model).__name__}, the largest is a {name} with {size:,} parameters; "
             'give strategy.wrap=["<name of a class>"], or leave it out to make the model one unit'
         )
+    for unit in units:
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)) and type(unit).forward in _NO_FORWARD:
+            raise ConfigError(
+                f"{where}: accepts a {type(unit).__name__}, which is never called itself; choose the modules in it"
+            )
     return _without_ties(model, [unit for unit in units if any(True for _ in unit.parameters())])
 
 

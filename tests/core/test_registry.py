@@ -86,8 +86,8 @@ def test_a_function_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatc
     [
         ("Lmap", 'here: "Lmap" is no known thing, did you mean "Lamp"?'),
         ("lamp", 'here: "lamp" is no known thing, did you mean "Lamp"?'),
-        ("Xyz", 'here: "Xyz" is no known thing'),
-        ("", 'here: "" is no known thing'),
+        ("Xyz", 'here: "Xyz" is no known thing, choose Chair, Lamp or Seat'),
+        ("", 'here: "" is no known thing, choose Chair, Lamp or Seat'),
         ("torch.nn.Linaer", 'here: "torch.nn.Linaer" does not exist, torch.nn has no Linaer, did you mean "Linear"?'),
         ("torch.optimm.SGD", 'here: "torch.optimm.SGD" does not exist, torch has no optimm, did you mean "optim"?'),
         ("torchh.nn.Linear", "here: \"torchh.nn.Linear\" cannot be imported, No module named 'torchh'"),

@@ -14,6 +14,7 @@ from flextrain.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
+    NPUStrategy,
     SingleDeviceStrategy,
     Strategy,
     build_strategy,
@@ -32,6 +33,8 @@ from flextrain.strategies import (
         ("ddp", {}, DDPStrategy, {}),
         (dict(type="single", compile=True), dict(launcher="none"), SingleDeviceStrategy, dict(compile=True)),
         (dict(type="fsdp", wrap="blocks"), {}, FSDPStrategy, dict(wrap="blocks")),
+        ("npu", {}, NPUStrategy, dict(device="npu")),
+        (dict(type="flextrain.FSDPStrategy"), {}, FSDPStrategy, {}),
         (dict(type="flextrain.strategies:DDPStrategy", compile=True), dict(compile=True), DDPStrategy, dict(compile=True)),
     ],
 )  # fmt: skip
@@ -133,3 +136,12 @@ def test_wrong_configurations(cfg: Any, options: dict[str, Any], message: str) -
 
 def test_every_strategy_is_a_strategy() -> None:
     assert all(issubclass(STRATEGIES.get(name), Strategy) for name in STRATEGIES)  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_without_a_near_one_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_strategy("ColossalAI")
+    assert str(caught.value) == (
+        'strategy.type: "ColossalAI" is no known strategy, choose DDPStrategy, DeepSpeedStrategy, FSDPStrategy, NPUStrategy, '
+        "SingleDeviceStrategy, ddp, fsdp, npu, single, zero0, zero1, zero2 or zero3"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,7 +63,14 @@ def same_everywhere(strategy: Strategy) -> bool:
         (dict(static_grah=True), 'strategy.static_grah: unknown key, did you mean "static_graph"?'),
         (dict(static_graph="yes"), 'strategy.static_graph: "yes" is not allowed, give True or False'),
         (dict(comm_hook="fp8_compress"), 'strategy.comm_hook: "fp8_compress" is not allowed, choose "allreduce", "fp16_compress" or "bf16_compress"'),
-        (dict(sync_bn="mmcv"), 'strategy.sync_bn: "mmcv" is not allowed, choose "torch"'),
+        (dict(sync_bn="apex"), 'strategy.sync_bn: "apex" is not allowed, choose "torch" or "mmcv"'),
+        (dict(detect_anomalous_params=1), "strategy.detect_anomalous_params: 1 is not allowed, give True or False"),
+        (dict(model_wrapper=dict(device_ids=[0])), "strategy.model_wrapper.device_ids: has no meaning here, a process has one device"),
+        (dict(log_kwargs=dict(log_level="INFO")), "strategy.log_kwargs: belongs to the runner, give log_level and log_processor there"),
+        (
+            dict(detect_anomalous_params=False, model_wrapper=dict(detect_anomalous_params=True)),
+            "strategy.model_wrapper.detect_anomalous_params: True disagrees with strategy.detect_anomalous_params=False",
+        ),
         (dict(bucket_cap_mb=0), "strategy.bucket_cap_mb: 0 is not allowed, give a number above 0"),
         (dict(model_wrapper=dict(bucket_cap_mb=-1)), "strategy.model_wrapper.bucket_cap_mb: -1 is not allowed"),
         (dict(model_wrapper=dict(find_unused=True)), 'strategy.model_wrapper.find_unused: unknown key, did you mean "find_unused_parameters"?'),
@@ -131,6 +139,62 @@ def test_comm_hooks_by_name(workers2: WorkerGroup) -> None:
         assert results[0][1] == [exact]
         assert results[1][1] == [pytest.approx(exact, abs=2**-10)]
         assert results[2][1][0] != exact  # eight bits do not hold it
+
+
+# Parameters without gradient
+
+
+class Branches(nn.Module):
+    """Uses one branch, or both, as the data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.used(x) + (self.other(x) if both else 0)).sum()  # type: ignore[no-any-return]
+
+
+class StepsItself(Branches):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return {}
+
+
+def named_without_gradient(kind: type[Branches], **options: Any) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    strategy, called, optim = prepared(kind(), SGD, **options)
+    logger.addHandler(handler)
+    try:
+        for number, both in enumerate([False, False, True, False]):
+            with strategy.grad_sync(True):
+                optim.backward(called(data(strategy.rank, number), both))
+            optim.step()
+    finally:
+        logger.removeHandler(handler)
+        strategy.teardown()
+    return lines
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [Branches, StepsItself])
+def test_parameters_without_gradient_are_named(workers2: WorkerGroup, kind: type[Branches]) -> None:
+    wrapper = dict(type="MMDistributedDataParallel", detect_anomalous_params=True)
+    if kind is Branches:
+        wrapper["find_unused_parameters"] = True
+    without = (
+        "detect_anomalous_params: no gradient for other.weight, other.bias; forward has not used them, or the loss does not depend "
+        "on them"
+    )
+    for lines in workers2.run(named_without_gradient, kind, model_wrapper=wrapper):
+        assert lines == [without, "detect_anomalous_params: all parameters have gradients again", without]
+
+
+def test_nothing_is_said_unless_it_is_asked_for() -> None:
+    assert named_without_gradient(Branches) == []
+    assert len(named_without_gradient(Branches, detect_anomalous_params=True)) == 3
 
 
 # Wrapping

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +27,10 @@ from flextrain import (
     StrategyError,
 )
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.registry import FUNCTIONS
 from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy
+from flextrain.strategies.fsdp import nodes
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train
@@ -197,6 +201,14 @@ def units(**options: Any) -> tuple[list[str], str]:
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
+def by_policy(**policy: Any) -> dict[str, Any]:
+    return dict(model_wrapper=dict(type="MMFullyShardedDataParallel", auto_wrap_policy=policy))
+
+
+def of_mine(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, Block)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -215,6 +227,19 @@ BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
         ),
         (dict(model_wrapper=dict(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=50))), BLOCKS),
         (dict(model_wrapper=dict(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=100))), [""]),
+        (by_policy(type="size_based_auto_wrap_policy", min_num_params=50), BLOCKS),
+        (
+            by_policy(
+                type="size_based_auto_wrap_policy",
+                min_num_params=42,
+                exclude_wrap_modules=[Block, "torch.nn.ModuleList"],
+            ),
+            ["", *(f"{block}.linear" for block in BLOCKS[1:])],
+        ),
+        (by_policy(type="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", min_num_params=50), BLOCKS),
+        (by_policy(type="transformer_auto_wrap_policy", transformer_layer_cls=[f"{__name__}.Block"]), BLOCKS),
+        (by_policy(type=ModuleWrapPolicy, module_classes={Block}), BLOCKS),
+        (dict(model_wrapper=dict(auto_wrap_policy=f"{__name__}.of_mine")), BLOCKS),
     ],
     ids=[
         "root",
@@ -225,6 +250,12 @@ BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
         "transformer_policy",
         "size_policy",
         "size_policy_whole",
+        "size_by_name",
+        "size_by_name_without_blocks",
+        "size_by_import_path",
+        "transformer_by_name",
+        "policy_class",
+        "own_function_by_import_path",
     ],
 )
 def test_units(options: dict[str, Any], expected: list[str]) -> None:
@@ -246,8 +277,10 @@ def test_units(options: dict[str, Any], expected: list[str]) -> None:
         (dict(reshard_after_forward=True), True, True),
         (dict(reshard_after_forward=False), False, False),
         (dict(model_wrapper=dict(sharding_strategy="SHARD_GRAD_OP")), False, False),
+        (dict(model_wrapper=dict(sharding_strategy="HYBRID_SHARD", backward_prefetch="BACKWARD_PRE")), True, True),
+        (dict(model_wrapper=dict(sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2)), False, False),
     ],
-    ids=["default", "always", "never", "older key"],
+    ids=["default", "always", "never", "older key", "hybrid", "hybrid without resharding"],
 )
 def test_what_is_freed_after_forward(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], root: bool, blocks: bool
@@ -571,6 +604,94 @@ def test_a_checkpoint_fits_another_arrangement(tmp_path: Path, workers2: WorkerG
     assert min(sizes) > 0.6 * max(sizes), "each wrote its own part"
 
 
+# Hybrid sharding by nodes
+
+
+def arranged(hosts: list[str], **options: Any) -> tuple[list[int], list[int], list[str], float]:
+    """The mesh of a run whose processes are on these nodes, how often data are shared, its axes, and a loss."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    with mock.patch("socket.gethostname", return_value=hosts[rank]):
+        strategy, called, optim = prepared(wrap="blocks", **options)
+    mesh = next(p for p in strategy.module.parameters() if isinstance(p, DTensor)).device_mesh
+    result = called(data(strategy.rank))["loss"]
+    optim.backward(result)
+    optim.step()
+    found = list(mesh.mesh.shape), [strategy.topology.data.count], [*(mesh.mesh_dim_names or ())], float(result)
+    strategy.teardown()
+    return found
+
+
+HYBRID = dict(model_wrapper=dict(sharding_strategy="HYBRID_SHARD"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "shape", "names"),
+    [
+        (["a", "b"], HYBRID, [2, 1], ["replicate", "shard"]),
+        (["a", "a"], HYBRID, [2], ["shard"]),
+        (["a", "a"], {**HYBRID, "replicate_size": 2}, [2, 1], ["replicate", "shard"]),
+        (["a", "b"], {**HYBRID, "replicate_size": 1}, [2], ["shard"]),
+    ],
+    ids=["two nodes", "one node", "replicas given", "none given"],
+)
+def test_a_replica_on_every_node(
+    workers2: WorkerGroup, hosts: list[str], options: dict[str, Any], shape: list[int], names: list[str]
+) -> None:
+    plain = workers2.run(arranged, ["a", "a"])
+    for found, expected in zip(workers2.run(arranged, hosts, **options), plain, strict=True):
+        assert found[:3] == (shape, [2], names)
+        assert found[3] == pytest.approx(expected[3])
+
+
+def test_nodes_that_hybrid_sharding_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hosts in (["a", "b", "b"], ["a", "b", "a", "b"]):
+        monkeypatch.setattr(nodes.dist, "all_gather_object", lambda _, hosts=hosts: hosts)
+        with pytest.raises(
+            StrategyError, match="sharding_strategy: needs as many processes on each node, .* on a, b; give"
+        ):
+            nodes.replicas_by_node(mock.Mock(count=len(hosts)))
+
+
+# MMEngine's mixed precision
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(param_dtype="bfloat16", reduce_dtype="float32", buffer_dtype="float32"), ("bfloat16", "float32")),
+        (dict(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16)),
+        (dict(reduce_dtype="bfloat16"), (None, "bfloat16")),
+        (MixedPrecision(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16)),
+    ],
+    ids=["names", "as parameters", "reduction only", "torch's"],
+)
+def test_mixed_precision_of_the_older_class(given: Any, expected: tuple[Any, Any]) -> None:
+    config = FSDPStrategy(model_wrapper=dict(mixed_precision=given)).config
+    assert config.mixed_precision is not None
+    assert (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype) == expected
+    assert config.mixed_precision.cast_forward_inputs
+
+
+# Functions by name
+
+
+def test_what_to_recompute_by_name() -> None:
+    FUNCTIONS.register_module("is_of_class", module=is_of_class)
+    try:
+        config = FSDPStrategy(
+            activation_checkpointing=dict(check_fn=dict(type="is_of_class", name="Block"))
+        ).config.activation_checkpointing
+        assert config is not None
+        assert config.check_fn is not None
+        assert [config.check_fn(module) for module in (Block(), nn.Linear(1, 1))] == [True, False]
+    finally:
+        del FUNCTIONS._modules["is_of_class"]
+
+
+def is_of_class(module: nn.Module, name: str) -> bool:
+    return type(module).__name__ == name
+
+
 # Bad input
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -604,10 +725,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(state_dict_cfg="full"), "strategy.state_dict_cfg: checkpoints are sharded and fit every strategy"),
     (dict(model_wrapper=dict(sharding_strategy="NO_SHARD")), "strategy.model_wrapper.sharding_strategy: NO_SHARD"),
     (
-        dict(model_wrapper=dict(sharding_strategy="HYBRID_SHARD")),
-        "strategy.model_wrapper.sharding_strategy: HYBRID_SHARD",
-    ),
-    (
         dict(model_wrapper=dict(sharding_strategy="ALL")),
         'strategy.model_wrapper.sharding_strategy: "ALL" is not allowed',
     ),
@@ -617,7 +734,65 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (dict(model_wrapper=dict(use_orig_params=False)), "strategy.model_wrapper.use_orig_params: False is not allowed"),
     (dict(model_wrapper=dict(ignored_modules=[1])), "strategy.model_wrapper.ignored_modules: has no counterpart"),
-    (dict(model_wrapper=dict(auto_wrap_policy="size")), "strategy.model_wrapper.auto_wrap_policy: str is not allowed"),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy="size_based_auto_wrap_polic")),
+        'strategy.model_wrapper.auto_wrap_policy: "size_based_auto_wrap_polic" is no known function, did you mean '
+        '"size_based_auto_wrap_policy"?',
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy=5)),
+        "strategy.model_wrapper.auto_wrap_policy: int is not allowed, give a function",
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy=dict(min_num_params=5))),
+        "strategy.model_wrapper.auto_wrap_policy.type: missing, say which function",
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy=dict(type="size_based_auto_wrap_policy", min_params=5))),
+        'strategy.model_wrapper.auto_wrap_policy.min_params: unknown key, did you mean "min_num_params"?',
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy=dict(type="size_based_auto_wrap_policy", min_num_params="5"))),
+        'strategy.model_wrapper.auto_wrap_policy.min_num_params: "5" is not allowed, give an integer',
+    ),
+    (
+        dict(model_wrapper=dict(auto_wrap_policy="transformer_auto_wrap_policy")),
+        "strategy.model_wrapper.auto_wrap_policy.transformer_layer_cls: missing, it must be given",
+    ),
+    (
+        dict(
+            model_wrapper=dict(
+                auto_wrap_policy=dict(type="transformer_auto_wrap_policy", transformer_layer_cls=["torch.nn.Lienar"])
+            )
+        ),
+        'strategy.model_wrapper.auto_wrap_policy.transformer_layer_cls: "torch.nn.Lienar" does not exist',
+    ),
+    (
+        dict(
+            model_wrapper=dict(mixed_precision=dict(param_dtype="bfloat16")),
+            mixed_precision=dict(param_dtype="float32"),
+        ),
+        "strategy.model_wrapper.mixed_precision: strategy.mixed_precision is given too, give one",
+    ),
+    (
+        dict(model_wrapper=dict(mixed_precision=dict(param_dtype="float16", reduce_dtype="float32"))),
+        "strategy.mixed_precision.param_dtype: float16 needs loss scaling",
+    ),
+    (
+        dict(model_wrapper=dict(mixed_precision=dict(buffer_dtype="bfloat16"))),
+        "strategy.mixed_precision.buffer_dtype: bfloat16 is not allowed, buffers keep the dtype",
+    ),
+    (
+        dict(model_wrapper=dict(mixed_precision=dict(keep_low_precision_grads=True))),
+        "strategy.model_wrapper.mixed_precision.keep_low_precision_grads: has no counterpart",
+    ),
+    (dict(sync_bn="torch"), "strategy.sync_bn: call torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
+    (dict(find_unused_parameters=True), "strategy.find_unused_parameters: parameters may always stay unused"),
+    (dict(env_kwargs=dict(cudnn_benchmark=True)), "strategy.env_kwargs: belongs to the runner, give env_cfg"),
+    (
+        dict(activation_checkpointing=dict(check_fn="no_such_function")),
+        'strategy.activation_checkpointing.check_fn: "no_such_function" is no known function',
+    ),
     (
         dict(model_wrapper=dict(auto_warp_policy=1)),
         "strategy.model_wrapper.auto_warp_policy: unknown key, did you mean",
@@ -633,7 +808,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         dict(model_wrapper=dict(mixed_precision=1)),
-        "strategy.model_wrapper.mixed_precision: give strategy.mixed_precision",
+        "strategy.model_wrapper.mixed_precision: 1 is not allowed, give dict(param_dtype=..., reduce_dtype=...)",
     ),
 ]
 
@@ -655,6 +830,8 @@ def setup_fails(case: str) -> str:
         model = nn.Sequential(nn.Linear(2, 2))
     elif case == "policy":
         options = dict(model_wrapper=dict(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10**7)))
+    elif case == "container":
+        options = dict(wrap=["ModuleList"])
     elif case == "unknown class":
         options = dict(wrap=["Blok"])
     elif case == "two homes":
@@ -689,7 +866,12 @@ def setup_fails(case: str) -> str:
             "strategy.wrap: accepts no submodule of Sequential, the largest is a Linear with 6 parameters",
         ),
         ("policy", "strategy.model_wrapper.auto_wrap_policy: accepts no submodule of Net, the largest is a ModuleList"),
-        ("unknown class", 'strategy.wrap: no submodule is a "Blok", did you mean "Block"'),
+        ("container", "strategy.wrap: accepts a ModuleList, which is never called itself; choose the modules in it"),
+        (
+            "unknown class",
+            'strategy.wrap: no submodule is a "Blok", did you mean "Block"? the model has Block, Embedding, LayerNorm, Linear, '
+            "ModuleList, Net",
+        ),
         ("two homes", "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them"),
         ("half weights", "optim_wrapper: stores parameters in torch.float16"),
         ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
