@@ -16,8 +16,6 @@ from .errors import ConfigError, nearest, one_of, suggest
 from .import_paths import UnknownNameError, import_dotted, import_path
 from .registering_modules import REGISTERING_MODULES
 
-_FEW = 20  # so many names are listed in a message
-
 T = TypeVar("T")
 Factory = Callable[..., Any]
 
@@ -32,6 +30,7 @@ class Registry:
         locations: modules that register this kind when imported; loaded at the first look-up. Default: those that
             ``flextrain/__init__.py`` lists for this kind.
         entry_points: entry point group through which installed packages add names.
+        lists_names: whether an error about an unknown name lists all names, if none is near.
     """
 
     def __init__(
@@ -40,8 +39,10 @@ class Registry:
         *,
         locations: Iterable[str] | None = None,
         entry_points: str | None = None,
+        lists_names: bool = False,
     ) -> None:
         self.name = name
+        self._lists_names = lists_names
         self._modules: dict[str, Factory] = {}
         self._locations = None if locations is None else list(locations)
         self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
@@ -126,7 +127,7 @@ class Registry:
             ConfigError: ``key`` is no name, or a module on its import path is there and cannot be imported.
         """
         try:
-            return self.resolve(key)
+            return self._resolve(key, "type", ())
         except UnknownNameError:
             return None
 
@@ -140,8 +141,14 @@ class Registry:
             others: further names that are allowed there, for the message.
 
         Raises:
-            ConfigError: the name is unknown; the message suggests the nearest one, or lists them if there are few.
+            ConfigError: the name is unknown; the message suggests the nearest one.
         """
+        try:
+            return self._resolve(key, where, others)
+        except UnknownNameError as error:
+            raise ConfigError(str(error)) from None
+
+    def _resolve(self, key: str | Factory, where: str, others: Iterable[str]) -> Factory:
         if isinstance(key, str):
             found = self._find(key)
             if found is not None:
@@ -151,7 +158,7 @@ class Registry:
             if "." in key:
                 return import_dotted(key, where)
             names = [*self, *self.short_names(), *others]
-            listed = f", choose {one_of(sorted(names))}" if 0 < len(names) <= _FEW else ""
+            listed = f", choose {one_of(sorted(names))}" if names and self._lists_names else ""
             raise UnknownNameError(f'{where}: "{key}" is no known {self.name}{suggest(key, names) or listed}')
         if _is_factory(key):
             return key
@@ -330,15 +337,15 @@ FUNCTIONS = Registry("function")
 FUNCTIONS.add_lookup(_function, lambda: ["default_collate"])
 OPTIMIZERS = Registry("optimizer")
 OPTIMIZERS.add_lookup(_torch_optimizer, _torch_optimizer_names)
-OPTIM_WRAPPERS = Registry("optimizer wrapper")
+OPTIM_WRAPPERS = Registry("optimizer wrapper", lists_names=True)
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor")
 PARAM_SCHEDULERS = Registry("parameter scheduler")
-STRATEGIES = Registry("strategy", entry_points="flextrain.strategies")
+STRATEGIES = Registry("strategy", entry_points="flextrain.strategies", lists_names=True)
 DATA_SAMPLERS = Registry("sampler")
 METRICS = Registry("metric")
 EVALUATOR = Registry("evaluator")
 HOOKS = Registry("hook")
-LOOPS = Registry("loop")
+LOOPS = Registry("loop", lists_names=True)
 REPORTERS = Registry("reporter")
 VISUALIZERS = Registry("visualizer")
 

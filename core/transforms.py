@@ -44,10 +44,9 @@ def module_filter(
     known = {type(submodule).__name__ for submodule in module.modules()}
     for name in sorted(names - known):
         more = ", ..." if len(known) > _LISTED else ""
-        raise ConfigError(
-            f'{where}: no submodule is a "{name}"{suggest(name, known) or ","} the model has '
-            f"{', '.join(sorted(known)[:_LISTED])}{more}"
-        )
+        there = f"the model has {', '.join(sorted(known)[:_LISTED])}{more}"
+        hint = suggest(name, known)
+        raise ConfigError(f'{where}: no submodule is a "{name}"{f"{hint} T{there[1:]}" if hint else f"; {there}"}')
     return lambda submodule: type(submodule).__name__ in names
 
 

@@ -28,7 +28,7 @@ def function_of(
         ConfigError: no such function, or wrong arguments.
     """
     if callable(given) and not inspect.isclass(given):
-        return given
+        return given  # type: ignore[no-any-return]
     if not isinstance(given, (str, Mapping)) and not inspect.isclass(given):
         raise ConfigError(
             f"{where}: {type(given).__name__} is not allowed, give a function, its name, or dict(type=...)"
@@ -47,4 +47,4 @@ def function_of(
     made = function(**arguments)
     if not callable(made):
         raise ConfigError(f"{key}: {function.__name__} makes nothing that can be called")
-    return made  # type: ignore[no-any-return]
+    return made

@@ -16,7 +16,7 @@ from flextrain.core import registry as library
 from flextrain.core.errors import ConfigError
 from flextrain.core.registry import OPTIMIZERS, Registry
 
-THINGS = Registry("thing")
+THINGS = Registry("thing", lists_names=True)
 
 
 @THINGS.register_module()

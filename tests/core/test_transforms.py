@@ -91,8 +91,11 @@ def test_a_copy_recomputes_with_its_own_weights() -> None:
 
 
 def test_class_names_are_checked() -> None:
-    with pytest.raises(ConfigError, match='^here: no submodule is a "Blok", did you mean "Block"\\?$'):
+    there = "he model has Block, Dropout, Linear, ModuleList, Net, Sequential"
+    with pytest.raises(ConfigError, match=f'^here: no submodule is a "Blok", did you mean "Block"\\? T{there}$'):
         module_filter(["Linear", "Blok"], make(), "here")
+    with pytest.raises(ConfigError, match=f'^here: no submodule is a "Xyz"; t{there}$'):
+        module_filter(["Xyz"], make(), "here")
     check_fn: Any = lambda module: True  # noqa: E731
     assert module_filter(check_fn, make(), "here") is check_fn
 

@@ -69,7 +69,7 @@ def test_a_subclass_does_not_take_its_bases_short_names(monkeypatch: pytest.Monk
 
 
 def test_several_processes_train_with_ddp_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0").items():
+    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="here", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
     assert type(build_strategy()) is DDPStrategy
     assert type(build_strategy("SingleDeviceStrategy")) is SingleDeviceStrategy  # which will refuse to be set up

@@ -869,7 +869,7 @@ def setup_fails(case: str) -> str:
         ("container", "strategy.wrap: accepts a ModuleList, which is never called itself; choose the modules in it"),
         (
             "unknown class",
-            'strategy.wrap: no submodule is a "Blok", did you mean "Block"? the model has Block, Embedding, LayerNorm, Linear, '
+            'strategy.wrap: no submodule is a "Blok", did you mean "Block"? The model has Block, Embedding, LayerNorm, Linear, '
             "ModuleList, Net",
         ),
         ("two homes", "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them"),
