@@ -19,6 +19,16 @@ class OccupiedError(Exception):
     """Another run holds the folder; the message says which."""
 
 
+def owner_of(folder: Path) -> str | None:
+    """What the lock file of a folder says: the process and machine that hold it; None if there is none, or it is ours."""
+    try:
+        text = (folder / FILE).read_text(errors="replace")[:200].strip()
+    except OSError:
+        return None
+    own = f"process {os.getpid()} on {socket.gethostname()} "
+    return None if not text or text.startswith(own) else text
+
+
 class FolderLock:
     """Holds a folder until ``release``, or until the process ends in any way.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from .device import to_device
 from .errors import ConfigError
 from .registry import MODELS
 from .torch_private import DeviceFollower
+
+_logger = logging.getLogger("flextrain")
 
 
 class Updates(Protocol):
@@ -217,7 +220,7 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     values: dict[str, Tensor] = {}
     for name, value in losses.items():
         if isinstance(value, Tensor):
-            values[name] = value if value.dim() == 0 else value.mean()
+            values[name] = value if value.dim() == 0 else _mean(name, value)
         elif isinstance(value, Sequence) and value and all(isinstance(item, Tensor) for item in value):
             values[name] = torch.stack([item.mean() for item in value]).sum()
         else:
@@ -229,3 +232,17 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     for part in parts[1:]:
         total = total + part
     return total, {"loss": total, **{name: value for name, value in values.items() if name != "loss"}}
+
+
+def _mean(name: str, value: Tensor) -> Tensor:
+    """The mean of a loss with dimensions; the first of each name in a process is logged, because a sum may be meant."""
+    if name not in _averaged:
+        _averaged.add(name)
+        _logger.warning(
+            f'model: loss "{name}" is no scalar but of shape {tuple(value.shape)} (reduction="none"?), its mean is taken; '
+            "give a scalar to choose mean or sum"
+        )
+    return value.mean()
+
+
+_averaged: set[str] = set()

@@ -124,6 +124,21 @@ def check_sizes(model: nn.Module) -> None:
                 )
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Raise StrategyError if no parameter requires a gradient."""
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        what = (
+            f"all {len(parameters)} parameters are frozen (requires_grad=False)"
+            if parameters
+            else "it has no parameter"
+        )
+        raise StrategyError(
+            f"model: {type(model).__name__} has nothing to train, {what}; leave optim_wrapper, train_cfg and train_dataloader "
+            "out to evaluate it only"
+        )
+
+
 def check_savable(model: nn.Module, left_out: Collection[str] = ()) -> None:
     """Check that a checkpoint can hold everything that torch's ``state_dict`` has.
 

@@ -86,6 +86,11 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
 
 
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has returned for another one, which it holds. 2.6, 2.15."""
+    return "_orig_mod" in module._modules
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer in the way of ``Module.to``, so that FSDP sees the new memory. 2.6, 2.15."""
     module._apply(function)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ def check_optimizer(
             f"{where}.optimizer: {kind.__name__} evaluates the loss several times per update, a training loop that computes "
             "it once cannot offer that; choose another optimizer"
         )
+    for name, value in optimizer.items() if isinstance(optimizer, Mapping) else ():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}.optimizer.{name}: {value} is not allowed, give a finite number")
     if isinstance(optimizer, (Mapping, str)):
         _try(kind, optimizer, f"{where}.optimizer")
     cfg = {**(wrapper_cfg or {}), "optimizer": optimizer}

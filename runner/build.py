@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import ConfigError
 from ..core.model import BaseModel, overrides, parts_to_initialise
 from ..core.registry import MODELS
+from ..core.torch_private import is_compiled_wrapper
 from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
@@ -55,6 +56,12 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
             model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"model: is wrapped in {type(model).__name__}, give the model itself (model.module); the strategy wraps it"
+        )
+    if is_compiled_wrapper(model):
+        raise ConfigError("model: is compiled already, give the model itself, and compile=True")
     if preprocessor is not None:
         owner = model.module if isinstance(model, BaseTTAModel) else model
         if not hasattr(owner, "data_preprocessor"):

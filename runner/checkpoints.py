@@ -15,6 +15,7 @@ from .options import Resume
 from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import find_source
+from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
 
 
@@ -173,6 +174,8 @@ class Checkpoints(Parts):
                 self.load_checkpoint(source)
         elif resumed:
             self.logger.info(f"Nothing to resume in {self.checkpoint_dir}, training starts from the beginning")
+        if any(hook.checkpoint_dir(self) for hook in self.hooks):
+            check_can_be_saved(self)
         self._started = True
 
     def _begin(self) -> None:

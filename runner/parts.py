@@ -23,6 +23,7 @@ from .build import build_model, build_schedulers, scale_lr
 from .configuration import eval_loop_class, train_loop_class
 from .data.dataloaders import build_dataloader
 from .data.user_loaders import batch_size
+from .doubts import doubts
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
 from .loops.base import BaseLoop
@@ -347,4 +348,14 @@ class Parts(MissingNames):
         # Before schedulers are built: an epoch may be shorter than this process's data.
         self.train_loop.data.compare_lengths(float(self.strategy.config.timeout_s))
         if not self.schedulers and self.optim_wrapper is not None:
-            self.schedulers = build_schedulers(self._given["param_scheduler"], self.optim_wrapper, self.train_loop)
+            given = self._given
+            self.schedulers = build_schedulers(given["param_scheduler"], self.optim_wrapper, self.train_loop)
+            for line in doubts(
+                given["train_cfg"],
+                given["param_scheduler"],
+                self.train_loop,
+                self.optim_wrapper,
+                self.schedulers,
+                validates=given["val_dataloader"] is not None,
+            ):
+                self.logger.warning(line)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..core.checkpoint import find_latest
 from ..core.errors import CheckpointError
 from ..core.log_marks import TRACEBACK_IN_FILE
+from .advice import advice_for
 
 if TYPE_CHECKING:
     from .run import Run
@@ -103,6 +104,8 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     elif isinstance(error, Exception):
         first_line = str(error).strip().partition("\n")[0]
         level, what, reason = logging.ERROR, "Failed", f": {type(error).__name__}: {first_line}"
+        if advice := advice_for(error, run.cfg):
+            reason += f"; {advice}"
     if has_begun:
         what += f" after epoch {run.epoch}, iteration {run.iter}"
         if run.rank == 0:

@@ -13,7 +13,7 @@ from ..core.comm.agreement import description, first_difference
 from ..core.comm.model_sync import floating_buffers, share_weights
 from ..core.errors import ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
-from ..core.module_state import check_savable, check_sizes, tensor_names
+from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.overriding import overridden
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
@@ -104,6 +104,8 @@ class Strategy(CanonicalState):
         if optim is not None:
             optim.attach(self.device, self.autocast)
             self.precision = optim.precision
+        if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
+            check_trainable(model)
         self._check_request(model, optim)
         cast_parameters(model, self.precision)
         if (recompute := self.config.activation_checkpointing) is not None:

@@ -46,8 +46,7 @@ def build_param_schedulers(
             continue
         kind, options, convert = _resolve(cfg, key)
         end = max_epochs if options.get("by_epoch", True) else max_iters
-        if end is not None:
-            options.setdefault("end", end)
+        _set_end(options, end, key)
         if convert and epoch_length is None:
             raise ConfigError(f"{key}.convert_to_iter_based: needs the length of an epoch, the data loader has none")
         try:
@@ -95,8 +94,7 @@ def check_param_schedulers(
             continue
         kind, options, convert = _resolve(cfg, key)
         by_epoch = bool(options.get("by_epoch", True))
-        if by_epoch and max_epochs is not None:
-            options.setdefault("end", max_epochs)
+        _set_end(options, max_epochs if by_epoch else None, key)
         try:
             _check_options(kind, options, convert, key)
             if not issubclass(kind, TorchScheduler):
@@ -105,6 +103,23 @@ def check_param_schedulers(
             raise _located(error, key) from None
         checked.append(CheckedScheduler(key, by_epoch and not convert, kind.need_val_args))
     return checked
+
+
+def _set_end(options: dict[str, Any], end: int | None, where: str) -> None:
+    """Let a schedule without an ``end`` of its own end with training.
+
+    Raises:
+        ConfigError: it would begin then.
+    """
+    if end is None or "end" in options:
+        return
+    begin = options.get("begin", 0)
+    if isinstance(begin, (int, float)) and begin >= end:
+        raise ConfigError(
+            f"{where}.begin: {begin} is not allowed, training ends at {end} and the schedule would never act; give less, or "
+            "train longer"
+        )
+    options["end"] = end
 
 
 def _try(kind: Any, options: dict[str, Any], convert: bool) -> None:

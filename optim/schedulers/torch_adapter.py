@@ -53,6 +53,11 @@ class TorchScheduler(ParamScheduler):
             self._inner = None
         super().__init__(optimizer, "lr", begin=begin, end=end, last_step=last_step, by_epoch=by_epoch, verbose=verbose)
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The arguments of torch's constructor."""
+        return self._options
+
     @classmethod
     def in_iterations(cls, options: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Raise ConfigError: it is unknown which of torch's options count steps."""

@@ -11,11 +11,11 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...core.config import check_call
-from ...core.errors import ConfigError, one_of, suggest
+from ...core.errors import ConfigError, counted, one_of, suggest
 from ...core.registry import DATA_SAMPLERS, FUNCTIONS
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler
-from .user_loaders import gives_batches
+from .user_loaders import gives_batches, length_of
 
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
 _BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
@@ -31,6 +31,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
     """
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
+        check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
         if not training:
             _check_has_end(cfg.sampler, f"{where}.sampler")
         return
@@ -46,6 +47,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         check_dataset_config(dataset, f"{where}.dataset")
     else:
         check_dataset(dataset, cfg, where, training)
+        own_batches = cfg.get("batch_sampler") is not None
+        check_has_batches(dataset, None if own_batches else cfg.get("batch_size", 1), cfg.get("drop_last"), where)
     if sampler is not None and "shuffle" in cfg:
         raise ConfigError(f"{where}.shuffle: a sampler is given too, say {where}.sampler.shuffle")
     if sampler is not None:
@@ -70,6 +73,8 @@ def _check_elsewhere(source: Any, where: str, training: bool) -> None:
             f"{where}: the generator {source.__name__} can be read once, give the function that makes it, "
             f"{source.__name__} without brackets"
         )
+    if isinstance(source, (list, tuple)) and not source:
+        raise ConfigError(f"{where}: is empty, give at least one batch")
     if isinstance(source, Iterator) and type(source).__module__ in ("builtins", "itertools"):
         if not isinstance(source, _ENDLESS):
             raise ConfigError(f"{where}: {name} can be read once, give a list, or a function that returns a new one")
@@ -130,6 +135,18 @@ def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bo
                 raise ConfigError(f"{where}.{key}: has no meaning with an IterableDataset, which has its own order")
     if not training and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
         raise ConfigError(f"{where}.dataset: {type(dataset).__name__} has no length, which evaluation needs")
+
+
+def check_has_batches(dataset: Any, batch_size: int | None, drop_last: Any, where: str) -> None:
+    """Raise ConfigError if a dataset of known length gives no batch."""
+    size = None if isinstance(dataset, IterableDataset) else length_of(dataset)
+    if size == 0:
+        raise ConfigError(f"{where}.dataset: {type(dataset).__name__} is empty, check its path and filters")
+    if drop_last is True and size is not None and isinstance(batch_size, int) and batch_size > size:
+        raise ConfigError(
+            f"{where}.batch_size: {batch_size} is more than the {counted(size, 'sample')} of the dataset, and drop_last=True drops "
+            f"the only batch; give at most {size}, or drop_last=False"
+        )
 
 
 def _check_sampler(sampler: Any, where: str, provided: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, counted
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
-from .checks import check_dataloader, check_dataset, named_function, worker_facts
+from .checks import check_dataloader, check_dataset, check_has_batches, named_function, worker_facts
 from .dataloader_reader import Feed
 from .dataset_wrappers import build_dataset, is_config
 from .epochs import tell_loader_epoch
@@ -74,6 +74,8 @@ def build_dataloader(
         check_dataset(dataset, cfg, where, training)
     if hasattr(dataset, "full_init"):
         dataset.full_init()
+    own_batches = kwargs.get("batch_sampler") is not None
+    check_has_batches(dataset, None if own_batches else kwargs.get("batch_size", 1), kwargs.get("drop_last"), where)
     collate = kwargs.pop("collate_fn", "pseudo_collate")
     if isinstance(collate, (Mapping, str)):
         function, arguments = named_function(collate, f"{where}.collate_fn")

@@ -22,6 +22,7 @@ from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights
 from .best_scores import BestScores
 from .hook import Hook
+from .save_interval import beyond_the_end
 from .unsupported import refuse
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ class CheckpointHook(Hook):
         if self._parent is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._last = True, None
+        how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
+        if doubt := beyond_the_end(runner, self.interval, self.save_begin, **how):
+            runner.logger.warning(doubt)
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0 or not self._has_looked:
             self._keep_others(runner)

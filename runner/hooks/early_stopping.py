@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, counted, suggest
 from ...core.registry import HOOKS
 from .hook import Hook
 from .metric_rules import check_rule, infer_rule, is_better, worst
@@ -42,6 +42,13 @@ class EarlyStoppingHook(Hook):
         stopping_threshold: float | None = None,
     ) -> None:
         where = "EarlyStoppingHook"
+        if not (min_delta >= 0 and math.isfinite(min_delta)):
+            raise ConfigError(
+                f"{where}.min_delta: {min_delta} is not allowed, give the smallest difference that counts, 0 or more; rule "
+                "says whether greater or less is better"
+            )
+        if patience < 1:
+            raise ConfigError(f"{where}.patience: {patience} is not allowed, give 1 or more validations")
         self.monitor = monitor
         self.rule = infer_rule(monitor, f"{where}.rule") if rule is None else check_rule(rule, f"{where}.rule")
         self.min_delta = min_delta
@@ -67,6 +74,11 @@ class EarlyStoppingHook(Hook):
     def before_train(self, runner: Run) -> None:
         """Compare metrics from now on."""
         self._is_training = True
+        if runner.train_loop.by_epoch and self.patience >= runner.max_epochs:
+            runner.logger.warning(
+                f"EarlyStoppingHook.patience: {self.patience} validations without improvement do not fit into the "
+                f"{counted(runner.max_epochs, 'epoch')} of training, it never stops early; give less"
+            )
 
     def after_train(self, runner: Run) -> None:
         """Leave training: a later validation must not count."""
@@ -84,10 +96,24 @@ class EarlyStoppingHook(Hook):
         self.check_metrics(runner, metrics)
         if self.monitor not in metrics:
             return
-        reason = self._reason_to_stop(float(metrics[self.monitor]))
+        score = float(metrics[self.monitor])
+        if not math.isfinite(self.best_score) and (doubt := self._doubt(score)):
+            runner.logger.warning(doubt)
+        reason = self._reason_to_stop(score)
         if reason:
             runner.train_loop.stop_training = True
             runner.logger.info("Training stops: %s", reason)
+
+    def _doubt(self, score: float) -> str | None:
+        """Return a line if ``min_delta`` is large for a metric of this size, as for a share that counts to 1, not 100."""
+        is_share = self.rule == "greater" and 0.0 <= score <= 1.0 and self.min_delta >= 0.05
+        if not math.isfinite(score) or not (is_share or (self.min_delta >= abs(score) > 0)):
+            return None
+        what = "a share of 1" if is_share else "no larger than that"
+        return (
+            f"EarlyStoppingHook.min_delta: {self.min_delta:g} is a large difference for {self.monitor} = {score:.4f}, which is "
+            f"{what}; smaller improvements count as none, give less"
+        )
 
     def _reason_to_stop(self, score: float) -> str | None:
         name = f"{self.monitor} = {score:.4f}"

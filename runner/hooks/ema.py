@@ -64,6 +64,7 @@ class EMAHook(Hook):
         self.begin_iter = begin_iter
         self.begin_epoch = begin_epoch
         self.update_buffers = update_buffers
+        self.momentum = momentum
         self._weight = _weight_of(ema_type, momentum, gamma, interval)
         self._interval = interval
         self._average: WeightAverage | None = None
@@ -84,6 +85,11 @@ class EMAHook(Hook):
         ):
             if begin > limit:
                 raise ConfigError(f"EMAHook.{name}: {begin} is not allowed, training ends at {limit}")
+        if self.momentum is not None and self.momentum > 0.5:
+            runner.logger.warning(
+                f"EMAHook.momentum: {self.momentum} is the share of the newest weights, so the averages are hardly different "
+                f"from them; what others call a decay of {self.momentum} is momentum={1 - self.momentum:.4g}"
+            )
 
     def after_train_iter(
         self,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from ...core.errors import ConfigError
 from ...core.registry import LOOPS
-from ..data.user_loaders import goes_its_own_way, length_of
+from ..data.user_loaders import goes_its_own_way, length_of, name_of
 from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
 from .base import BaseLoop
@@ -48,8 +49,13 @@ class EvalLoop(BaseLoop):
         runner.call_hook(f"before_{self.mode}_epoch")
         was_training = runner.model.training
         runner.model.eval()
+        idx = -1
         for idx, batch in enumerate(self.batches()):
             self.run_iter(idx, batch)
+        if idx < 0 and self._topology.is_alone:  # of several processes, another one may have batches
+            raise ConfigError(
+                f"{self.mode}_dataloader: {name_of(self.dataloader)} gives no batch, evaluation needs one"
+            )
         metrics = self.evaluator.evaluate(self._num_kept())
         runner.model.train(was_training)
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +14,8 @@ from torch import Tensor
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from .gathering import from_rank_0, gather_results
+
+_logger = logging.getLogger("flextrain")
 
 
 class BaseMetric(ABC):
@@ -62,9 +64,7 @@ class BaseMetric(ABC):
         """
         topology = self.topology or Topology()
         if topology.reports and not self.results:
-            warnings.warn(
-                f"{type(self).__name__}: got no results, process() appended nothing to self.results", stacklevel=2
-            )
+            _logger.warning(f"{type(self).__name__}: got no results, process() appended nothing to self.results")
         gathered = gather_results([self.results], topology)
         compute = None if gathered is None else partial(self._compute, gathered[0], size, topology.data.count)
         self.reset()
@@ -88,6 +88,10 @@ class BaseMetric(ABC):
             given = "None" if metrics is None else type(metrics).__name__
             raise ConfigError(
                 f"evaluator: {type(self).__name__}.compute_metrics gave {given}, return a dict of metrics by name"
+            )
+        if strange := [name for name in metrics if not isinstance(name, str)]:
+            raise ConfigError(
+                f"evaluator: {type(self).__name__}.compute_metrics gave a metric named {strange[0]!r}, names have to be text"
             )
         return {f"{self.prefix}/{name}" if self.prefix else name: _number(value) for name, value in metrics.items()}
 

@@ -170,6 +170,9 @@ def _check_metrics(cfg: Any, where: str) -> None:
             kind = METRICS.check(item, key)
             if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not is_torchmetric_class(kind):
                 raise ConfigError(f"{key}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
+            if inspect.isabstract(kind):
+                missing = " and ".join(sorted(getattr(kind, "__abstractmethods__", ())))
+                raise ConfigError(f"{key}.type: {kind.__name__} does not define {missing}")
     if not _items(cfg, where):
         raise ConfigError(f"{where}: is empty, give at least one metric")
 
@@ -211,6 +214,8 @@ def _built(item: Any, where: str) -> BaseMetric:
         metric = TorchMetric(metric)
     if not isinstance(metric, BaseMetric):
         raise ConfigError(f"{where}.type: {type(metric).__name__} is no metric")
+    if not hasattr(metric, "results"):
+        raise ConfigError(f"{where}: {type(metric).__name__}.__init__ has to call super().__init__()")
     return metric
 
 

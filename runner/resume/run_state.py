@@ -74,7 +74,7 @@ def save(
         **{key: state["loop"][key] for key in ("epoch", "iter")},
         **(meta or {}),
     }
-    hooks = _hook_states(runner)
+    hooks = hook_states(runner)
     state.update({key: value for part in hooks.values() for key, value in part.items()})
     view = SavedView(state)
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
@@ -191,7 +191,7 @@ def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[st
 
 def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the tensors to load hook states into: those of the current states, and new ones for what hooks added."""
-    states = _hook_states(runner)
+    states = hook_states(runner)
     with raising_together(), piece(checkpoint.path, "hooks", "hooks"):
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
         saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
@@ -271,7 +271,7 @@ def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
         yield (f"{kind}_{number}" if number else kind), hook
 
 
-def _hook_states(runner: Run) -> dict[str, dict[str, Any]]:
+def hook_states(runner: Run) -> dict[str, dict[str, Any]]:
     """Return the flat states of all hooks, by the hooks' names."""
     return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
 

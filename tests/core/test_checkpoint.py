@@ -228,6 +228,23 @@ def test_a_failed_save_leaves_the_one_that_was_there(tmp_path: Path) -> None:
     assert load_all(path)["x"].item() == 1.0
 
 
+def test_a_folder_that_another_run_has_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = directory.begin
+
+    def begun_twice(path: Path) -> Path:
+        folder = begin(path)
+        shutil.rmtree(folder)  # as a save of another run under the same name does
+        return folder
+
+    monkeypatch.setattr(directory, "begin", begun_twice)
+    (tmp_path / ".flextrain.lock").write_text("process 7 on moon since 01/02 03:04:05")
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path / "a", {"x": torch.tensor(1.0)})
+    assert "was removed while it was written, as another run in the same folder does" in str(caught.value)
+    assert "locked by process 7 on moon" in str(caught.value)
+    assert "storage" not in str(caught.value)
+
+
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(28, "No space left on device")

@@ -426,7 +426,7 @@ OUT_OF_RANGE = [
     case("param_scheduler[0].begin", -1, "LinearLR.begin: -1 is not allowed", "param_scheduler[0]"),
     case("param_scheduler[0].begin", 2, "give an int larger than begin=2", "param_scheduler[0]"),
     case("param_scheduler", dict(type="StepLR", step_size=0), "give a positive int", "param_scheduler"),
-    case("param_scheduler", dict(type="ConstantLR", begin=2), "give an int larger than begin=2", "param_scheduler"),
+    case("param_scheduler", dict(type="ConstantLR", begin=2), "training ends at 2", "param_scheduler.begin"),
     case("auto_scale_lr.base_batch_size", 0, "give 1 or more"),
     case("strategy.bucket_cap_mb", -1, "give a number above 0"),
     case("strategy.timeout_s", 0, "give a number above 0"),
@@ -677,7 +677,7 @@ def check(make: Callable[[], Any], key: str, says: str) -> None:
     with pytest.raises(Exception) as caught:
         make()
     message = str(caught.value)
-    assert type(caught.value) is ConfigError, f"{type(caught.value).__name__}: {message}"
+    assert isinstance(caught.value, ConfigError), f"{type(caught.value).__name__}: {message}"
     assert "\n" not in message
     assert message.startswith(f"{key}: "), message
     assert says in message, message

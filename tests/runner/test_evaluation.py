@@ -118,9 +118,11 @@ def test_metrics_become_plain_numbers() -> None:
     assert metric.evaluate() == {"v/one": 2.0, "v/many": [0, 1, 2], "v/text": "x", "v/numpy": 3}
 
 
-def test_a_metric_without_results_warns() -> None:
-    with pytest.warns(UserWarning, match="PerBatch: got no results"):
-        assert PerBatch().evaluate()["results"] == 0
+def test_a_metric_without_results_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    caplog.set_level("WARNING", logger="flextrain")
+    assert PerBatch().evaluate()["results"] == 0
+    assert {*caplog.messages} == {"PerBatch: got no results, process() appended nothing to self.results"}
 
 
 def test_two_metrics_of_one_name(tmp_path: Path) -> None:

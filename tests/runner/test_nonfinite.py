@@ -401,7 +401,7 @@ def test_a_skipped_update_changes_nothing(tmp_path: Path, wrapper: Changes, valu
 
     compare, after = Compare(), After()
     adam = dict(type="AdamW", lr=0.02, weight_decay=0.1)
-    schedule = dict(type="LinearLR", start_factor=0.1, end=20, by_epoch=False)
+    schedule = dict(type="LinearLR", start_factor=0.1, end=10, by_epoch=False)
     ema = dict(type="EMAHook", momentum=0.1)
     go(tmp_path, compare, BadBatch(7, 8, value=value), ema, after, action="skip", param_scheduler=schedule,
        optim_wrapper=dict(optimizer=adam, **wrapper), iters=10)  # fmt: skip

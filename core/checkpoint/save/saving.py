@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ...comm.collectives import get_rank, get_world_size
 from ...errors import CheckpointError
 from ...finite import nonfinite
+from ...folder_lock import owner_of
 from ...host_memory import HostBuffer
 from ...stored_dtypes import check_tensor
 from .. import directory
@@ -320,7 +321,7 @@ class _Save:
     def _write(self) -> _Written:
         folder = self._folder
         if is_local(folder) and not folder.is_dir():
-            raise CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
+            raise CheckpointError(self._why_gone())
         if self._staged is None:
             self._look_at_replicas(None)
         if not self._plan.items:
@@ -332,6 +333,16 @@ class _Save:
         if self._verify:
             directory.check_file(folder / file, entry)
         return _Written((file, entry), self._nonfinite, self._replicas.packed())
+
+    def _why_gone(self) -> str:
+        """The reason why the directory that rank 0 has made is not there."""
+        if not self._participants.is_main:
+            return "rank 0's directory is not visible here, use storage that all processes share"
+        owner = owner_of(self.path.parent)
+        return (
+            f"its folder {self._folder} was removed while it was written, as another run in the same folder does"
+            f"{f'; the folder is locked by {owner}' if owner else ''}; give each run a work_dir of its own"
+        )
 
     def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors to write, and check them on the way: fingerprints, and NaN or infinity."""

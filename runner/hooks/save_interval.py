@@ -1,0 +1,20 @@
+"""Tell if a CheckpointHook's interval does not end within the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...core.errors import counted
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+
+def beyond_the_end(run: Run, interval: int, save_begin: int, *, by_epoch: bool, save_last: bool) -> str | None:
+    """Return a line for the log, or None if the hook saves in the course of the run; see CheckpointHook."""
+    end, unit = (run.max_epochs, "epoch") if by_epoch else (run.max_iters, "iteration")
+    key, value = ("interval", interval) if interval > end else ("save_begin", save_begin)
+    if value <= end:
+        return None
+    then = "one checkpoint is saved, at the end" if save_last else "no checkpoint is saved"
+    return f"CheckpointHook.{key}: {value} is beyond the {counted(end, unit)} of training, {then}; give at most {end}"

@@ -1,0 +1,1 @@
+"""Rows of tests/runner/test_mistakes.py, by kind."""
