@@ -46,6 +46,7 @@ class Registry:
         self._modules: dict[str, Factory] = {}
         self._locations = None if locations is None else list(locations)
         self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
+        self._refused: dict[str, str] = {}
         self._entry_points = entry_points
 
     @overload
@@ -104,6 +105,10 @@ class Registry:
         """Add a function that finds further names on demand; ``names`` lists them, for suggestions."""
         self._lookups.append((lookup, names))
 
+    def refuse(self, names: Mapping[str, str]) -> None:
+        """Name classes of other libraries that have no counterpart here, each with what to do instead, for the message."""
+        self._refused.update(names)
+
     def __contains__(self, key: object) -> bool:
         """Whether this is a name of the registry, or a class that is registered; no import path is."""
         if isinstance(key, str):
@@ -153,6 +158,8 @@ class Registry:
             found = self._find(key)
             if found is not None:
                 return found
+            if (instead := self._refused.get(key)) is not None:
+                raise UnknownNameError(f'{where}: "{key}" is not supported, {instead}')
             if ":" in key:
                 return import_path(key, where)
             if "." in key:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 REGISTERING_MODULES.update(
     {
         "model": (f"{__name__}.core.model", f"{__name__}.core.image_preprocessor"),
+        "optimizer": (f"{__name__}.optim",),
         "optimizer wrapper": (f"{__name__}.optim", f"{__name__}.strategies"),
         "optimizer wrapper constructor": (f"{__name__}.optim",),
         "parameter scheduler": (f"{__name__}.optim.schedulers",),

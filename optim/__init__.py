@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.registry import OPTIMIZERS
 from .adapters.npu_fused import register_optimizers
 from .amp import AmpOptimWrapper
 from .apex import ApexOptimWrapper
@@ -11,6 +12,14 @@ from .wrapper import OptimWrapper, StepInfo
 from .wrapper_dict import OptimWrapperDict
 
 register_optimizers()
+
+# MMEngine's names
+OPTIMIZERS.refuse(
+    {
+        **dict.fromkeys(("HybridAdam", "CPUAdam"), "it belongs to ColossalAI, choose AdamW"),
+        "ZeroRedundancyOptimizer": 'choose strategy="zero1", which shards the state of any optimizer',
+    }
+)
 
 __all__ = [
     "AmpOptimWrapper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
 from .base import Strategy
 from .build import build_strategy
 from .config import StrategyConfig
@@ -12,6 +13,10 @@ from .launch import detect_launch, launch
 from .npu import NPUStrategy
 from .requirements import Needs
 from .single_device import SingleDeviceStrategy
+
+# MMEngine's names
+STRATEGIES.refuse({"ColossalAIStrategy": "choose FSDPStrategy, or DeepSpeedStrategy for ZeRO"})
+OPTIM_WRAPPERS.refuse({"ColossalAIOptimWrapper": "it belongs to ColossalAI, choose OptimWrapper or AmpOptimWrapper"})
 
 __all__ = [
     "DDPStrategy",

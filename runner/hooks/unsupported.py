@@ -6,6 +6,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...core.overriding import refuse_unused
+from ...core.registry import HOOKS
 
 _REASONS = {
     "file_client_args": "files are written to mounted file systems only",
@@ -20,6 +21,13 @@ def refuse(where: str, **arguments: Any) -> None:
         if value is not None:
             raise ConfigError(f"{where}.{name}: has no meaning here, {_REASONS[name]}; leave it out")
 
+
+HOOKS.refuse(
+    {
+        "NaiveVisualizationHook": "call runner.visualizer.add_image in after_test_iter of a hook of your own",
+        "NPUProfilerHook": "choose ProfilerHook, or call torch_npu.profiler in a hook of your own",
+    }
+)
 
 _METHODS = {
     "CheckpointHook": {

@@ -11,6 +11,9 @@ from ...core.registry import REPORTERS
 from .jsonl import JsonLinesReporter
 from .reporter import Reporter
 
+_OTHERS = ("ClearMLVisBackend", "NeptuneVisBackend", "DVCLiveVisBackend", "AimVisBackend")  # of MMEngine
+REPORTERS.refuse(dict.fromkeys(_OTHERS, "write a subclass of flextrain.runner.reporting.Reporter for it"))
+
 
 def build_reporters(
     given: Any = None,

@@ -332,3 +332,16 @@ def test_registries_know_what_they_load(registry: str, name: str) -> None:
     found: Registry = getattr(library, registry)
     assert found.get(name).__name__ == name
     assert name in set(found)
+
+
+def test_names_that_are_refused_say_what_to_do_instead() -> None:
+    registry = Registry("pet")
+    registry.register_module(name="Cat", module=dict)
+    registry.refuse({"Bat": "it flies away, choose Cat"})
+    with pytest.raises(ConfigError, match='^model.type: "Bat" is not supported, it flies away, choose Cat$'):
+        registry.build(dict(type="Bat"), "model")
+    assert registry.get("Bat") is None
+    assert "Bat" not in registry
+    assert list(registry) == ["Cat"]
+    registry.register_module(name="Bat", module=dict)
+    assert registry.get("Bat") is dict, "somebody's own class of this name"

@@ -120,6 +120,15 @@ def test_flexible_runner_on_two_processes(
     assert done["accuracy"] == pytest.approx(alone["accuracy"], abs=3)
 
 
+def test_flexible_runner_without_colossalai(run: RunScript) -> None:
+    pytest.importorskip("torchvision")
+    done = run("flexible_runner", "--use-colossalai", check=False)
+    assert done.code == 1
+    assert done.err.endswith(
+        'optim_wrapper.optimizer.type: "HybridAdam" is not supported, it belongs to ColossalAI, choose AdamW\n'
+    )
+
+
 @pytest.mark.distributed
 def test_distributed_training(run: RunScript, one_device: OneDevice, workers2: WorkerGroup, tmp_path: Path) -> None:
     done = run("distributed_training", "--launcher", "pytorch", "--batch-size", "16", group=workers2)
