@@ -95,9 +95,8 @@ class OptimWrapper:
         where: str = "optim_wrapper",
     ) -> None:
         if accumulative_counts < 1 or accumulative_counts % 1:
-            raise ConfigError(
-                f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give a whole number, 1 or more"
-            )
+            allowed = "a whole number" if accumulative_counts % 1 else "1 or more"
+            raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give {allowed}")
         self.where = where
         self.accumulate = int(accumulative_counts)  # 64 / 16 is a float
         self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")

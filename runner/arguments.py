@@ -63,6 +63,11 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         for key in ("param_scheduler", "auto_scale_lr", "resume"):
             if given[key] or isinstance(given[key], Mapping):
                 raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
+    if trains and (merging := configuration.merging_model(given["model"])) is not None:
+        # A configuration of training whose model was replaced for runner.test(); runner.train() raises.
+        if given["resume"]:
+            raise ConfigError(f"resume: has no meaning with {merging.__name__}, which is only tested, give load_from")
+        trains, optim_wrapper = False, None
     for mode in ("val", "test"):
         parts = _parts(given, f"{mode}_dataloader", f"{mode}_cfg", f"{mode}_evaluator")
         if configuration.check_phase(mode, **parts):

@@ -15,7 +15,7 @@ from ..core.config import check_call
 from ..core.errors import ConfigError, suggest
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
-from ..core.tta_model import BaseTTAModel, not_trainable
+from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
 from .data.checks import check_dataloader, is_infinite
@@ -147,9 +147,6 @@ def check_train(
 ) -> None:
     """Check the arguments of training."""
     check_dataloader(train_dataloader, "train_dataloader")
-    given = model_class(model)
-    if given is not None and issubclass(kind := given if isinstance(given, type) else type(given), BaseTTAModel):
-        raise not_trainable(kind)
     if not isinstance(train_cfg, Mapping):
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kind, kwargs = train_loop_class(train_cfg)
@@ -196,6 +193,13 @@ def model_class(model: Any) -> Any:
     kind = model["type"] if isinstance(model, Mapping) else model
     found = MODELS.resolve(kind, "model") if isinstance(kind, str) else kind
     return found if inspect.isclass(found) else None
+
+
+def merging_model(model: Any) -> type[BaseTTAModel] | None:
+    """Return the class of a model that merges predictions in testing; None if it is another kind, or not known yet."""
+    found = model_class(model)
+    kind = found if isinstance(found, type) else type(found)
+    return kind if issubclass(kind, BaseTTAModel) else None
 
 
 def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.config import check_call
 from ..core.errors import ConfigError
-from ..core.tta_model import BaseTTAModel, module_to_set_up
+from ..core.tta_model import BaseTTAModel, module_to_set_up, not_trainable
 from ..core.version import __version__
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -20,7 +20,7 @@ from ..strategies.base import Strategy
 from .also_on_class import AlsoOnClass
 from .arguments import Checked
 from .build import build_model, build_schedulers, scale_lr
-from .configuration import eval_loop_class, train_loop_class
+from .configuration import eval_loop_class, merging_model, train_loop_class
 from .data.dataloaders import build_dataloader
 from .data.user_loaders import batch_size
 from .doubts import doubts
@@ -164,6 +164,8 @@ class Parts(MissingNames):
         """The training loop."""
         if self._train_loop is None:
             if not self._trains:
+                if (merging := merging_model(self._given["model"])) is not None:
+                    raise not_trainable(merging)
                 raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
             self._train_loop = self.build_train_loop(self._given["train_cfg"])
         return self._train_loop

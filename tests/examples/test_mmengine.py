@@ -149,6 +149,16 @@ def test_gan(run: RunScript, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "runs" / "gan" / "epoch_4").is_dir()
 
 
+def test_test_time_augmentation(run: RunScript) -> None:
+    """The configuration of a training, with another model and another last transform, is only tested."""
+    done = run("test_time_augmentation")
+    found = re.findall(r"Epoch\(test\).* count: 297.0000  accuracy: ([\d.]+)  entropy: ([\d.]+)", done.out)
+    (plain, of_plain), (merged, of_merged) = ((float(accuracy), float(entropy)) for accuracy, entropy in found)
+    assert plain > 75
+    assert merged == pytest.approx(plain, abs=3)
+    assert of_merged < of_plain, "the mean of three guesses is surer than one"
+
+
 def test_segmentation(run: RunScript, tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     assert run("segmentation")["iou"][-1] > 0.9

@@ -303,7 +303,7 @@ WRONG_TYPE = [
     case("optim_wrapper.optimizer", dict(lr=0.1), "missing, say which optimizer", "optim_wrapper.optimizer.type"),
     case("optim_wrapper.optimizer.lr", "0.1", "give a number"),
     case("optim_wrapper.optimizer.nesterov", 1, "give True or False"),
-    case("optim_wrapper.accumulative_counts", 2.0, "give an integer"),
+    case("optim_wrapper.accumulative_counts", 2.5, "give a whole number"),
     case("optim_wrapper.clip_grad", 1.0, "1.0 is not allowed, give a dict"),
     case("optim_wrapper.clip_grad", dict(max_norm="1"), "give a number", "optim_wrapper.clip_grad.max_norm"),
     case(

@@ -292,7 +292,9 @@ def test_it_cannot_be_trained(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match="^model: Mean merges predictions in testing and cannot be trained, train its"
         ):
-            make_runner(tmp_path, model=model)
+            make_runner(tmp_path, model=model).train()
+    with pytest.raises(ConfigError, match="^resume: has no meaning with Mean, which is only tested, give load_from$"):
+        make_runner(tmp_path, model=Mean(Listed()), resume=True)
     with pytest.raises(
         ConfigError, match="^model: Mean merges predictions in testing and cannot be trained, train its"
     ):
