@@ -47,3 +47,21 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert report["state_bytes"] < ours["disk_bytes"] < 1.01 * report["state_bytes"]
     assert "| fsdp x2 | flextrain |" in (tmp_path / "checkpoint.md").read_text()
     assert (tmp_path / "checkpoint.png").stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.distributed
+@pytest.mark.usefixtures("async_io")
+def test_offloading(tmp_path: Path) -> None:
+    """State in files takes less memory, whose pages are the process's own, and trains the same."""
+    flags = ["--layers", "12", "--updates", "2", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "offloading.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    layouts = json.loads((tmp_path / "offloading.json").read_text())["layouts"]
+    memory, both = layouts["memory"], layouts["both in files"]
+    assert both["losses"] == memory["losses"]
+    for part in ("training", "save"):
+        assert both[part][0] < 0.8 * memory[part][0]
+    assert "| both in files |" in (tmp_path / "offloading.md").read_text()
