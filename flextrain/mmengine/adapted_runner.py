@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..runner.runner import FlexibleRunner as Native
 from .config import has_text, split
 from .evaluation import AdaptedEvaluator, adapted_evaluator
 from .hooks import adapted_hook
-from .initialisation import initialise, through_root, use_device, wraps_another
+from .initialisation import initialise, use_device
 from .instances import RunHub, RunLogger, current, in_scope, make_current, set_default_scope
 from .log_processors import adapted_log_processor
 from .translation import translated_arguments, translated_dataloader
@@ -100,7 +100,9 @@ class AdaptedRunner(Native):
     @property
     def cfg(self) -> Any:
         """The configuration as MMEngine's Config; of a runner without one, its arguments as plain values."""
-        return self._config if len(self._config) else Config(describe(super().cfg))
+        if not len(self._config):
+            self._config = Config(describe(super().cfg))
+        return self._config
 
     @property
     def default_scope(self) -> str | None:
@@ -116,18 +118,6 @@ class AdaptedRunner(Native):
     def register_hook(self, hook: Any, priority: Any = None) -> None:
         """Add a hook, MMEngine's or flextrain's, after those of the same priority."""
         super().register_hook(adapted_hook(hook, "hook"), priority)
-
-    def load_checkpoint(
-        self,
-        filename: str | Path,
-        strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
-    ) -> None:
-        """See flextrain.FlexibleRunner; weights go into the model inside a model for test-time augmentation."""
-        self._setup_model()
-        if wraps_another(self.strategy.module):
-            revise_keys = [*revise_keys, (r"^(?!module\.)", "module.")]
-        super().load_checkpoint(filename, strict, revise_keys)
 
     def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
         """See flextrain.FlexibleRunner; names are found in MMEngine's registries."""
@@ -167,7 +157,6 @@ class AdaptedRunner(Native):
         model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
         if self._trains:
             initialise(model, self.strategy)
-        through_root(model)
         return model
 
     def _setup_model(self) -> None:

@@ -31,13 +31,7 @@ def adapted_optim_wrapper(cfg: Any, where: str, scope: str | None) -> Any:
     if not isinstance(cfg, Mapping):
         return cfg
     if "optimizer" not in cfg and "type" not in cfg:
-        return {
-            name: adapted_optim_wrapper(value, f"{where}.{name}", scope)
-            if isinstance(value, (Mapping, Theirs))
-            else value
-            for name, value in cfg.items()
-            if name != "constructor"
-        }
+        return _several(cfg, where, scope)
     found = {**cfg}
     if "type" in found:
         kind = find(OPTIM_WRAPPERS, found["type"])
@@ -53,6 +47,21 @@ def adapted_optim_wrapper(cfg: Any, where: str, scope: str | None) -> Any:
     if "constructor" in found:
         found["constructor"] = _constructor(found["constructor"], found.get("optimizer"), f"{where}.constructor", scope)
     return found
+
+
+def _several(cfg: Mapping[str, Any], where: str, scope: str | None) -> dict[str, Any]:
+    found = dict(cfg)
+    constructor = found.pop("constructor", None)
+    if constructor is not None:
+        kind = find(OPTIM_WRAPPER_CONSTRUCTORS, constructor) or constructor
+        raise ConfigError(
+            f"{where}.constructor: {getattr(kind, '__name__', kind)} makes several optimizers, which flextrain does without one: "
+            f"each of {', '.join(found)} optimizes the part of the model that has its name; leave it out"
+        )
+    return {
+        name: adapted_optim_wrapper(value, f"{where}.{name}", scope) if isinstance(value, (Mapping, Theirs)) else value
+        for name, value in found.items()
+    }
 
 
 def _constructor(given: Any, optimizer: Any, where: str, scope: str | None) -> Any:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from mmengine.hooks import Hook as Theirs
-from mmengine.registry import HOOKS
+from mmengine.registry import HOOKS, MODELS
 from mmengine.runner import get_priority
 
 from ..core.config import check_call
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, nearest, suggest
 from ..core.registry import HOOKS as OURS
 from ..runner.hooks import POINTS, Hook
-from .registries import factory, found_in_scope, is_mmengines
+from .augmentation import adapted_tta
+from .registries import factory, found_in_scope, is_mmengines, translated
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
@@ -25,8 +28,8 @@ _INSTEAD = {
     "RuntimeInfoHook": "flextrain.runner.hooks.RuntimeInfoHook",
     "ProfilerHook": "flextrain.runner.hooks.ProfilerHook",
     "NPUProfilerHook": "flextrain.runner.hooks.ProfilerHook",
+    "PrepareTTAHook": "flextrain.runner.hooks.PrepareTTAHook",
 }
-_PREPARE_TTA = "test with model=dict(type=<the TTA model>, module=dict(...)) and load_from"
 
 
 class AdaptedHook(Hook):
@@ -44,7 +47,33 @@ class AdaptedHook(Hook):
         self.priority = priority
         for point in POINTS:
             if _defines(hook, point):
-                setattr(self, point, getattr(hook, point))
+                setattr(self, point, _by_position(hook, point))
+
+
+def _by_position(hook: Theirs, point: str) -> Any:
+    """The method for a hook point, which the runner calls with positional arguments; MMEngine's uses their names."""
+    method = getattr(hook, point)
+    names = [name for name in inspect.signature(getattr(Hook, point)).parameters if name not in ("self", "runner")]
+    try:
+        inspect.signature(method).bind(None, *names)
+    except TypeError:  # such as (self, runner, **kwargs)
+
+        def by_name(self: Theirs, runner: Any, *values: Any, **named: Any) -> None:
+            method(runner, **dict(zip(names, values, strict=False)), **named)
+
+        return MethodType(by_name, hook)
+    return method
+
+
+def _check_names(kind: type, where: str) -> None:
+    """Raise ConfigError if a method is named almost as a hook point, and would never be called."""
+    known = [*POINTS, *(f"_{when}_{what}" for when in ("before", "after") for what in ("epoch", "iter"))]
+    for name in sorted({*dir(kind)} - {*dir(Theirs), *known}):
+        is_near = name.lstrip("_").startswith(("before_", "after_")) and nearest(name, known, 0.85)
+        if is_near and callable(getattr(kind, name)):
+            raise ConfigError(
+                f"{where}: {kind.__name__}.{name} is no hook point and would never be called{suggest(name, known)}"
+            )
 
 
 def _defines(hook: Theirs, point: str) -> bool:
@@ -76,8 +105,10 @@ def adapted_hook(cfg: Any, where: str) -> Any:
         return cfg
     found = found_in_scope(given, HOOKS)
     name = getattr(found, "__name__", "")
-    if found is None or (is_mmengines(found) and name in OURS):
-        return {**given, "type": name} if found is not None else cfg
+    if found is None:
+        return cfg
+    if is_mmengines(found) and name in OURS:
+        return {**given, "type": name, **_tta_of(given, where)}
     if not (isinstance(found, type) and issubclass(found, Theirs)):
         return cfg if isinstance(given["type"], type) else {**given, "type": found}
     _refuse_tied(found, f"{where}.type")
@@ -89,11 +120,18 @@ def adapted_hook(cfg: Any, where: str) -> Any:
 
 
 def _refuse_tied(kind: type, where: str) -> None:
+    _check_names(kind, where)
     for base in kind.__mro__:
         if is_mmengines(base) and base.__name__ in _INSTEAD:
             raise ConfigError(
                 f"{where}: {kind.__name__} is a {base.__name__} of MMEngine, which works with MMEngine's runner only, subclass "
                 f"{_INSTEAD[base.__name__]}"
             )
-        if is_mmengines(base) and base.__name__ == "PrepareTTAHook":
-            raise ConfigError(f"{where}: {kind.__name__} replaces the runner's model, {_PREPARE_TTA}")
+
+
+def _tta_of(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The argument of PrepareTTAHook, with a model of MMEngine adapted."""
+    given = cfg.get("tta_cfg")
+    if not isinstance(given, Mapping):
+        return {}
+    return {"tta_cfg": adapted_tta(translated(given, MODELS, f"{where}.tta_cfg"))}

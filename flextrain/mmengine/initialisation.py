@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from mmengine.model import BaseDataPreprocessor, BaseModel, BaseTTAModel, base_module, weight_init
+from mmengine.model import BaseDataPreprocessor, BaseModel, base_module, weight_init
 from torch import nn
 
 from ..core.model import add_base_model
@@ -61,29 +60,3 @@ def use_device(model: nn.Module, device: torch.device) -> None:
     for part in model.modules():
         if isinstance(part, BaseDataPreprocessor):
             part.to(device)  # its own method notes the device
-
-
-def through_root(model: nn.Module) -> None:
-    """Make a model for test-time augmentation run inside its own forward.
-
-    Its ``test_step`` calls the model inside it directly; a strategy gathers sharded parameters when the root is called.
-    """
-    if isinstance(model, BaseTTAModel):
-        forward = model.test_step
-        model.forward = lambda data: forward(data)
-        model.test_step = lambda data: model(data)
-
-
-def with_module_first(cfg: Any) -> None:
-    """Let a model for test-time augmentation get its module as the first argument, not by name.
-
-    DeepSpeed wraps constructors in functions whose own first parameter is called "module".
-    """
-    kind = getattr(cfg.get("type"), "func", None) if isinstance(cfg, dict) else None
-    if isinstance(kind, type) and issubclass(kind, BaseTTAModel) and "module" in cfg:
-        cfg["type"] = functools.partial(cfg["type"], cfg.pop("module"))
-
-
-def wraps_another(model: nn.Module) -> bool:
-    """Whether the parameters' names begin with "module." because of test-time augmentation; checkpoints lack that."""
-    return isinstance(model, BaseTTAModel)

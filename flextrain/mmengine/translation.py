@@ -15,10 +15,10 @@ from ..core.registry import LOOPS as OUR_LOOPS
 from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
 from ..core.registry import STRATEGIES as OUR_STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS
+from .augmentation import adapted_tta
 from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
-from .initialisation import with_module_first
 from .log_processors import adapted_log_processor
 from .registries import find, found_in_scope, is_mmengines, translated
 from .visualizers import adapted_visualizer
@@ -90,8 +90,8 @@ def _translate_model(found: dict[str, Any]) -> None:
     elif isinstance(preprocessor, Mapping):
         found["data_preprocessor"] = translated(preprocessor, MODELS, "data_preprocessor")
     if isinstance(model, (Mapping, str)):
-        found["model"] = _checked(translated(model, MODELS, "model"), "model")
-        with_module_first(found["model"])
+        model = _checked(translated(model, MODELS, "model"), "model")
+    found["model"] = adapted_tta(model)
 
 
 def _checked(cfg: Any, where: str, *provided: str) -> Any:

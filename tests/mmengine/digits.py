@@ -64,8 +64,9 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 def with_tta(folder: Path | str, **changes: Any) -> Any:
     """The configuration for testing with several views of every sample, as MMEngine's projects make it."""
-    cfg = configuration(folder, "classifier.py", **changes)
+    cfg = configuration(folder, "classifier.py")
     cfg.model = dict(**cfg.tta_model, module=cfg.model)
+    cfg.merge_from_dict(changes)
     for dataset in cfg.test_dataloader.dataset.datasets:
         dataset.pipeline = cfg.tta_pipeline
     training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler")

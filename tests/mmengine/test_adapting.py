@@ -23,7 +23,7 @@ from flextrain import ConfigError
 from flextrain.mmengine import FlexibleRunner
 from flextrain.testing import WorkerGroup
 
-from .digits import configuration
+from .digits import configuration, train
 
 
 class Net(BaseModel):
@@ -316,6 +316,36 @@ def test_hook_points_and_group_forms(tmp_path: Path) -> None:
     assert hook.called == ["run", "train_iter", "train_iter", "train_epoch", "val_iter", "val_epoch"]
 
 
+class ByName(Hook):
+    """Takes what hook points get by its name, as with MMEngine's runner."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def after_train_iter(self, runner: Any, **kwargs: Any) -> None:
+        self.seen.append((sorted(kwargs), kwargs["batch_idx"]))
+
+    def after_val_epoch(self, runner: Any, **kwargs: Any) -> None:
+        self.seen.append(sorted(kwargs["metrics"]))
+
+
+def test_hook_points_that_take_only_names(tmp_path: Path) -> None:
+    hook = ByName()
+    given = arguments(tmp_path, custom_hooks=[hook], train_dataloader=dict(batch_size=8, dataset=samples()))
+    FlexibleRunner(**given, **validation()).train()
+    assert hook.seen == [(["batch_idx", "data_batch", "outputs"], 0), ["a/mean"]]
+
+
+def test_misspelled_hook_points_are_refused(tmp_path: Path) -> None:
+    class Misspelled(Hook):
+        def after_train_itr(self, runner: Any) -> None: ...
+
+    with pytest.raises(
+        ConfigError, match=r'custom_hooks\[0\]: Misspelled.after_train_itr .* did you mean "after_train_iter"'
+    ):
+        FlexibleRunner(**arguments(tmp_path, custom_hooks=[Misspelled()]))
+
+
 def test_hooks_run_in_the_order_of_their_priorities(tmp_path: Path) -> None:
     order: list[str] = []
 
@@ -437,6 +467,169 @@ def test_log_processors_of_projects(tmp_path: Path) -> None:
     assert "Epoch(val) [1][2/3]" in lines[2]
 
 
+# Other ways to train
+
+
+class Gan(BaseModel):
+    """Two optimizers, updated as models of projects do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        return self.generator(torch.stack(inputs))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        inputs = self.data_preprocessor(data, True)["inputs"]
+        with optim_wrapper["critic"].optim_context(self.critic):
+            loss = self.critic(self(inputs).detach()).mean()
+        optim_wrapper["critic"].update_params(loss)
+        made, log = self.parse_losses({"loss_generator": self.critic(self(inputs)).square().mean()})
+        optim_wrapper["generator"].update_params(made)
+        return {**log, "loss_critic": loss}
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    wrappers = dict(
+        generator=dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.1)),
+        critic=dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.2)),
+    )
+    schedules = dict(generator=[dict(type="ConstantLR", factor=0.5, by_epoch=False, end=2)])
+    runner = FlexibleRunner(**arguments(tmp_path, model=Gan(), optim_wrapper=wrappers, param_scheduler=schedules))
+    before = {name: value.clone() for name, value in runner.model.state_dict().items()}
+    runner.train()
+    assert all(not torch.equal(value, before[name]) for name, value in runner.model.state_dict().items())
+
+
+def test_training_by_iterations_with_an_endless_sampler(tmp_path: Path) -> None:
+    from mmengine.dataset import InfiniteSampler
+
+    for folder, kind in (("name", "InfiniteSampler"), ("class", InfiniteSampler)):
+        runner = FlexibleRunner(
+            **arguments(
+                tmp_path / folder,
+                train_dataloader=dict(batch_size=2, dataset=samples(), sampler=dict(type=kind)),
+                train_cfg=dict(type="IterBasedTrainLoop", max_iters=7, val_interval=3),
+                optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=dict(type="SGD", lr=0.1)),
+                **validation(),
+            )
+        )
+        runner.train()
+        assert runner.iter == 7
+
+
+def test_a_resumed_run_continues(tmp_path: Path) -> None:
+    whole = train(str(tmp_path / "whole"), 16)
+    train(str(tmp_path / "parts"), 16, **{"train_cfg.max_epochs": 2, "param_scheduler.1.end": 3})
+    losses, _, metrics = train(str(tmp_path / "parts"), 16, resume=True)
+    assert losses == whole[0][8:]
+    assert metrics == whole[2]
+
+
+def test_weights_of_mmengines_checkpoints_are_read(tmp_path: Path) -> None:
+    from mmengine.runner import Runner
+
+    theirs = Runner.from_cfg(configuration(tmp_path / "theirs", **{"visualizer.name": "saved"}))
+    theirs.train()
+    weights = {name: value.clone() for name, value in theirs.model.state_dict().items()}
+    ours = FlexibleRunner.from_cfg(configuration(tmp_path / "ours", load_from=str(tmp_path / "theirs" / "epoch_3.pth")))
+    ours.load_checkpoint(tmp_path / "theirs" / "epoch_3.pth")
+    # MMEngine's EMAHook saves the averages in the place of the weights.
+    found = ours.model.state_dict()
+    assert found.keys() == weights.keys()
+    assert not torch.equal(found["head.fc.weight"], weights["head.fc.weight"])
+    assert float((found["head.fc.weight"] - weights["head.fc.weight"]).abs().max()) < 0.05
+
+
+def test_configurations_in_python(tmp_path: Path) -> None:
+    """MMEngine's newer style of configurations: classes are imported, and files read with ``read_base``."""
+    configuration(tmp_path)  # the project can be imported from here on
+    (tmp_path / "base.py").write_text(
+        "from mmengine.dataset import DefaultSampler, pseudo_collate\n"
+        "from mm_digits.datasets import Digits\n"
+        "from mm_digits.transforms import PackDigit\n"
+        "train_dataloader = dict(batch_size=4, sampler=dict(type=DefaultSampler, shuffle=True),\n"
+        "    collate_fn=dict(type=pseudo_collate), dataset=dict(type=Digits, stop=8, pipeline=[dict(type=PackDigit)]))\n"
+    )
+    (tmp_path / "config.py").write_text(
+        "from mmengine.config import read_base\n"
+        "with read_base():\n    from .base import *\n"
+        "from mmengine.model import ImgDataPreprocessor\n"
+        "from mmengine.optim import OptimWrapper\n"
+        "from mmengine.runner import EpochBasedTrainLoop\n"
+        "from torch.optim import AdamW\n"
+        "from mm_digits.models import Backbone, Classifier, Head\n"
+        "import mm_digits.models as models\n"
+        "model = dict(type=Classifier, data_preprocessor=dict(type=ImgDataPreprocessor, mean=[8.0], std=[5.0]),\n"
+        "    backbone=dict(type=Backbone, channels=4), head=dict(type=Head, channels=4))\n"
+        "optim_wrapper = dict(type=OptimWrapper, optimizer=dict(type=AdamW, lr=0.01))\n"
+        "train_cfg = dict(type=EpochBasedTrainLoop, max_epochs=1)\n"
+        "default_scope = 'mm_digits'\n"
+    )
+    cfg = Config.fromfile(str(tmp_path / "config.py"))
+    cfg.work_dir = str(tmp_path / "run")
+    runner = FlexibleRunner.from_cfg(cfg)
+    runner.train()
+    assert runner.iter == 2
+    assert (tmp_path / "run" / "config.py").exists()
+
+
+def test_built_parts_in_a_configuration_are_used_as_they_are(tmp_path: Path) -> None:
+    net, data = Net(), torch.utils.data.Subset(samples(), range(4))  # type: ignore[arg-type]
+    given = arguments(tmp_path, model=net, train_dataloader=dict(batch_size=2, dataset=data))
+    runner = FlexibleRunner.from_cfg({**given, "extra": dict(a=[1])})
+    runner.cfg.extra.a.append(2)
+    assert runner.strategy is not None
+    assert runner.model is net
+    assert runner.train_dataloader.dataset is data
+    assert given["train_dataloader"]["dataset"] is data
+
+
+def test_a_configuration_is_not_changed(tmp_path: Path) -> None:
+    cfg = configuration(tmp_path)
+    before = cfg.pretty_text
+    runner = FlexibleRunner.from_cfg(cfg)
+    runner.train()
+    assert cfg.pretty_text == before
+    runner.cfg.project_name = "other"
+    assert cfg.project_name == "digits"
+
+
+def test_predictions_are_dumped_at_the_end_only(tmp_path: Path) -> None:
+    import pickle
+
+    target = tmp_path / "predictions.pkl"
+    metrics = [dict(type="DumpResults", out_file_path=str(target)), dict(type=Mean)]
+    written: list[bool] = []
+
+    class Look(Hook):
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            written.append(target.exists())
+
+    runner = FlexibleRunner(**arguments(tmp_path, custom_hooks=[Look()]), **validation(val_evaluator=metrics))
+    runner.train()
+    assert written == [False] * 4
+    with target.open("rb") as file:
+        assert len(pickle.load(file)) == 5
+
+
+def test_a_constructor_of_several_optimizers_is_refused(tmp_path: Path) -> None:
+    from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+    class Several:
+        pass
+
+    OPTIM_WRAPPER_CONSTRUCTORS.register_module(module=Several, force=True)
+    wrappers = dict(
+        constructor="Several",
+        generator=dict(optimizer=dict(type="Adam", lr=0.1)),
+        critic=dict(optimizer=dict(type="SGD", lr=0.2)),
+    )
+    with pytest.raises(ConfigError, match="optim_wrapper.constructor: Several makes several optimizers"):
+        FlexibleRunner(**arguments(tmp_path, model=Gan(), optim_wrapper=wrappers))
+
+
 # Refused by name
 
 
@@ -452,8 +645,8 @@ class OwnCheckpoints(HOOKS.get("CheckpointHook")):  # type: ignore[misc]
             r"custom_hooks\[0\].type: OwnCheckpoints is a CheckpointHook of MMEngine, .* subclass flextrain.runner.hooks.Che",
         ),
         (
-            dict(custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict())]),
-            r"custom_hooks\[0\].type: PrepareTTAHook replaces",
+            dict(custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict(type="Nothing"))]),
+            r'custom_hooks\[0\].tta_cfg.type: "Nothing" is no known model',
         ),
         (
             dict(custom_hooks=[dict(type="EmaHook")]),
