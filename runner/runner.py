@@ -210,6 +210,7 @@ class FlexibleRunner(Checkpoints):
                 yield
                 self.finish_saving()
                 self.call_hook("after_run")
+                self.visualizer.close()  # a hook after LoggerHook may have added something, or there is no LoggerHook
             except BaseException as error:
                 reason = termination.end(error)
                 tell_how_it_ended(self, reason, has_begun=self._started)

@@ -79,6 +79,8 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         run.finish_saving()
     except CheckpointError as second:
         run.logger.error(str(second))
+    except KeyboardInterrupt:  # Ctrl-C again, by somebody who does not want to wait
+        run.logger.warning("Interrupted again: the checkpoint that was being written may stay incomplete")
     _log_how_it_ended(run, error, has_begun)
     for method in run.hook_calls["on_exception"]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -65,3 +66,19 @@ def test_offloading(tmp_path: Path) -> None:
     for part in ("training", "save"):
         assert both[part][0] < 0.8 * memory[part][0]
     assert "| both in files |" in (tmp_path / "offloading.md").read_text()
+
+
+def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
+    """Whatever the figures are: here every bar is as high as the panel."""
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("strategies_benchmark", BENCHMARKS / "strategies.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    figures = dict(by_hand_ms=100.0, flextrain_ms=100.0, by_hand_mib=1000.0, flextrain_mib=1000.0)
+    report = {"strategies": [{"name": name, **figures} for name in ("ddp", "fsdp", "zero3")]}
+    figure = module.plot(report, tmp_path / "drawn.png")
+    (legend,) = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(bar.get_window_extent()) for axes in figure.axes for bar in axes.patches)

@@ -77,7 +77,7 @@ class LoggerHook(Hook):
         self._bar: ProgressBar | None = None
         self._summary: ClosingSummary | None = None
         self._lines = LineQueue()
-        self._is_open = False
+        self._is_open = self._has_introduced = False
         self._length = 0
         self._by_epoch = True
 
@@ -86,9 +86,11 @@ class LoggerHook(Hook):
         if self._is_open:
             return
         self._is_open = True
-        runner.logger.info("Exp name: %s", runner.experiment_name)
-        if not overridden(runner.log_processor, "get_log_after_iter", "get_log_after_epoch"):
-            runner.logger.info(units(runner))
+        if not self._has_introduced:  # a program may train, and then test
+            self._has_introduced = True
+            runner.logger.info("Exp name: %s", runner.experiment_name)
+            if not overridden(runner.log_processor, "get_log_after_iter", "get_log_after_epoch"):
+                runner.logger.info(units(runner))
         self._lines.open(runner.logger)
         runner.visualizer.open()
 

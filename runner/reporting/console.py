@@ -56,17 +56,17 @@ class ConsoleHandler(_StreamHandler):
     def __init__(self) -> None:
         super().__init__(sys.stdout)
         self.live: Console | None = None
+        self._folds = not is_passed_on()
         self.addFilter(lambda record: not getattr(record, ONLY_IN_FILE, False))
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without a traceback that belongs only in the file, folded if a terminal shows it."""
         text = super().format(record)
         text = text.partition("\n")[0] if getattr(record, TRACEBACK_IN_FILE, False) else text
-        if is_passed_on():
+        is_terminal = getattr(sys.stdout, "isatty", bool)  # a program may have put an object with only write() there
+        if not self._folds or (self.live is None and not is_terminal()):
             return text
-        if self.live is not None:
-            return folded(text, self.live.width)
-        return folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text
+        return folded(text, shutil.get_terminal_size().columns if self.live is None else self.live.width)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""

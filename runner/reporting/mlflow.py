@@ -22,8 +22,9 @@ class MlflowReporter(Reporter):
     """Sends records to MLflow, and the run's small files at its end.
 
     Args:
-        save_dir: folder whose parent holds the files to send; without a ``tracking_uri`` here or in MLflow's own
-            settings, records are stored in it too, as ``mlflow.db``.
+        save_dir: folder of the files to send; if its name is ``vis_data``, those of its parent, a run's log folder, are
+            sent. Without a ``tracking_uri`` here or in MLflow's own settings, records are stored in it too, as
+            ``mlflow.db``.
         exp_name: name of the experiment; default: MLflow's.
         run_name: name of the run.
         tags: tags of the run.
@@ -68,7 +69,7 @@ class MlflowReporter(Reporter):
         if is_new:
             self._mlflow.set_tags(self._tags)
             chosen = {k: v for k, v in config.items() if self._config_keys is None or k in self._config_keys}
-            values = {**dict(_flat(chosen)), **self._params}
+            values = {**(dict(_flat(chosen)) if chosen else {}), **self._params}
             self._mlflow.log_params({key: str(value)[:_MAX_VALUE_LENGTH] for key, value in values.items()})
 
     def _choose_experiment(self) -> None:
@@ -117,7 +118,9 @@ class MlflowReporter(Reporter):
         """Send the files and end the run."""
         if not self._is_open:
             return
-        for path in sorted(self.save_dir.parent.rglob("*")):
+        # A run's log lies beside its vis_data; a folder of the user's own may lie beside anything.
+        folder = self.save_dir.parent if self.save_dir.name == "vis_data" else self.save_dir
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and path.name.endswith(self._suffixes) and "mlartifacts" not in path.parts:
                 self._mlflow.log_artifact(str(path))
         self._mlflow.end_run()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, nearest, suggest
 from ...core.overriding import overridden
 from ...core.registry import REPORTERS, VISUALIZERS
 from .build import build_reporters
@@ -286,7 +286,11 @@ def build_visualizer(given: Any = None) -> Visualizer:
     if isinstance(given, Visualizer):
         return given
     if isinstance(given, Mapping):
+        if "type" not in given and (meant := nearest("type", given, 0.75)):
+            raise ConfigError(f'{where}.{meant}: unknown key, did you mean "type"?')
         kind = given.get("type", "Visualizer")
+        if isinstance(kind, type) and not issubclass(kind, (Visualizer, Reporter)):
+            raise ConfigError(f"{where}.type: {kind.__name__} is no Visualizer and no Reporter")
         if (isinstance(kind, str) and kind in REPORTERS) or (isinstance(kind, type) and issubclass(kind, Reporter)):
             given = [given]
         else:

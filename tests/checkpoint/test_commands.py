@@ -82,7 +82,10 @@ def test_ls_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     assert all(word in line for word in ("SingleDeviceStrategy", "latest", "kB", second["time"].replace("T", " ")))
 
 
-def test_ls_marks_the_best_and_the_damaged(tmp_path: Path, path: Path, capsys: Capture) -> None:
+def test_ls_marks_the_best_and_the_damaged(
+    tmp_path: Path, path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
     save_checkpoint(tmp_path / "best_loss_epoch_1", {"loop": 3})
     (tmp_path / "no_checkpoint").mkdir()
     (tmp_path / ".hidden.tmp").mkdir()
@@ -139,7 +142,7 @@ def test_long_names_are_shown_whole(tmp_path: Path, capsys: Capture, monkeypatch
 def test_names_are_not_broken_in_a_pipe(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS")
     name = "model." + "x" * 200
-    assert f" {name} " in run(capsys, "show", save_checkpoint(tmp_path / "a", {name: torch.ones(1)}))
+    assert f"\n{name} " in run(capsys, "show", save_checkpoint(tmp_path / "a", {name: torch.ones(1)}))
 
 
 def test_show_what_is_not_there(path: Path, capsys: Capture) -> None:

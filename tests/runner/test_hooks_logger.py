@@ -164,7 +164,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., FlexibleRunner]) -> None:
     run = new_run(
-        scores=[10.0, 20.0], train_cfg={"by_epoch": True, "max_epochs": 2}, param_scheduler={"type": "LinearLR"}
+        scores=[10.0, 20.0, 30.0], train_cfg={"by_epoch": True, "max_epochs": 2}, param_scheduler={"type": "LinearLR"}
     )
     run.train()
     log = (Path(run.log_dir) / f"{run.timestamp}.log").read_text().splitlines()
@@ -180,6 +180,9 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     assert list(records[1]) == ["accuracy", "data_time", "time", "step"]
     config = json.loads((Path(run.log_dir) / "vis_data/config.json").read_text())
     assert config["train_cfg"] == {"by_epoch": True, "max_epochs": 2}
+    run.val()
+    whole = (Path(run.log_dir) / f"{run.timestamp}.log").read_text()
+    assert whole.count("Exp name: ") == whole.count("In the lines below: ") == 1, "over all that a program does with it"
 
 
 class Reads(TorchDispatchMode):

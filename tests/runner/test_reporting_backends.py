@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from flextrain.runner.reporting import JsonLinesReporter, Reporter, TensorboardR
 from flextrain.runner.reporting.mlflow import MlflowReporter
 from flextrain.runner.reporting.reporter import describe
 from flextrain.runner.reporting.wandb import WandbReporter
+
+IMAGE = np.zeros((2, 2, 3), np.uint8)
 
 
 class Calls:
@@ -176,6 +179,56 @@ def test_mlflow_keeps_a_record_beside_the_log_unless_told_another_place(
     assert calls["set_experiment"][0] == ("flextrain",)
 
 
+def test_wandb_gets_pictures_settings_and_graphs(tmp_path: Path, stub: Callable[[str], list[Any]]) -> None:
+    log = stub("wandb")
+    reporter = WandbReporter(tmp_path)
+    for _ in range(2):  # the first time nothing is open
+        reporter.on_image("val/sample", IMAGE, 3)
+        reporter.on_config({"a": 1})
+        reporter.on_graph(torch.nn.Linear(1, 1), None)
+        calls = {name: (args, kwargs) for name, args, kwargs in log}
+        log.clear()
+        reporter.on_start({})
+    (image,), caption = calls["Image"]
+    assert image is IMAGE
+    assert caption == {"caption": "step 3"}
+    assert calls["init.config.update"] == (({"a": 1},), {"allow_val_change": True})
+    assert "Linear(in_features=1" in calls["Html"][0][0]
+    assert list(calls["init.log"][0][0]) == ["graph"]
+
+
+def test_mlflow_gets_pictures_by_the_number_of_its_run(tmp_path: Path, stub: Callable[[str], list[Any]]) -> None:
+    """In the thread that writes pictures MLflow would start another run."""
+    log = stub("mlflow")
+    reporter = MlflowReporter(tmp_path / "vis_data")
+    reporter.on_image("val/sample", IMAGE, 3)
+    assert log == []
+    reporter.on_start({})
+    reporter.on_image("val/sample", IMAGE, 3)
+    reporter.on_config({"a": 1})
+    reporter.on_graph(torch.nn.Linear(1, 1), None)
+    calls = {name: args for name, args, _ in log}
+    assert calls["log_params"] == ({},), "an empty configuration has no parameter without a name"
+    run, path, folder = calls["MlflowClient.log_artifact"]
+    assert (Path(path).name, folder) == ("sample_3.png", "images/val")
+    assert run is not None
+    assert calls["log_dict"] == ({"a": 1}, "config.json")
+    assert calls["log_text"][1] == "graph.txt"
+
+
+def test_mlflow_sends_nothing_from_beside_a_folder_of_the_users(
+    tmp_path: Path, stub: Callable[[str], list[Any]]
+) -> None:
+    log = stub("mlflow")
+    (tmp_path / "private.json").write_text("x")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.json").write_text("x")
+    reporter = MlflowReporter(tmp_path / "own")
+    reporter.on_start({})
+    reporter.close()
+    assert [Path(args[0]).name for name, args, _ in log if name == "log_artifact"] == ["a.json"]
+
+
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_named_with_what_to_type(package: str, missing: Callable[[str], None]) -> None:
     missing("torch.utils.tensorboard" if package == "tensorboard" else package)
@@ -232,6 +285,8 @@ def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
         ({"type": "Visualizer", "vis_backends": {}}, "visualizer.vis_backends[0].type: missing"),
         ({"type": "Visualizer", "vis_backends": 3}, "visualizer.vis_backends: 3 is not allowed"),
         ({"type": dict}, "visualizer.type: dict is no Visualizer and no Reporter"),
+        ({"type": torch.nn.Linear}, "visualizer.type: Linear is no Visualizer and no Reporter"),
+        ({"typ": "Visualizer"}, 'visualizer.typ: unknown key, did you mean "type"?'),
         ([{"type": "LocalVisBackends"}], 'visualizer[0].type: "LocalVisBackends" is no known reporter, did you mean'),
         ([{"type": "LocalVisBackend", "file": "x"}], "visualizer[0].file: unknown key"),
         ([{"type": dict}], "visualizer[0].type: dict is not allowed, give a subclass of Reporter"),

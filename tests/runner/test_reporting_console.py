@@ -43,6 +43,13 @@ def test_lines_go_to_console_and_file_once_over_several_runners(tmp_path: Path, 
     assert [handler.get_name() for handler in logger.handlers].count("flextrain") == 2
 
 
+def test_standard_output_may_be_any_object_with_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    setup_logger("INFO").info("word " * 100)
+    assert "".join(written).count("\n") == 1
+
+
 def test_handlers_of_others_stay(tmp_path: Path) -> None:
     mine = logging.NullHandler()
     logger = setup_logger("INFO")

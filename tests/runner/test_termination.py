@@ -202,6 +202,23 @@ def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path)
     assert "Traceback" in log_file(tmp_path), "it may have been a hang"
 
 
+def test_ctrl_c_again_does_not_wait_for_the_save_and_leaves_all_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    ended: list[str] = []
+    runner = run(tmp_path, At(5, interrupt, lambda: ended.append("here")))
+    finish, calls = runner.finish_saving, iter([interrupt])
+    monkeypatch.setattr(
+        runner, "finish_saving", lambda wait=True: next(calls)() if runner.iter == 4 else finish(wait), raising=True
+    )
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    assert ended == ["here"], "the terminal is given back"
+    assert "Interrupted again: the checkpoint that was being written may stay incomplete" in log_file(tmp_path)
+    assert "Interrupted after epoch 0, iteration 4; resume=True continues from iter_4" in log_file(tmp_path)
+
+
 def test_other_interruptions_are_shown_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))

@@ -307,6 +307,23 @@ def test_a_visualizer_of_ones_own_is_the_runs(tmp_path: Path, kind: Any) -> None
     assert len(list((folder / "vis_image").iterdir())) == 21
 
 
+def test_what_hooks_add_at_the_very_end_is_written_and_closed(tmp_path: Path) -> None:
+    class Last(Hook):
+        priority = "LOWEST"
+
+        def after_run(self, runner: Any) -> None:
+            runner.visualizer.add_image("last", IMAGE, 9)
+
+    for logger in ({}, None):
+        gallery = Gallery()
+        folder = tmp_path / str(logger)
+        make_runner(
+            folder, visualizer=[gallery], custom_hooks=[Last()], default_hooks=dict(logger=logger, checkpoint=None)
+        ).train()
+        assert gallery.events[-2][0] == "last"
+        assert gallery.events[-1] == "close"
+
+
 def test_a_visualizer_that_is_built_is_taken(tmp_path: Path) -> None:
     own = Visualizer(save_dir=tmp_path / "own")
     runner = make_runner(tmp_path / "run", visualizer=own)
