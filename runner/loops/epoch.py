@@ -57,6 +57,11 @@ class EpochBasedTrainLoop(TrainLoop):
         """See TrainLoop."""
         return self._max_epochs * self._length + self._ahead
 
+    @property
+    def inner(self) -> int:
+        """See TrainLoop."""
+        return self._inner if self._ended in (None, self._epoch) else 0
+
     def run(self) -> Any:
         """Train, with validation after the epochs at which it is due."""
         runner = self._runner
@@ -65,9 +70,12 @@ class EpochBasedTrainLoop(TrainLoop):
         self.try_validation()
         self.validate(self._epoch)
         while self._epoch < self._max_epochs and not self.stop_training:
+            self._begin()
             begun = self._epoch
             self.run_epoch()
-            self._epoch = begun + 1  # a subclass's own may leave the counting to the loop
+            if self._inner == 0:
+                raise ConfigError(f"train_cfg.type: {type(self).__name__}.run_epoch made no update, see run_iter")
+            self._ended, self._epoch = begun, begun + 1  # a subclass's own may leave the counting to the loop
             self.validate(self._epoch)
         runner.call_hook("after_train")
         return runner.model
@@ -81,7 +89,9 @@ class EpochBasedTrainLoop(TrainLoop):
         run_iter = self._iterate()
         for idx, batch in enumerate(self.batches(), self._inner):
             run_iter(idx, batch)
-        self._end()
+        if self._inner == 0:
+            raise self.data.no_batch()
+        self._ended = self._epoch
         runner.call_hook("after_train_epoch")
         self._epoch += 1
 
@@ -94,16 +104,9 @@ class EpochBasedTrainLoop(TrainLoop):
         if self._ended is not None:
             self._ended, self._inner = None, 0
 
-    def _end(self) -> None:
-        if self._inner == 0:
-            raise self.data.no_batch()
-        self._ended = self._epoch
-
     def _at_hook(self, point: str) -> None:
-        if point == "before_train_epoch":
-            self._begin()
-        elif point == "after_train_epoch":
-            self._end()
+        if point == "after_train_epoch":
+            self._ended = self._epoch
 
     def _progress(self) -> tuple[int, int]:
         """Return the epoch and its updates; in the hooks after an epoch, the epoch is counted as completed."""

@@ -322,7 +322,8 @@ def units(runner: Run) -> str:
 def num_batches(runner: Run, mode: str) -> int:
     """Return the number of batches of this process in a pass over the validation or test data."""
     loop = runner.val_loop if mode == "val" else runner.test_loop
-    assert loop is not None, "the pass is under way"
+    if loop is None:  # only a loop of the user's can call hooks of a pass that there is not
+        raise ConfigError(f"call_hook: hooks of {mode} are called, but there is no {mode}_dataloader")
     return loop.num_batches
 
 

@@ -90,6 +90,8 @@ class Plain(nn.Module):
             }
         if self.kind == "none":
             return {"value": loss}
+        if self.kind == "no-labels":
+            return DictOutput(aux_loss=loss, logits=logits)
         scalars = {"loss_of_a_part": loss / 2, "accuracy": (logits.argmax(1) == y).float().mean()}
         return {"loss": loss, "logits": logits, **scalars} if self.kind == "dict" else logits
 
@@ -98,6 +100,12 @@ class Plain(nn.Module):
 class Output:
     loss: Tensor | None
     logits: Tensor
+
+
+class DictOutput(dict[str, Any]):
+    """As Hugging Face's models give without labels: parts of a loss, and no whole."""
+
+    loss: Tensor | None = None
 
 
 class WithMode(nn.Module):
@@ -236,8 +244,9 @@ def test_scalars_beside_the_loss_are_logged(tmp_path: Path) -> None:
         (WithMode("not-a-dict"), "model: forward.mode='loss'. gave Tensor, give a dict of losses"),
         (Plain("none"), "gave dict without a loss; .* take mode: no key contains 'loss'; those that do are summed"),
         (Plain("forgot"), "gave Output without a loss"),
+        (Plain("no-labels"), "gave DictOutput without a loss"),
     ],
-    ids=["plain", "no-loss", "number", "not-a-dict", "plain-no-loss", "plain-none"],
+    ids=["plain", "no-loss", "number", "not-a-dict", "plain-no-loss", "plain-none", "no-labels"],
 )
 def test_a_model_without_a_loss(tmp_path: Path, model: nn.Module, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

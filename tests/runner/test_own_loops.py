@@ -144,7 +144,7 @@ class Epochs(Hook):
         assert isinstance(runner, FlexibleRunner)
         loop = runner.train_loop
         is_training = point == "after_val" or runner.model.training
-        self.seen.append((point, runner.epoch, runner.iter, is_training, loop.state_dict(), *more))
+        self.seen.append((point, runner.epoch, runner.iter, is_training, loop.state_dict(), loop.inner, *more))
 
     def before_train_epoch(self, runner: Any) -> None:
         self.note(runner, "before_epoch")
@@ -325,6 +325,40 @@ def test_an_iteration_makes_one_update(tmp_path: Path) -> None:
         )
 
 
+def test_an_epoch_makes_an_update(tmp_path: Path) -> None:
+    class Nothing(EpochBasedTrainLoop):
+        def run_epoch(self) -> None:
+            if self._epoch == 0:
+                super().run_epoch()
+
+    says = refused(tmp_path, train_cfg=dict(type=Nothing, max_epochs=2))
+    assert says == "train_cfg.type: Nothing.run_epoch made no update, see run_iter"
+
+
+class LeavesCounting(EpochBasedTrainLoop):
+    """Does as little as possible, and that in another order."""
+
+    def run_epoch(self) -> None:
+        self.runner.model.train()
+        self.runner.call_hook("before_train_epoch")
+        batches = iter(self.dataloader)
+        for _ in range(len(self.dataloader)):
+            self.run_iter(next(batches))
+        self._epoch += 1
+
+
+def test_an_epoch_that_leaves_the_counting_to_the_loop(tmp_path: Path) -> None:
+    hooks = dict(custom_hooks=[SaveAround()])
+    expected, state = run(tmp_path / "ours", dict(max_epochs=2), **hooks)
+    own = dict(type=LeavesCounting, max_epochs=2)
+    found, own_state = run(tmp_path / "own", own, **hooks)
+    assert found[0] == expected[0]
+    assert not differences(own_state, state)
+    again, resumed = run(tmp_path / "again", own, resume=str(tmp_path / "own" / "in_validation"))
+    assert again[0] == expected[0][7:]
+    assert not differences(resumed, state)
+
+
 def test_steps_in_the_wrong_place(tmp_path: Path) -> None:
     class Other(EpochBasedTrainLoop):
         def run_iter(self, idx: int, data_batch: Any) -> None:  # type: ignore[override]
@@ -338,6 +372,13 @@ def test_steps_in_the_wrong_place(tmp_path: Path) -> None:
     assert says.startswith("train_cfg.type: Other calls train_step with another optim_wrapper than the runner's")
     says = refused(tmp_path, train=False, **{**validation(), "val_cfg": dict(type=Trains)})
     assert says == "val_cfg.type: Trains evaluates, and must not call train_step"
+
+
+def test_hooks_of_another_pass(tmp_path: Path) -> None:
+    tests = {key.replace("val_", "test_"): value for key, value in validation(4).items()}
+    runner = make_runner(tmp_path, **{**tests, "test_cfg": dict(type=Bare)})
+    with pytest.raises(ConfigError, match="^call_hook: hooks of val are called, but there is no val_dataloader$"):
+        runner.test()
 
 
 class NoEvaluator(BaseLoop):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from flextrain import MODELS, BaseDataPreprocessor, BaseMetric, BaseModel, BaseTTAModel, ConfigError
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Samples, make_runner
+from .training import SGD, Samples, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -156,6 +156,13 @@ def test_a_test_step_of_ones_own(tmp_path: Path) -> None:
     check(evaluated(tmp_path, Calls(fill(Listed()))), expected(fill(Listed())))
 
 
+def test_validation_uses_the_model_inside(tmp_path: Path) -> None:
+    val = validation(5) | dict(val_evaluator=Collected)
+    runner = make_runner(tmp_path, model=Mean(fill(Listed())), **{**NO_TRAINING, **augmented(), **val})
+    check(runner.val(), expected(fill(Listed()), 5, augmentations=1))
+    check(runner.test(), expected(fill(Listed())))
+
+
 def test_without_a_runner() -> None:
     batch = {"index": [[0, 1]] * 2, "x": [torch.ones(2, 6), -torch.ones(2, 6)], "y": [None, None]}
     for module in (fill(Listed()).eval(), fill(Batched())):
@@ -208,6 +215,7 @@ def test_the_hook_that_wraps_what_was_trained(tmp_path: Path) -> None:
     trained = runner.train()
     for _ in range(2):
         check(runner.test(), expected(trained))
+        assert runner.stepper.merging is None
     assert runner.strategy.module is trained
     wrong = [
         (dict(type="Meen"), r"custom_hooks\[0\].tta_cfg.type: \"Meen\" is no known model"),
