@@ -30,15 +30,15 @@ class CheckpointError(FlexTrainError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the object that loads it."""
 
 
-def nearest(name: str, candidates: Iterable[str], closeness: float = 0.6) -> str | None:
+def nearest(name: str, candidates: Iterable[object], closeness: float = 0.6) -> str | None:
     """The candidate spelled most like ``name``; None if none reaches ``closeness``, from 0 (any) to 1 (equal)."""
-    names = list(candidates)
-    folded = {candidate.lower(): candidate for candidate in names}
+    # Keys of a user's mapping may be anything.
+    folded = {candidate.lower(): candidate for candidate in candidates if isinstance(candidate, str)}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=closeness)
     return folded[match[0]] if match else None
 
 
-def suggest(name: str, candidates: Iterable[str]) -> str:
+def suggest(name: str, candidates: Iterable[object]) -> str:
     """The end ``, did you mean "x"?`` of an error about an unknown ``name``; empty if no candidate is close."""
     match = nearest(name, candidates)
     return f', did you mean "{match}"?' if match else ""

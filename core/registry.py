@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
-from .config import check_call
+from .config import check_call, known_keywords
 from .errors import ConfigError, nearest, one_of, suggest
 from .import_paths import UnknownNameError, import_dotted, import_path
 from .registering_modules import REGISTERING_MODULES
@@ -33,6 +33,13 @@ class Registry:
         lists_names: whether an error about an unknown name lists all names, if none is near.
     """
 
+    @known_keywords(
+        {
+            "parent": "register_module of the registry that shall know the name, names are global here",
+            "scope": "register_module(name=...), names are global here",
+            "build_func": "a class method of your own, build(cfg) calls the class",
+        }
+    )
     def __init__(
         self,
         name: str,

@@ -66,6 +66,11 @@ class ParamScheduler:
     """Attributes that are not saved, besides the constructor's arguments."""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "param_groups"):
+            given = type(self.optimizer).__name__
+            raise ConfigError(
+                f"{self._where('optimizer')}: {given} is not allowed, give an OptimWrapper or a torch optimizer"
+            )
         self._prepare()
         initial = f"initial_{self.param_name}"
         for i, group in enumerate(self.optimizer.param_groups):

@@ -61,6 +61,10 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         if metrics is None:
             self._global_step += 1
             return
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}.step: {type(metrics).__name__} is not allowed, give a dict of metrics"
+            )
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
             self._judge(self._metric(metrics))

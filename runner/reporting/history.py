@@ -54,10 +54,11 @@ class HistoryBuffer:
         """This rank's own values, in order, that the last ``reduce`` replaced by means."""
         self.put: Callable[[float | Tensor], None] = self._new.append
         """``append`` of a value that counts once, without a call in between."""
-        if count_history and len(count_history) != len(log_history):
+        has_counts = len(count_history) > 0  # an array has no truth value
+        if has_counts and len(count_history) != len(log_history):
             raise ConfigError(f"{name}: {len(log_history)} values have {len(count_history)} counts")
         for i, value in enumerate(log_history):
-            self.append(value, count_history[i] if count_history else 1)
+            self.append(value, count_history[i] if has_counts else 1)
 
     def append(self, value: float | Tensor, count: int = 1) -> None:
         """Add one value; a tensor must have one element and no autograd graph, and must not be changed later."""
@@ -136,6 +137,8 @@ class HistoryBuffer:
         """Return the newest value."""
         if self._new:
             fetch([self])
+        if not self._values:
+            raise ConfigError(f"{self.name}: has no value yet")
         return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:

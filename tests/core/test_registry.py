@@ -345,3 +345,8 @@ def test_names_that_are_refused_say_what_to_do_instead() -> None:
     assert list(registry) == ["Cat"]
     registry.register_module(name="Bat", module=dict)
     assert registry.get("Bat") is dict, "somebody's own class of this name"
+
+
+def test_a_registry_has_no_parent() -> None:
+    with pytest.raises(ConfigError, match="^parent: unknown key, call register_module of the registry that shall know"):
+        Registry("pet", parent=library.MODELS)  # type: ignore[call-arg]

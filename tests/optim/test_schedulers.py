@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain import ConfigError
 from flextrain.optim import schedulers as library
 from flextrain.optim.schedulers import build_param_schedulers
 
@@ -208,3 +209,17 @@ def test_a_scheduler_of_ones_own_needs_a_formula_only() -> None:
 
     (scheduler,) = build_param_schedulers(dict(type=HalvingLR, floor=0.02), sgd(), epoch_length=None)
     assert play(scheduler, 4) == [0.05, 0.025, 0.02, 0.02]
+
+
+def test_something_without_groups_is_named() -> None:
+    with pytest.raises(ConfigError, match="^StepLR.optimizer: str is not allowed, give an OptimWrapper or"):
+        library.StepLR("optimizer", step_size=1)  # type: ignore[arg-type]
+
+
+def test_metrics_that_are_none_are_named() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = library.ReduceOnPlateauLR(optimizer, monitor="loss")
+    with pytest.raises(ConfigError, match="^ReduceOnPlateauLR.step: tuple is not allowed, give a dict of metrics$"):
+        scheduler.step(("loss", 1.0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="loss"):
+        scheduler.step({1: 2.0, "los": 1.0})  # type: ignore[dict-item]

@@ -268,6 +268,15 @@ def test_a_history_in_mmengines_words() -> None:
         HistoryBuffer([1.0, 2.0], [1])
 
 
+def test_a_history_of_arrays() -> None:
+    history = HistoryBuffer(np.array([1.0, 2.0, 6.0]), np.array([1, 1, 2]))
+    assert history.mean() == 2.25
+    with pytest.raises(ConfigError, match="^scalar: 2 values have 1 counts$"):
+        HistoryBuffer(np.ones(2), np.ones(1))
+    with pytest.raises(ConfigError, match="^scalar: has no value yet$"):
+        HistoryBuffer().current()
+
+
 def test_what_is_not_to_be_resumed_is_not_saved() -> None:
     hub = MessageHub("mine", dict(kept=HistoryBuffer([1.0])), dict(info=1, other=2), dict(other=False))
     hub.update_scalar("passing", 1.0, resumed=False)
