@@ -81,7 +81,9 @@ class BestScores:
                 yield key, score
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raise ConfigError if a monitored metric is not among ``names``."""
+        """Raise ConfigError if a monitored metric is not among ``names``, or has no rule."""
+        if self._waits_for_auto and names:
+            self._rule(next(iter(names)), self._given)  # raises if the name does not say which is better
         for key in self._rules:
             if key not in names:
                 hint = suggest(key, names) or f", there are {sorted(names)}"

@@ -59,6 +59,7 @@ class EarlyStoppingHook(Hook):
         self.wait_count = 0
         self.best_score = worst(self.rule)
         self._is_training = False
+        self._has_warned = False  # of a missing metric
 
     def check_metrics(self, runner: Run, names: Collection[str]) -> None:
         """Warn if the metric is missing; with ``strict``, raise ConfigError."""
@@ -69,7 +70,9 @@ class EarlyStoppingHook(Hook):
             )
             if self.strict:
                 raise ConfigError(message)
-            runner.logger.warning(message)
+            if not self._has_warned:
+                runner.logger.warning(message)
+            self._has_warned = True
 
     def before_train(self, runner: Run) -> None:
         """Compare metrics from now on."""

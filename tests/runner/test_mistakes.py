@@ -84,7 +84,7 @@ def test_mistake(row: Row, tmp_path: Path, heard: list[str], monkeypatch: pytest
         assert isinstance(error, FlexTrainError), f"{type(error).__name__}: {error}, and heard {heard}"
         assert "\n" not in str(error)
         assert row.says in str(error)
-        assert row.late or not any(re.search("after epoch [1-9]", line) for line in heard), heard
+        assert row.late or not any(re.search(r"after epoch \d+, iteration [1-9]", line) for line in heard), heard
     elif row.hears == "warning":
         assert error is None, f"{type(error).__name__}: {error}"
         assert len([line for line in heard if row.says in line and "\n" not in line]) == 1, heard

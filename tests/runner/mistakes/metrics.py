@@ -6,7 +6,7 @@ from typing import Any
 
 from flextrain import BaseMetric, FlexibleRunner
 
-from .parts import Accuracy, Gives, Row, Silent, warns
+from .parts import Accuracy, Gives, Net, Row, Silent, warns
 
 
 def metric(gives: Any, **more: Any) -> dict[str, Any]:
@@ -36,26 +36,27 @@ class NoProcess(BaseMetric):
 
 
 ROWS = [
-    Row("compute_metrics returns nothing", metric(None), "compute_metrics gave None, return a dict of metrics by name", late=True),
-    Row("compute_metrics returns a number", metric(0.5), "compute_metrics gave", late=True),
-    Row("compute_metrics returns a list", metric([0.5]), "compute_metrics gave", late=True),
-    Row("names that are numbers", metric({1: 0.5}), "compute_metrics", late=True),
-    Row("two metrics of one name", {"val_evaluator": [Accuracy(), Accuracy()]}, 'two metrics are called "accuracy", give one a prefix', late=True),
+    Row("compute_metrics returns nothing", metric(None), "compute_metrics gave None, return a dict of metrics by name"),
+    Row("compute_metrics returns a number", metric(0.5), "compute_metrics gave"),
+    Row("compute_metrics returns a list", metric([0.5]), "compute_metrics gave"),
+    Row("names that are numbers", metric({1: 0.5}), "compute_metrics"),
+    Row("two metrics of one name", {"val_evaluator": [Accuracy(), Accuracy()]}, 'two metrics are called "accuracy", give one a prefix'),
     warns("no results", {"val_evaluator": Silent(), "train_cfg.max_epochs": 1, "env_cfg": dict(dry_run=False)}, "got no results, process() appended nothing"),
     Row("metric without process", {"val_evaluator": NoProcess}, "val_evaluator"),
     Row("metric without super().__init__", {"val_evaluator": NoSuper}, "super().__init__()"),
     Row("a function as a metric", {"val_evaluator": lambda pred, label: 0.0}, "val_evaluator"),
-    Row("a torch module as a metric", {"val_evaluator": dict(type="torch.nn:Linear", in_features=1, out_features=1)}, "is no metric, subclass flextrain.BaseMetric"),
-    Row("save_best misspelled", best(save_best="acuracy", rule="greater"), 'save_best: "acuracy" is no metric of the validation, did you mean "accuracy"?', late=True),
-    Row("save_best on a metric that is not there", best(save_best="mIoU"), "save_best: \"mIoU\" is no metric of the validation", late=True),
-    Row("save_best with its evaluator's name", best(save_best="val/accuracy"), "is no metric of the validation", late=True),
+    Row("a model as a metric", {"val_evaluator": dict(type=Net)}, "is no metric, subclass flextrain.BaseMetric"),
+    Row("save_best misspelled", best(save_best="acuracy", rule="greater"), 'save_best: "acuracy" is no metric of the validation, did you mean "accuracy"?'),
+    Row("save_best on a metric that is not there", best(save_best="mIoU"), "save_best: \"mIoU\" is no metric of the validation"),
+    Row("save_best with its evaluator's name", best(save_best="val/accuracy"), "is no metric of the validation"),
     Row("save_best without a rule", best(save_best="mse"), "rule: missing, the name \"mse\" does not say whether greater or less is better"),
     Row("save_best with torch's words", best(save_best="accuracy", rule="max"), 'rule: "max" is not allowed, choose greater or less'),
     Row("save_best of two with one rule too many", best(save_best=["accuracy"], rule=["greater", "less"]), "rule"),
     Row("save_best of text", {**metric({"accuracy": "high"}), **best(save_best="accuracy")}, "\"accuracy\" is 'high', which is no number", late=True),
     Row("save_best of a list", {**metric({"accuracy": [0.1, 0.2]}), **best(save_best="accuracy")}, "which is no number", late=True),
-    Row("save_best automatic without a rule", {**metric({"score": 0.5}), **best(save_best="auto")}, "rule: missing", late=True),
-    Row("early stopping, strictly", early(monitor="acuracy", rule="greater", strict=True), '"acuracy" is no metric of the validation', late=True),
+    Row("save_best automatic without a rule", {**metric({"score": 0.5}), **best(save_best="auto")}, "rule: missing"),
+    warns("early stopping misspelled", early(monitor="acuracy", rule="greater"), 'EarlyStoppingHook.monitor: "acuracy" is no metric of the validation, did you mean "accuracy"?'),
+    Row("early stopping, strictly", early(monitor="acuracy", rule="greater", strict=True), '"acuracy" is no metric of the validation'),
     Row("early stopping without a rule", early(monitor="mse"), "rule: missing"),
     Row("early stopping with torch's words", early(mode="max"), "custom_hooks[0].mode: unknown key"),
     Row("min_delta below 0", early(min_delta=-0.1), "custom_hooks[0].min_delta: -0.1 is not allowed"),

@@ -72,7 +72,7 @@ ROWS = [
     Row("a plain model that gives nothing", plain(lambda o, y: None), "without a loss"),
     Row("a plain model's loss as a number", plain(lambda o, y: {"loss": float(o.mean())}), "model: loss 'loss' is float"),
     warns("NaN", loss(lambda o, y: {"loss": o.mean() * math.nan}), "loss is nan"),
-    Row("NaN, to be raised", {**loss(lambda o, y: {"loss": o.mean() * math.nan}), "env_cfg": dict(nonfinite="raise")}, "nan"),
+    Row("NaN, to be raised", {**loss(lambda o, y: {"loss": o.mean() * math.nan}), "env_cfg": dict(nonfinite="raise")}, "nan", late=True),
     advises("an operation in place", model(InPlace), "an operation in place"),
     advises("a loss that is kept", model(Kept), "a tensor of an earlier iteration"),
     advises("BaseModel without forward", model(NoForward), "NoForward.forward(..., mode) is not defined"),

@@ -34,7 +34,7 @@ class Row:
         do: what is called after the runner is made.
         env: environment variables.
         prepare: called with the work directory first.
-        late: an error may come after the first epoch, with the first validation.
+        late: an error may come after the first update: at a validation of which the dry pass knows nothing, for example.
     """
 
     name: str

@@ -46,7 +46,7 @@ ROWS = [
     Row("torch's scheduler, built", {"param_scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1)}, "param_scheduler: "),
     Row("none in the list", {"param_scheduler": [None]}, "param_scheduler[0]: None is not allowed"),
     Row("LambdaLR without its function", schedule(type="LambdaLR"), "param_scheduler.lr_lambda: missing"),
-    Row("plateau on a metric that is not there", schedule(type="ReduceOnPlateauLR", monitor="acuracy", patience=0), '"acuracy" is no metric of the validation', late=True),
+    Row("plateau on a metric that is not there", schedule(type="ReduceOnPlateauLR", monitor="acuracy", patience=0), '"acuracy" is no metric of the validation'),
     warns("validation after the end", {"train_cfg.val_interval": 10}, "train_cfg.val_interval: 10 is beyond the 2 epochs of training, validation is done once, at the end"),
     warns("validation begins after the end", {"train_cfg.val_begin": 10}, "train_cfg.val_begin: 10 is beyond the 2 epochs of training, there is no validation"),
     warns("validation by iteration after the end", by_iteration(5, val_interval=100), "train_cfg.val_interval: 100 is beyond the 5 iterations"),
