@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError, nearest
+from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import overridden, refuse_unused
 from ..core.registry import OPTIM_WRAPPERS
 from .update_guard import UpdateGuard
@@ -38,6 +39,10 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
         return cfg
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg, where=where)
+    given = cfg.get("type") if isinstance(cfg, Mapping) else cfg
+    if isinstance(given, str) and set(given) & set(":."):
+        given = OPTIM_WRAPPERS.resolve(given, f"{where}.type")
+    refuse_foreign(given, where, "flextrain.OptimWrapper", OPTIM_WRAPPERS)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"{where}: {cfg!r} is not allowed, give dict(optimizer=dict(type=...))")
     if "optimizer" in cfg or "type" in cfg:

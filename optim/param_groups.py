@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError, suggest
+from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import refuse_misspelled, refuse_unused
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from .constructor import DefaultOptimWrapperConstructor, ParamwiseConfig, searched
@@ -73,6 +74,7 @@ def _constructor(given: Any, cfg: Mapping[str, Any], paramwise_cfg: Any, where: 
     """Return the constructor, made and checked."""
     key = f"{where}.constructor"
     maker: Any = OPTIM_WRAPPER_CONSTRUCTORS.resolve(given, key)
+    refuse_foreign(maker, key, "flextrain.DefaultOptimWrapperConstructor", OPTIM_WRAPPER_CONSTRUCTORS)
     if inspect.isclass(maker):
         _refuse_other_ways(maker, maker.__name__, key)
     parameters = inspect.signature(maker).parameters

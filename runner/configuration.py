@@ -13,6 +13,7 @@ from torch import nn
 from ..core.checkpoint.untrusted import one_line
 from ..core.config import check_call
 from ..core.errors import ConfigError, suggest
+from ..core.foreign_classes import refuse_foreign
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
 from ..core.tta_model import BaseTTAModel
@@ -99,6 +100,7 @@ def check_model(model: Any, data_preprocessor: Any) -> None:
         raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
     if isinstance(model, (Mapping, str)):
         kind = MODELS.check(model, "model")
+        _refuse_model(kind)
         must_be(kind, nn.Module, "model.type", "torch.nn.Module")
         if data_preprocessor is not None and where not in model:
             with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
@@ -107,13 +109,20 @@ def check_model(model: Any, data_preprocessor: Any) -> None:
             except ConfigError:
                 raise ConfigError(f"{where}: {kind.__name__} takes none") from None
     elif isinstance(model, nn.Module):
+        _refuse_model(model)
         if data_preprocessor is not None and not hasattr(model, where):
             raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
     elif callable(model):
+        _refuse_model(model)
         check_call(model, {}, "model")
         must_be(model, nn.Module, "model", "torch.nn.Module")
     else:
         raise ConfigError(f"model: {type(model).__name__} is not allowed, give a module, dict(type=...), or a function")
+
+
+def _refuse_model(model: Any) -> None:
+    """Raise ConfigError for MMEngine's BaseModel; its other modules are called as any other."""
+    refuse_foreign(model, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
 
 
 def must_be(kind: Any, base: type, where: str, what: str) -> None:
@@ -213,6 +222,7 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
         if by_epoch is not None:
             raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
         loop = LOOPS.resolve(kind, "train_cfg.type")
+        refuse_foreign(loop, "train_cfg.type", "flextrain.runner.loops.train.TrainLoop", LOOPS)
         if inspect.isclass(loop) and not issubclass(loop, TrainLoop):
             raise ConfigError(
                 f"train_cfg.type: {loop.__name__} is no training loop; subclass EpochBasedTrainLoop or IterBasedTrainLoop, "
@@ -243,6 +253,7 @@ def eval_loop_class(cfg: Mapping[str, Any], mode: str) -> tuple[Any, dict[str, A
     """Return the class of the loop of validation or testing, and its arguments."""
     where = f"{mode}_cfg.type"
     kind = LOOPS.resolve(cfg.get("type", "ValLoop" if mode == "val" else "TestLoop"), where)
+    refuse_foreign(kind, where, "flextrain.BaseLoop", LOOPS)
     if inspect.isclass(kind):
         must_be(kind, BaseLoop, where, "evaluation loop")
         if issubclass(kind, TrainLoop):

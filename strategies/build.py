@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import overridden, refuse_unused
 from ..core.registry import STRATEGIES
 from .base import Strategy
@@ -43,6 +44,10 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     if cfg is None:
         several = detect_launch(options.get("launcher")).world_size > 1
         cfg = {"type": "DDPStrategy" if several else "SingleDeviceStrategy"}
+    given = cfg.get("type") if isinstance(cfg, Mapping) else cfg
+    if isinstance(given, str) and set(given) & set(":."):
+        given = STRATEGIES.resolve(given, "strategy.type")
+    refuse_foreign(given, "strategy", "flextrain.Strategy", STRATEGIES)
     if isinstance(cfg, Mapping):
         for key, value in options.items():
             if key in cfg and cfg[key] != value:

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from ...core.config import check_call
 from ...core.errors import ConfigError
+from ...core.foreign_classes import refuse_foreign
 from ...core.registry import PARAM_SCHEDULERS
 from .base import HasParamGroups, ParamScheduler
 from .torch_adapter import TorchScheduler, torch_scheduler
@@ -161,11 +162,13 @@ def _resolve(cfg: Any, where: str) -> tuple[Any, dict[str, Any], bool]:
     """Return the class that ``cfg`` names, its arguments, and whether to convert them to iterations."""
     if isinstance(cfg, str) or inspect.isclass(cfg):
         cfg = {"type": cfg}
+    refuse_foreign(cfg, where, "flextrain.optim.schedulers.ParamScheduler", PARAM_SCHEDULERS)
     if not isinstance(cfg, Mapping) or "type" not in cfg:
         raise ConfigError(f"{where}: {cfg!r} is not allowed, give dict(type=...) or a list of them")
     options = {name: value for name, value in cfg.items() if name not in ("type", "convert_to_iter_based")}
     try:
         kind = PARAM_SCHEDULERS.resolve(cfg["type"], f"{where}.type")
+        refuse_foreign(kind, f"{where}.type", "flextrain.optim.schedulers.ParamScheduler", PARAM_SCHEDULERS)
         bases = kind.__mro__ if inspect.isclass(kind) else ()
         if lr_scheduler.LRScheduler in bases:
             kind = torch_scheduler(kind)

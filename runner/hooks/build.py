@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import ConfigError, suggest
+from ...core.foreign_classes import refuse_foreign
 from ...core.registry import HOOKS
 from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
 from .dispatch import check_points
@@ -39,18 +40,27 @@ def build_hook(cfg: Any, key: str) -> Hook:
         _check_methods(cfg, key)
         return cfg
     bare = {name: value for name, value in cfg.items() if name != "priority"} if isinstance(cfg, Mapping) else cfg
+    _refuse_other_classes(bare.get("type") if isinstance(bare, Mapping) else bare, key)
     kind = HOOKS.check(bare, key)
+    _refuse_other_classes(kind, key)
     if inspect.isclass(kind) and not issubclass(kind, Hook):
-        raise ConfigError(f"{key}.type: {kind.__name__} is no Hook")
+        raise ConfigError(f"{key}.type: {kind.__name__} is no Hook, subclass flextrain.Hook")
     try:
         hook = HOOKS.build(bare, key)
     except ConfigError as error:
         name, _, rest = str(error).partition(".")
         raise ConfigError(f"{key}.{rest}" if name in _names(kind) else str(error)) from error.__cause__
     if not isinstance(hook, Hook):
-        raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook")
+        raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook, subclass flextrain.Hook")
     _check_methods(hook, key)
     return hook
+
+
+def _refuse_other_classes(given: Any, key: str) -> None:
+    """Raise ConfigError if ``given`` is a hook of another library, or its class."""
+    refuse_foreign(given, key, "flextrain.Hook", HOOKS)
+    if hasattr(given, "after_train_iter") and not inspect.isclass(given):
+        raise ConfigError(f"{key}: {type(given).__name__} is no Hook, subclass flextrain.Hook")
 
 
 def _check_methods(hook: Hook, key: str) -> None:
@@ -96,7 +106,9 @@ def _default_of_its_class(cfg: Any, key: str) -> str | None:
 
 
 def _class_of(cfg: Any, key: str) -> Any:
-    return HOOKS.resolve(cfg["type"] if isinstance(cfg, Mapping) else cfg, f"{key}.type")
+    kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
+    _refuse_other_classes(kind, key)
+    return HOOKS.resolve(kind, f"{key}.type")
 
 
 def _check_needs(hook: Hook, key: str) -> None:

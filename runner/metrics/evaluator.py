@@ -11,6 +11,7 @@ import torch
 
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
+from ...core.foreign_classes import refuse_foreign
 from ...core.registry import EVALUATOR, METRICS
 from ..data.collate import pseudo_collate
 from ..data.user_loaders import length_of
@@ -167,7 +168,9 @@ def check_evaluator(cfg: Any, where: str) -> None:
 def _check_metrics(cfg: Any, where: str) -> None:
     for item, key in _items(cfg, where):
         if not isinstance(item, BaseMetric) and not is_torchmetric(item):
+            _refuse_other_classes(item.get("type") if isinstance(item, Mapping) else item, key)
             kind = METRICS.check(item, key)
+            _refuse_other_classes(kind, key)
             if inspect.isclass(kind) and not issubclass(kind, BaseMetric) and not is_torchmetric_class(kind):
                 raise ConfigError(f"{key}.type: {kind.__name__} is no metric, subclass flextrain.BaseMetric")
             if inspect.isabstract(kind):
@@ -175,6 +178,13 @@ def _check_metrics(cfg: Any, where: str) -> None:
                 raise ConfigError(f"{key}.type: {kind.__name__} does not define {missing}")
     if not _items(cfg, where):
         raise ConfigError(f"{where}: is empty, give at least one metric")
+
+
+def _refuse_other_classes(given: Any, key: str) -> None:
+    """Raise ConfigError if ``given`` is a metric or evaluator of another library, or its class."""
+    refuse_foreign(given, key, "flextrain.BaseMetric", EVALUATOR)
+    if hasattr(given, "process") and not inspect.isclass(given):
+        raise ConfigError(f"{key}: {type(given).__name__} is no metric, subclass flextrain.BaseMetric")
 
 
 def build_evaluator(cfg: Any, where: str) -> Evaluator:
@@ -213,7 +223,7 @@ def _built(item: Any, where: str) -> BaseMetric:
     if is_torchmetric(metric):
         metric = TorchMetric(metric)
     if not isinstance(metric, BaseMetric):
-        raise ConfigError(f"{where}.type: {type(metric).__name__} is no metric")
+        raise ConfigError(f"{where}.type: {type(metric).__name__} is no metric, subclass flextrain.BaseMetric")
     if not hasattr(metric, "results"):
         raise ConfigError(f"{where}: {type(metric).__name__}.__init__ has to call super().__init__()")
     return metric

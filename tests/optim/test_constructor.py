@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,12 +118,12 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("constructor", [ByGroups, ByModule])
-def test_layer_wise_decay(constructor: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_layer_wise_decay(constructor: type, warnings: list[str]) -> None:
     model = Net()
     wrapper = built(model, optimizer=SGD, constructor=constructor, paramwise_cfg=DECAY)
     assert settings(model, wrapper) == EXPECTED
     assert len(wrapper.param_groups) == 6
-    assert not caplog.records
+    assert warnings == []
 
 
 def test_groups_keep_their_own_entries() -> None:
@@ -308,23 +309,34 @@ def test_what_is_refused_before_there_is_a_model(constructor: Any, paramwise_cfg
 # What is said once
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What is logged as a warning; a run of another test may have silenced the logger."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    yield said
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
-def test_custom_keys_that_nothing_contains(caplog: pytest.LogCaptureFixture) -> None:
+def test_custom_keys_that_nothing_contains(warnings: list[str]) -> None:
     keys = {"haed": dict(lr_mult=0.1), "head": dict(lr_mult=0.1), ".token": dict(lr_mult=0.1), "xyz": dict(lr_mult=1.0)}
     built(Net(), optimizer=SGD, paramwise_cfg=dict(custom_keys=keys))
-    assert warnings(caplog) == [
+    assert warnings == [
         'optim_wrapper.paramwise_cfg.custom_keys.haed: no parameter\'s name contains it, did you mean "head"?',
         "optim_wrapper.paramwise_cfg.custom_keys.xyz: no parameter's name contains it",
     ]
 
 
-def test_keys_that_a_constructor_has_not_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_that_a_constructor_has_not_read(warnings: list[str]) -> None:
     paramwise = DECAY | dict(decay_typ="layer", norm_decay_mult=0.0, bias_decay_mul=0.0)
     built(Net(), optimizer=SGD, constructor=ByGroups, paramwise_cfg=paramwise)
-    assert warnings(caplog) == [
+    assert warnings == [
         'optim_wrapper.paramwise_cfg.bias_decay_mul: ByGroups has not read it, did you mean "bias_decay_mult"?',
         "optim_wrapper.paramwise_cfg.decay_typ: ByGroups has not read it",
         "optim_wrapper.paramwise_cfg.norm_decay_mult: ByGroups has not read it",
