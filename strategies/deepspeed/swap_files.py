@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -19,6 +20,8 @@ from .async_io import check_async_io, load_async_io
 from .config import DeepSpeedConfig
 from .offloading import WHERE, Aio, Offload
 from .swap_folder import SwapFolder
+
+logger = logging.getLogger("flextrain")
 
 _SUB_GROUP = 50_000_000
 # DeepSpeed's own defaults.
@@ -118,6 +121,9 @@ class SwapFiles:
             largest = max((swapping.shard_numel(p, world_size) for p in trained), default=0)
             sub_group = min(total, int(self._zero.sub_group_size or _SUB_GROUP) + largest)
             locked += self._state_buffers * sub_group * _MASTER
+            smallest, _ = swapping.smallest_in_files(self._aio.block_size)
+            if sub_group * _MASTER < smallest:
+                _warn_of_no_effect(optimizer.key, "sub-group", smallest)
         former: list[Path] = []
         if param is not None and param.on_files:
             held = [swapping.shard_numel(p, world_size) for p in model.parameters()]
@@ -149,7 +155,7 @@ class SwapFiles:
         param = self._zero.offload_param
         assert param is not None
         where = f"{WHERE}.zero_optimization.offload_param"
-        smallest = swapping.smallest_in_files(self._aio.block_size)
+        _, smallest = swapping.smallest_in_files(self._aio.block_size)
         swapped: dict[int, tuple[int, str]] = {}
         for name, parameter in model.named_parameters():
             numel = swapping.shard_numel(parameter, world_size)
@@ -158,6 +164,8 @@ class SwapFiles:
             ):
                 swapped[id(parameter)] = numel, name
         largest, name = max(swapped.values(), default=(0, ""))
+        if not swapped:
+            _warn_of_no_effect(param.key, "parameter", smallest)
         if param.buffer_size is not None and param.buffer_size < largest:
             raise StrategyError(
                 f"{where}.buffer_size: {param.buffer_size} is not enough, a process's shard of {name} has {largest} elements"
@@ -185,6 +193,17 @@ class SwapFiles:
                     f'{_where(part)}.nvme_path: "{path}" has {free / 2**30:.1f} GiB free, and '
                     f"{counted(local, 'process', 'processes')} need about {by_disk[disk] / 2**30:.1f} GiB"
                 )
+
+
+def _warn_of_no_effect(key: str, what: str, smallest: int) -> None:
+    logger.warning(
+        '%s.zero_optimization.%s: device="nvme" has no effect for this model, no process\'s shard of a %s reaches %.0f KiB, and '
+        "DeepSpeed keeps smaller ones in memory",
+        WHERE,
+        key,
+        what,
+        smallest / 1024,
+    )
 
 
 def _where(part: Offload) -> str:

@@ -27,10 +27,13 @@ from torch import Tensor, nn
 from ...core.errors import StrategyError
 
 
-def smallest_in_files(block_size: int) -> int:
-    """Return the bytes from which on DeepSpeed keeps a parameter's shard in a file."""
-    minimum: int = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_param_swapper").MIN_AIO_BYTES
-    return max(minimum, block_size)
+def smallest_in_files(block_size: int) -> tuple[int, int]:
+    """Return the bytes from which on DeepSpeed keeps a sub-group's state, and a parameter's shard, in a file."""
+    state, param = (
+        int(importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES)
+        for name in ("optimizer_utils", "partitioned_param_swapper")
+    )
+    return max(state, block_size), max(param, block_size)
 
 
 def map_file(path: str | Path, numel: int, dtype: torch.dtype) -> Tensor:
