@@ -203,3 +203,9 @@ def build_lock_is_advisory() -> bool:
     With flock the file stays for good and does not mean that a process compiles.
     """
     return hasattr(importlib.import_module("torch.utils.cpp_extension"), "FileLock")
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether an error, or what caused it, comes from the compiler, by the module of its class. 2.6, 2.15."""
+    names = ("torch._dynamo", "torch._inductor", "torch._functorch")
+    return type(error).__module__.startswith(names) or "torch._dynamo" in str(type(error.__cause__))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..core.checkpoint import find_latest
 from ..core.errors import CheckpointError
 from ..core.log_marks import TRACEBACK_IN_FILE
-from .advice import advice_for
+from .failures.report import reason_of
 
 if TYPE_CHECKING:
     from .run import Run
@@ -103,11 +103,15 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         _print_no_traceback(error)
     elif isinstance(error, SystemExit):
         what = f"Ended by sys.exit({'' if error.code is None else repr(error.code)})"
-    elif isinstance(error, Exception):
-        first_line = str(error).strip().partition("\n")[0]
-        level, what, reason = logging.ERROR, "Failed", f": {type(error).__name__}: {first_line}"
-        if advice := advice_for(error, run.cfg):
-            reason += f"; {advice}"
+    where = ""
+    if isinstance(error, Exception):
+        found = reason_of(run, error)
+        level, what, where = logging.ERROR, "Failed", found.where
+        reason = f": {found.said}{f'; {found.advice}' if found.advice else ''}"
+        if found.advice and hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
+            error.add_note(f"flextrain: failed{where or ' here'}; {found.advice}")
+    if run.world_size > 1 and run.rank == 0:  # lines of other ranks begin with their number
+        what += " on rank 0"
     if has_begun:
         what += f" after epoch {run.epoch}, iteration {run.iter}"
         if run.rank == 0:
@@ -119,7 +123,7 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         level,
         __file__,
         0,
-        what + reason,
+        what + where + reason,
         (),
         (type(error), error, error.__traceback__) if told else None,
         extra={TRACEBACK_IN_FILE: True},

@@ -237,6 +237,10 @@ class Strategy(CanonicalState):
         """
         return batch
 
+    def explain(self, error: BaseException) -> str | None:
+        """Return what to do about an error that follows from how the model is spread; None if it does not."""
+        return None
+
     def drop_gradients(self) -> None:
         """Drop the gradients of an update that an exception has ended: all of its micro-batches will be repeated.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
@@ -208,6 +209,27 @@ class DDPStrategy(Strategy):
             self._recorded = True
             return NOTHING
         return self._model.no_sync()
+
+    def explain(self, error: BaseException) -> str | None:
+        """See Strategy."""
+        text = str(error)
+        if "Expected to have finished reduction in the prior iteration" in text:
+            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+            unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)] if found else []
+            which = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "") if unused else "some parameters"
+            return (
+                f"the loss does not depend on {which}: use them, freeze them (requires_grad=False), or give "
+                "strategy.find_unused_parameters=True"
+            )
+        if "Your training graph has changed in this iteration" in text:
+            return "this iteration uses other parameters than the first one: leave out strategy.static_graph"
+        if "Expected to mark a variable ready only once" in text:
+            return (
+                "a parameter is used again in a checkpointed part of the model: give checkpoint(..., use_reentrant=False), or "
+                "strategy.static_graph=True"
+            )
+        return None
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)

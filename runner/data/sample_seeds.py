@@ -56,18 +56,23 @@ class SeededDataset(Dataset[Any]):
         self._draws: bool | None = None
 
     def __getitem__(self, turn: Turn) -> Any:
-        if turn.epoch != self.epoch:
-            tell_epoch(self.dataset, turn.epoch)  # for the copy in a worker that is kept over epochs
-            self.epoch = turn.epoch
-        self._watch = watch = self._watch or Watch()
-        if self._draws is False:
+        try:
+            if turn.epoch != self.epoch:
+                tell_epoch(self.dataset, turn.epoch)  # for the copy in a worker that is kept over epochs
+                self.epoch = turn.epoch
+            self._watch = watch = self._watch or Watch()
+            if self._draws is False:
+                with watch:
+                    batch = self._read(turn.indices)
+                if not watch.drew:
+                    return batch
+                self._draws = True  # from now on; this batch is read again with seeds
             with watch:
-                batch = self._read(turn.indices)
-            if not watch.drew:
-                return batch
-            self._draws = True  # from now on; this batch is read again with seeds
-        with watch:
-            return self._draw(turn, watch)
+                return self._draw(turn, watch)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11; a worker sends notes to the training process
+                error.add_note(samples_in_words(turn.indices))
+            raise
 
     def _read(self, indices: Any) -> Any:
         if self._at_once:
@@ -145,6 +150,13 @@ class WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids a normal assignment
         if self.function is not None:
             self.function(worker)
+
+
+def samples_in_words(indices: Any) -> str:
+    """Name the samples of a batch by their indices, for messages."""
+    if not isinstance(indices, (list, tuple)):
+        return f"sample {indices} of the dataset"
+    return f"samples {', '.join(map(str, indices[:16]))}{', ...' if len(indices) > 16 else ''} of the dataset"
 
 
 def order_seed(seed: int, epoch: int) -> int:

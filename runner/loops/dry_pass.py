@@ -152,7 +152,7 @@ class DryPass:
         reports = dist.all_gather_object(own)
         certain = _first([report for report in reports if report and report[0]])
         if certain is not None:
-            raise failure if failure is not None and own == certain else LaunchError(certain[1])
+            raise failure if failure is not None and own is not None and own[0] else LaunchError(certain[1])
         # Other processes only hear of the failure of rank 0.
         if report := _first(reports):
             self._warn(f"{type(part).__name__} cannot be computed from so few data, or not at all: {report[1]}")

@@ -88,9 +88,12 @@ def test_a_failure_is_in_the_file_with_its_traceback_and_what_to_resume_from(tmp
     runner = run(tmp_path, At(5, lambda: fail(RuntimeError("a lamp fell\nonto the disk"))))
     with pytest.raises(RuntimeError, match="a lamp fell"):
         runner.train()
-    said = "Failed after epoch 0, iteration 4: RuntimeError: a lamp fell; resume=True continues from iter_4\n"
-    head, _, rest = log_file(tmp_path).partition(f" - flextrain - ERROR - {said}")
+    begins = " - flextrain - ERROR - Failed after epoch 0, iteration 4 in custom_hooks (At.after_train_iter), "
+    said = ": RuntimeError: a lamp fell; resume=True continues from iter_4\n"
+    head, _, rest = log_file(tmp_path).partition(begins)
     assert head
+    place, _, rest = rest.partition(said)
+    assert re.fullmatch(r".*test_termination\.py:\d+", place)
     assert rest.startswith("Traceback (most recent call last):\n")
     assert rest.endswith("RuntimeError: a lamp fell\nonto the disk\n")
     printed = capsys.readouterr().out
@@ -130,11 +133,12 @@ def test_the_file_has_the_failures_of_all_ranks(tmp_path: Path, workers2: Worker
     workers2.run(fail_on_every_rank, tmp_path)
     text = log_file(tmp_path)
     assert text.count("Traceback") == 2
-    assert " - ERROR - Failed after epoch 1, iteration 4: RuntimeError: lamp 0 fell; resume=True continues" in text
-    assert " - ERROR - rank 1 - Failed after epoch 1, iteration 4: RuntimeError: lamp 1 fell\nTraceback" in text
+    where = r"after epoch 1, iteration 4 in custom_hooks \(At.after_train_iter\), \S+: RuntimeError"
+    assert re.search(rf" - ERROR - Failed on rank 0 {where}: lamp 0 fell; resume=True continues", text)
+    assert re.search(rf" - ERROR - rank 1 - Failed {where}: lamp 1 fell\nTraceback", text)
     own = file_of_rank(tmp_path, 1)
     assert own.count("Traceback") == 1
-    assert " - ERROR - rank 1 - Failed after epoch 1, iteration 4: RuntimeError: lamp 1 fell\nTraceback" in own
+    assert re.search(rf" - ERROR - rank 1 - Failed {where}: lamp 1 fell\nTraceback", own)
     assert not list(tmp_path.glob("*/*_rank0.log")), "rank 0 has the whole log"
 
 
