@@ -207,7 +207,7 @@ def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
     with raising_together():
-        for name, hook in _named_hooks(runner):
+        for name, hook in named_hooks(runner):
             if found := _unflatten(loaded, f"hook.{name}"):
                 with piece(path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
@@ -240,7 +240,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     finish(runner, opened.values, extra)
     if report:
         runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")
-    for name, hook in _named_hooks(runner):
+    for name, hook in named_hooks(runner):
         own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
         found = {key: tensor for key, tensor in own.items() if key in opened.tensors}
         fits_here = all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items())
@@ -262,7 +262,7 @@ def _live_model(runner: Run) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in runner.strategy.model_state().items()}
 
 
-def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
+def named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
     """Yield the hooks, each with the name of its state: its class, numbered from the second of a class on."""
     seen: dict[str, int] = {}
     for hook in runner.hooks:
@@ -273,7 +273,12 @@ def _named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
 
 def hook_states(runner: Run) -> dict[str, dict[str, Any]]:
     """Return the flat states of all hooks, by the hooks' names."""
-    return {name: _flatten(hook.state_dict(), f"hook.{name}") for name, hook in _named_hooks(runner)}
+    return {name: hook_state(name, hook) for name, hook in named_hooks(runner)}
+
+
+def hook_state(name: str, hook: Any) -> dict[str, Any]:
+    """Return the flat state of one hook, by its name in checkpoints."""
+    return _flatten(hook.state_dict(), f"hook.{name}")
 
 
 def _has_tensor(value: Any) -> bool:

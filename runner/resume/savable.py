@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ...core.checkpoint import is_local
 from ...core.checkpoint.directory import to_json
+from ...core.checkpoint.untrusted import one_line
 from ...core.comm.joint_errors import raising_together
 from ...core.errors import CheckpointError
 from ...core.stored_dtypes import check_tensor
-from .run_state import hook_states
+from .run_state import hook_state, named_hooks
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -30,8 +31,8 @@ def check_can_be_saved(run: Run) -> None:
     """
     with raising_together():
         state: dict[str, Any] = dict(run.strategy.state_dict())
-        for part in hook_states(run).values():
-            state.update(part)
+        for name, hook in named_hooks(run):
+            state.update(_state_of(run, name, hook))
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in run.schedulers.items()}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -40,6 +41,19 @@ def check_can_be_saved(run: Run) -> None:
                 to_json(value, key)
         if run.rank == 0 and is_local(run.checkpoint_dir):
             _check_space(run.checkpoint_dir, [value for value in state.values() if isinstance(value, Tensor)])
+
+
+def _state_of(run: Run, name: str, hook: Any) -> dict[str, Any]:
+    try:
+        return hook_state(name, hook)
+    except CheckpointError:
+        raise
+    except Exception as error:  # it may exist only after the first update; a save will raise what is then wrong
+        run.logger.warning(
+            f"{type(hook).__name__}.state_dict: fails before training, {type(error).__name__}: {one_line(error)}; it is called "
+            "there when a run is resumed, give the state its first value in __init__"
+        )
+        return {}
 
 
 def _check_space(folder: Path, tensors: list[Tensor]) -> None:

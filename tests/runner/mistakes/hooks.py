@@ -29,6 +29,18 @@ class Misspelled(Hook):
     def after_train_itr(self, runner: Any) -> None: ...
 
 
+class LateState(Hook):
+    """Has a state only after the first iteration."""
+
+    seen: int
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seen = batch_idx
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
 class NoHook:
     def after_train_iter(self, runner: Any) -> None: ...
 
@@ -63,6 +75,7 @@ ROWS = [
     Row("a hook's state has numbers as keys", hook(OldState({1: 2})), "hook.OldState/seen"),
     Row("a hook's state is an object", hook(OldState(object())), "hook.OldState/seen"),
     Row("a hook's state is a tensor of a strange dtype", hook(OldState(torch.ones(2).to(torch.float8_e4m3fnuz))), "hook.OldState/seen: tensors of torch.float8_e4m3fnuz cannot be saved"),
+    warns("a hook's state that begins with training", hook(LateState()), "LateState.state_dict: fails before training, AttributeError"),
     Row("unknown hook of MMEngine's projects", hook(dict(type="NumClassCheckHook")), 'custom_hooks[0].type: "NumClassCheckHook" is no known hook'),
     Row("priority as a float", hook(dict(type="EMAHook", priority=0.5)), "custom_hooks[0].priority"),
 ]  # fmt: skip
