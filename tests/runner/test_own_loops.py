@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flextrain import LOOPS, BaseLoop, ConfigError, Evaluator, FlexibleRunner
+from flextrain import LOOPS, BaseLoop, BaseMetric, BaseModel, ConfigError, Evaluator, FlexibleRunner
 from flextrain.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
@@ -497,3 +497,44 @@ def test_a_dataloader_that_was_built_before_the_run_is_split(tmp_path: Path, wor
     first, second = workers2.run(built_before, str(tmp_path))
     assert sorted(index for batch in first + second for index in batch) == list(range(8))
     assert len(first) == len(second) == 2
+
+
+class Statistic(BaseModel):
+    """Predicts what its buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return {"index": index, "logits": self.mean.expand(len(index)).tolist()}
+
+
+class Differs(Hook):
+    def before_val(self, runner: Any) -> None:
+        runner.strategy.module.mean.fill_(1.0 + runner.rank)
+
+
+class Means(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_samples["logits"]
+
+    def compute_metrics(self, results: list[float]) -> dict[str, Any]:
+        return {"means": results}
+
+
+def statistics(folder: str, val_cfg: Any) -> Any:
+    parts = {**validation(5), "val_cfg": val_cfg, "val_evaluator": Means}
+    nothing: dict[str, Any] = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
+    strategy = dict(type="FSDPStrategy")  # DistributedDataParallel would share them in every forward
+    runner = make_runner(folder, model=Statistic, custom_hooks=[Differs()], strategy=strategy, **{**nothing, **parts})
+    metrics = runner.val()
+    runner.strategy.teardown()
+    return metrics
+
+
+@pytest.mark.distributed
+def test_buffers_are_those_of_rank_0_on_all_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for val_cfg in (dict(), dict(type=OwnVal), dict(type=Bare)):
+        assert workers2.run(statistics, str(tmp_path), val_cfg) == [{"means": [1.0] * 5}] * 2
