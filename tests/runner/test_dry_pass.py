@@ -102,7 +102,10 @@ class Draws(Hook):
 
 
 SAID = re.compile(r" - INFO - Dry pass: .*")
-TIMES = re.compile(r"^\S+ \S+ - |(?:data_)?time: *\S+|eta: *\S+|memory: *\S+|\d{8}_\d{6}|/\S+", re.MULTILINE)
+TIMES = re.compile(
+    r"^\S+ \S+ - |(?:data_)?time: *\S+|eta: *\S+|memory: *\S+|in \d+:\d\d:\d\d, [\d.]+ samples/s|\d{8}_\d{6}|/\S+",
+    re.MULTILINE,
+)
 
 
 def life(

@@ -57,9 +57,13 @@ def said() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("flextrain").addHandler(handler)
+    logger = logging.getLogger("flextrain")
+    level = logger.level  # a run of another test may have left its own
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     yield messages
-    logging.getLogger("flextrain").removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def read_png(data: bytes) -> Any:
