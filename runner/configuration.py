@@ -156,8 +156,6 @@ def check_train(
 ) -> None:
     """Check the arguments of training."""
     check_dataloader(train_dataloader, "train_dataloader")
-    if not isinstance(train_cfg, Mapping):
-        raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kind, kwargs = train_loop_class(train_cfg)
     check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
     is_built = not isinstance(train_dataloader, Mapping)
@@ -213,6 +211,8 @@ def merging_model(model: Any) -> type[BaseTTAModel] | None:
 
 def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the class of the training loop, and its arguments."""
+    if not isinstance(train_cfg, Mapping):
+        raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
     kwargs = dict(train_cfg)
     by_epoch = kwargs.pop("by_epoch", None)
     if by_epoch is not None and not isinstance(by_epoch, bool):
@@ -242,8 +242,6 @@ def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
 def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> None:
     """Check the arguments of validation or testing."""
     check_dataloader(dataloader, f"{mode}_dataloader", training=False)
-    if not isinstance(cfg, Mapping):
-        raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
     kind, kwargs = eval_loop_class(cfg, mode)
     check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
     check_evaluator(evaluator, f"{mode}_evaluator")
@@ -251,6 +249,8 @@ def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> No
 
 def eval_loop_class(cfg: Mapping[str, Any], mode: str) -> tuple[Any, dict[str, Any]]:
     """Return the class of the loop of validation or testing, and its arguments."""
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
     where = f"{mode}_cfg.type"
     kind = LOOPS.resolve(cfg.get("type", "ValLoop" if mode == "val" else "TestLoop"), where)
     refuse_foreign(kind, where, "flextrain.BaseLoop", LOOPS)

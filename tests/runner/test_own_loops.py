@@ -444,6 +444,13 @@ def test_what_a_runner_has_and_builds(tmp_path: Path) -> None:
         runner.build_dataloader(dict(dataset=[1], batch_siz=3))
     before = FlexibleRunner.build_dataloader(dict(dataset=list(range(8)), batch_size=3), seed=3)
     assert [*before] == [*loader]
+    for mode, build in (
+        ("train", runner.build_train_loop),
+        ("val", runner.build_val_loop),
+        ("test", runner.build_test_loop),
+    ):
+        with pytest.raises(ConfigError, match=f"^{mode}_cfg: 'loop' is not allowed, give dict"):
+            build("loop")  # type: ignore[operator]
     hook = Watch()
     runner.register_custom_hooks([hook, dict(type="EmptyCacheHook")])
     assert hook in runner.hooks
