@@ -16,9 +16,10 @@ from mmengine.registry import EVALUATOR, METRICS, DefaultScope
 from ..core.comm.topology import Topology
 from ..core.config import check_call
 from ..core.errors import ConfigError
+from ..core.registry import METRICS as OUR_METRICS
 from ..runner.metrics.evaluator import Evaluator, build_evaluator
 from ..runner.metrics.gathering import from_rank_0, gather_results
-from .registries import factory, find
+from .registries import factory, find, refuse_unknown
 
 
 def adapted_evaluator(cfg: Any, where: str, scope: str | None) -> Any:
@@ -53,6 +54,8 @@ def _is_theirs(item: Any, where: str) -> bool:
         return True
     kind = item["type"] if isinstance(item, Mapping) and "type" in item else item
     found = find(METRICS, kind) if isinstance(kind, (str, type)) else None
+    if found is None and isinstance(item, Mapping):
+        refuse_unknown(kind, METRICS, OUR_METRICS, f"{where}.type")
     if not (isinstance(found, type) and issubclass(found, BaseMetric)):
         return False
     if not isinstance(item, Mapping):

@@ -16,7 +16,7 @@ from ..core.errors import ConfigError, nearest, suggest
 from ..core.registry import HOOKS as OURS
 from ..runner.hooks import POINTS, Hook
 from .augmentation import adapted_tta
-from .registries import factory, found_in_scope, is_mmengines, translated
+from .registries import factory, found_in_scope, is_mmengines, refuse_unknown, translated
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
@@ -106,6 +106,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     found = found_in_scope(given, HOOKS)
     name = getattr(found, "__name__", "")
     if found is None:
+        refuse_unknown(given["type"], HOOKS, OURS, f"{where}.type")
         return cfg
     if is_mmengines(found) and name in OURS:
         return {**given, "type": name, **_tta_of(given, where)}

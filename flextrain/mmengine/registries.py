@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from mmengine.registry import DefaultScope
 from mmengine.registry import Registry as Theirs
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, suggest
 from ..core.registry import Registry as Ours
 
 
@@ -46,12 +46,36 @@ def _in_default_scope(registry: Theirs) -> Theirs:
     return registry.root._search_child(current.scope_name) or registry
 
 
+def refuse_unknown(kind: Any, theirs: Theirs, ours: Ours, where: str) -> None:
+    """Raise ConfigError if neither MMEngine's registries nor flextrain's have a name.
+
+    The message says the nearest name, or the scope that has it. Classes and import paths with a colon are left alone.
+    """
+    if not isinstance(kind, str) or ":" in kind or kind in ours:
+        return
+    own = _in_default_scope(theirs)
+    near = {*ours, *own.module_dict}
+    while own.parent is not None:
+        own = own.parent
+        near |= {*own.module_dict}
+    scoped = [f"{each.scope}.{name}" for each in _tree(theirs.root) for name in each.module_dict]
+    elsewhere = next((name for name in scoped if name.endswith(f".{kind}")), None)
+    hint = f', did you mean "{elsewhere}"?' if elsewhere else suggest(kind, scoped if "." in kind else near)
+    raise ConfigError(f'{where}: "{kind}" is no known {theirs.name}{hint}')
+
+
+def _tree(registry: Theirs) -> Iterator[Theirs]:
+    yield registry
+    for child in registry.children.values():
+        yield from _tree(child)
+
+
 def is_mmengines(kind: Any) -> bool:
     """Whether MMEngine itself defines the class or function, not a project on top of it."""
     return (getattr(kind, "__module__", None) or "").partition(".")[0] == "mmengine"
 
 
-def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None) -> Any:
+def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None, *, also: Ours | None = None) -> Any:
     """``cfg`` with a type that flextrain can build.
 
     Args:
@@ -59,6 +83,10 @@ def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None) -
         theirs: MMEngine's registry, in which names are looked up first.
         where: the configuration key, for messages.
         ours: flextrain's registry, if its classes take the places of MMEngine's own classes of the same names.
+        also: flextrain's registry, if names that neither has are refused here.
+
+    Raises:
+        ConfigError: MMEngine's class works with its runner only, or the name is unknown.
     """
     if isinstance(cfg, str) and ours is not None and cfg in ours:
         return cfg
@@ -67,6 +95,8 @@ def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None) -
         return cfg
     found = found_in_scope(given, theirs)
     if found is None:
+        if also is not None:
+            refuse_unknown(given["type"], theirs, also, where if isinstance(cfg, str) else f"{where}.type")
         return cfg
     arguments = {key: value for key, value in given.items() if key not in ("type", "_scope_")}
     name = getattr(found, "__name__", "")

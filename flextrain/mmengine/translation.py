@@ -11,7 +11,9 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS,
 from ..core.config import check_call
 from ..core.errors import ConfigError
 from ..core.registry import DATA_SAMPLERS as OUR_SAMPLERS
+from ..core.registry import DATASETS as OUR_DATASETS
 from ..core.registry import LOOPS as OUR_LOOPS
+from ..core.registry import MODELS as OUR_MODELS
 from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
 from ..core.registry import STRATEGIES as OUR_STRATEGIES
 from ..runner.hooks import DEFAULT_HOOKS
@@ -90,7 +92,7 @@ def _translate_model(found: dict[str, Any]) -> None:
     elif isinstance(preprocessor, Mapping):
         found["data_preprocessor"] = translated(preprocessor, MODELS, "data_preprocessor")
     if isinstance(model, (Mapping, str)):
-        model = _checked(translated(model, MODELS, "model"), "model")
+        model = _checked(translated(model, MODELS, "model", also=OUR_MODELS), "model")
     found["model"] = adapted_tta(model)
 
 
@@ -107,7 +109,9 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
         return cfg
     found = dict(cfg)
     if isinstance(found.get("dataset"), Mapping):
-        found["dataset"] = _checked(translated(found["dataset"], DATASETS, f"{where}.dataset"), f"{where}.dataset")
+        found["dataset"] = _checked(
+            translated(found["dataset"], DATASETS, f"{where}.dataset", also=OUR_DATASETS), f"{where}.dataset"
+        )
     for key in ("sampler", "batch_sampler"):
         if isinstance(found.get(key), Mapping):
             found[key] = _sampler(found[key], f"{where}.{key}")
@@ -121,7 +125,7 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
 def _sampler(cfg: Mapping[str, Any], where: str) -> Any:
     kind = found_in_scope(cfg, DATA_SAMPLERS)
     ours = OUR_SAMPLERS if is_mmengines(kind) else None
-    return translated(cfg, DATA_SAMPLERS, where, ours)
+    return translated(cfg, DATA_SAMPLERS, where, ours, also=OUR_SAMPLERS)
 
 
 def _function(cfg: Any) -> Any:

@@ -120,8 +120,22 @@ def test_a_scope_of_one_part(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_raises(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='model.type: "Clasifier" is no known model'):
-        FlexibleRunner.from_cfg(configuration(tmp_path, **{"model.type": "Clasifier"}))
+    for changes, message in [
+        ({"model.type": "Clasifier"}, 'model.type: "Clasifier" is no known model, did you mean "Classifier"'),
+        ({"model.type": "mm_digits.Clasifier"}, 'model.type: .* did you mean "mm_digits.Classifier"'),
+        (
+            {"default_scope": "mmengine"},
+            'model.type: "Classifier" is no known model, did you mean "mm_digits.Classifier"',
+        ),
+        ({"train_dataloader.dataset.type": "RepeatDatset"}, 'dataset.type: "RepeatDatset" is .* "RepeatDataset"'),
+        (
+            {"val_evaluator": [dict(type="Acuracy")]},
+            r'val_evaluator\[0\].type: "Acuracy" is no known metric, did you mean "Acc',
+        ),
+        ({"custom_hooks": [dict(type="Jurnal")]}, r'custom_hooks\[0\].type: "Jurnal" is .* did you mean "Journal"'),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            FlexibleRunner.from_cfg(configuration(tmp_path, **changes))
     with pytest.raises(ConfigError, match='model.bakbone: unknown key, did you mean "backbone"'):
         FlexibleRunner.from_cfg(configuration(tmp_path, **{"model.bakbone": 1}))
 
