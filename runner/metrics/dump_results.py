@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.comm import collectives as dist
 from ...core.device import to_device
 from ...core.errors import ConfigError, counted, one_of
 from ...core.registry import METRICS
@@ -35,21 +37,38 @@ class DumpResults(BaseMetric):
         collect_dir: see BaseMetric.
 
     Raises:
-        ConfigError: another ending; or, at the end of an evaluation, a type that ``.pt`` files cannot hold.
+        ConfigError: another ending, or a folder that cannot be written to; at the end of an evaluation, a type that ``.pt`` files cannot hold.
     """
 
     writes_files = True
 
     def __init__(
-        self, out_file_path: str | Path, collect_device: Literal["cpu", "gpu"] = "cpu", collect_dir: str | None = None
+        self,
+        out_file_path: str | Path,
+        collect_device: Literal["cpu", "gpu"] = "cpu",
+        collect_dir: str | None = None,
+        *,
+        where: str = "evaluator",
     ) -> None:
         super().__init__(collect_device, collect_dir=collect_dir)
         self.out_file_path = Path(out_file_path)
+        self._where = f"{where}.out_file_path"
         if self.out_file_path.suffix not in (*_PICKLES, *_TENSORS):
             raise ConfigError(
-                f'evaluator.out_file_path: "{out_file_path}" is not allowed, its ending is one of '
-                f"{one_of((*_TENSORS, *_PICKLES))}"
+                f'{self._where}: "{out_file_path}" is not allowed, its ending is one of {one_of((*_TENSORS, *_PICKLES))}'
             )
+        if dist.is_main():
+            self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Make the folder, and try to write to it: an evaluation may take hours before it writes."""
+        folder = self.out_file_path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f'{self._where}: "{folder}" cannot be written to, {error.strerror or error}') from None
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Keep the predictions on the CPU."""
@@ -59,7 +78,6 @@ class DumpResults(BaseMetric):
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Write the file, and return no metrics."""
         path = self.out_file_path
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.unfinished")
         if path.suffix in _TENSORS:
             torch.save(_safe(results, "results"), unfinished)

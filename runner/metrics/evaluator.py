@@ -31,7 +31,7 @@ class Evaluator:
     """
 
     def __init__(self, metrics: Any, *, where: str = "evaluator") -> None:
-        self.metrics: list[BaseMetric] = [_built(item, key) for item, key in _items(metrics, where)]
+        self.metrics: list[BaseMetric] = [_built(item, key) for item, key in _items(metrics, f"{where}.metrics")]
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
@@ -198,7 +198,7 @@ def build_evaluator(cfg: Any, where: str) -> Evaluator:
     if isinstance(cfg, Evaluator):
         return cfg
     if (spec := _evaluator_config(cfg, where)) is None:
-        return Evaluator(cfg, where=where)
+        return Evaluator([_built(item, key) for item, key in _items(cfg, where)])
     built = EVALUATOR.build(spec, where)
     if not isinstance(built, Evaluator):
         raise ConfigError(f"{where}.type: gave {type(built).__name__}, which is no Evaluator")

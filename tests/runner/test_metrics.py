@@ -263,6 +263,13 @@ def test_what_a_file_can_hold(tmp_path: Path) -> None:
     pickled.process(None, [{"a": [1, Path("x")]}])
     pickled.evaluate()
     assert read(pickled.out_file_path) == [{"a": [1, Path("x")]}]
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r'^evaluator.out_file_path: ".*file/deep" cannot be written to, Not a directory$'
+    ):
+        DumpResults(tmp_path / "file" / "deep" / "results.pt")
+    with pytest.raises(ConfigError, match=r'^val_evaluator.metrics\[0\].out_file_path: "x" is not allowed'):
+        build_evaluator(dict(metrics=[dict(type="DumpResults", out_file_path="x")]), "val_evaluator")
     with pytest.raises(
         ConfigError, match=r'out_file_path: "results.json" is not allowed, its ending is one of \.pt, \.pth'
     ):
