@@ -154,6 +154,14 @@ def settle_unit(unit: nn.Module) -> None:
             group.lazy_init()
 
 
+def settle_root(root: nn.Module) -> None:
+    """Make an FSDP module the root of those inside it, which its first forward would do. 2.6, 2.15.
+
+    If a part of it computed before it does, that part would be the root, and the forward of the whole would raise.
+    """
+    cast(Any, root)._get_fsdp_state()._lazy_init()
+
+
 class GroupedGradScaler(GradScaler):
     """A GradScaler for gradients of several layouts; torch's takes one layout in its call. 2.6, 2.15.
 

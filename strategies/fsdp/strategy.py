@@ -21,7 +21,7 @@ from ...core.model import BaseModel
 from ...core.normalisation_layers import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
-from ...core.torch_private import settle_unit
+from ...core.torch_private import settle_root, settle_unit
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
@@ -29,6 +29,7 @@ from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
+from ..steps import EvalStep
 from .config import FSDPConfig
 from .nodes import replicas_by_node
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
@@ -60,6 +61,7 @@ class FSDPStrategy(Strategy):
         self._units: list[nn.Module] = []
         self._scalars: set[nn.Parameter] = set()  # have no dimension to shard; whole in every process
         self._roots: list[FSDPModule] = []
+        self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
 
     @property
@@ -156,6 +158,7 @@ class FSDPStrategy(Strategy):
             after = unit not in roots if reshard is None else reshard
             fully_shard(unit, mesh=mesh, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
+        self._unsettled = list(self._roots)
         self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
         for unit in (*self._units, *roots):
             settle_unit(unit)
@@ -235,6 +238,13 @@ class FSDPStrategy(Strategy):
             for root in self._roots:
                 root.set_requires_gradient_sync(True)
 
+    def evaluate(self, batch: Any, step: EvalStep) -> Any:
+        """See Strategy; a model may be evaluated by parts before it was called as a whole."""
+        for root in self._unsettled:
+            settle_root(cast(nn.Module, root))
+        self._unsettled = []
+        return super().evaluate(batch, step)
+
     def drop_gradients(self) -> None:
         """See Strategy."""
         raise kept_gradients("FSDP")
@@ -267,7 +277,7 @@ class FSDPStrategy(Strategy):
     def teardown(self) -> None:
         """See Strategy."""
         super().teardown()
-        self._units, self._roots = [], []
+        self._units, self._roots, self._unsettled = [], [], []
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:

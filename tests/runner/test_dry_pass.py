@@ -497,3 +497,23 @@ def test_once_in_the_life_of_a_runner(tmp_path: Path) -> None:
     runner.train()
     runner.train()
     assert len(data.read()) == 8
+
+
+class ByParts(NeedsHook):
+    """Is validated by its parts, without a call of the whole."""
+
+    def val_step(self, data: dict[str, Any]) -> Any:
+        return {"index": data["index"], "logits": self.net(data["x"]), "y": data["y"]}
+
+
+def train_by_parts(folder: str) -> int:
+    runner = make_runner(folder, model=ByParts, strategy=FSDP, train_cfg=dict(max_epochs=1), **validation())
+    runner.train()
+    done = runner.iter
+    runner.strategy.teardown()
+    return done
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_that_is_validated_by_its_parts(tmp_path: Path, workers2: WorkerGroup) -> None:
+    assert workers2.run(train_by_parts, str(tmp_path)) == [4, 4]
