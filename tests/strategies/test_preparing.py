@@ -41,9 +41,7 @@ def own_loop(kind: str, **options: Any) -> tuple[list[float], list[float]]:
         optim.update_params(model(data))
         rates.append(optim.get_lr()["lr"][0])
         schedulers[0].step()
-        weights += [
-            float(value.full_tensor() if hasattr(value, "full_tensor") else value) for value in model.parameters()
-        ]
+        weights += [float((p.full_tensor() if hasattr(p, "full_tensor") else p).detach()) for p in model.parameters()]
     strategy.teardown()
     return rates, weights
 
