@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from packaging.version import Version
 
 import flextrain
 from flextrain import ConfigError, FlexibleRunner, Registry
@@ -101,13 +103,20 @@ def test_every_keyword_is_listed_once_and_taken() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_listed_once(module: str) -> None:
     theirs = pytest.importorskip(f"mmengine.{module}").__all__
-    assert sorted(row.name for row in NAMES[module]) == sorted({*theirs})
+    listed = [row.name for row in NAMES[module]]
+    assert len(listed) == len(set(listed))
+    assert not set(theirs) - set(listed)
+    if Version(importlib.metadata.version("mmengine")) >= Version("0.10.7"):  # which the page was written for
+        assert not set(listed) - set(theirs)
 
 
 @pytest.mark.parametrize("module, row", of("same"))
 def test_the_same_takes_the_same_arguments(module: str, row: Row) -> None:
     ours = find(row)
-    theirs = getattr(pytest.importorskip(f"mmengine.{module}"), row.name)
+    found = pytest.importorskip(f"mmengine.{module}")
+    if not hasattr(found, row.name):
+        pytest.skip("newer than this mmengine")
+    theirs = getattr(found, row.name)
     assert type(ours).__name__ == type(theirs).__name__ or (inspect.isclass(ours) and inspect.isclass(theirs))
     if isinstance(ours, Registry) or takes_any(ours):
         return
