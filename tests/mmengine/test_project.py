@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.model import BaseTTAModel
 
 from flextrain.testing import WorkerGroup
 
@@ -120,9 +121,54 @@ def test_several_views_of_a_sample_are_tested_as_by_mmengine(
     assert metrics["digits/count"] == 19
 
 
+class OwnStep(BaseTTAModel):
+    """Defines its own step, which calls the model inside, and takes the last view."""
+
+    def test_step(self, data: Any) -> Any:
+        views = [self.module.test_step(dict(zip(data, view, strict=True))) for view in zip(*data.values(), strict=True)]
+        for sample in views[-1]:
+            sample.pred_label = torch.tensor(7)
+        return views[-1]
+
+    def merge_preds(self, data_samples_list: Any) -> Any:
+        raise AssertionError("its own step does not call it")
+
+
+class LastView(BaseTTAModel):
+    """Merges to what no view says, so that it is seen whether it is called."""
+
+    def merge_preds(self, data_samples_list: Any) -> Any:
+        samples = [views[-1] for views in data_samples_list]
+        for sample in samples:
+            sample.pred_label = torch.tensor(7)
+        return samples
+
+
+@pytest.mark.parametrize("kind", [OwnStep, LastView])
+def test_what_a_model_for_augmentation_defines_is_called(
+    tmp_path: Path, tested: tuple[str, dict[str, Any]], kind: type
+) -> None:
+    metrics = metrics_with_tta(str(tmp_path), load_from=tested[0], **{"model.type": kind})
+    assert metrics["recall/7"] == 1.0
+    assert sum(value for name, value in metrics.items() if name.startswith("recall/")) == 1.0
+
+
+def test_several_views_of_a_sample_after_training(tmp_path: Path) -> None:
+    from flextrain.mmengine import FlexibleRunner
+
+    cfg = configuration(tmp_path, custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict(type="DigitTTA"))])
+    for dataset in cfg.test_dataloader.dataset.datasets:
+        dataset.pipeline = cfg.tta_pipeline
+    runner = FlexibleRunner.from_cfg(cfg)
+    runner.train()
+    metrics = runner.test()
+    assert metrics == metrics_with_tta(str(tmp_path / "alone"), load_from=str(tmp_path / "epoch_3"))
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "zero3"))]
+    "strategy",
+    ["fsdp", pytest.param("ddp", marks=FULL), pytest.param("zero3", marks=[FULL, DEEPSPEED])],
 )
 def test_several_views_of_a_sample_under_every_strategy(
     tmp_path: Path, workers2: WorkerGroup, tested: tuple[str, dict[str, Any]], strategy: str
