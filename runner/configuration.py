@@ -209,11 +209,19 @@ def merging_model(model: Any) -> type[BaseTTAModel] | None:
     return kind if issubclass(kind, BaseTTAModel) else None
 
 
+_COUNTS = ("max_epochs", "max_iters", "val_begin", "val_interval")
+
+
+def _whole(value: Any) -> Any:
+    """Return a float that is whole, such as 1e5, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the class of the training loop, and its arguments."""
     if not isinstance(train_cfg, Mapping):
         raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
-    kwargs = dict(train_cfg)
+    kwargs = {name: _whole(value) if name in _COUNTS else value for name, value in train_cfg.items()}
     by_epoch = kwargs.pop("by_epoch", None)
     if by_epoch is not None and not isinstance(by_epoch, bool):
         raise ConfigError(f"train_cfg.by_epoch: {by_epoch!r} is not allowed, give True or False")

@@ -285,7 +285,7 @@ WRONG_TYPE = [
     case("train_cfg", [], "[] is not allowed, give dict(by_epoch=True, max_epochs=...)"),
     case("train_cfg.by_epoch", "yes", "give True or False"),
     case("train_cfg.max_epochs", "3", "give an integer"),
-    case("train_cfg.max_epochs", 2.0, "give an integer"),
+    case("train_cfg.max_epochs", 2.5, "give an integer"),
     case("train_cfg.dynamic_intervals", [3], "3 is not allowed", "train_cfg.dynamic_intervals[0]"),
     case("train_cfg", dict(type="ValLoop"), "is no training loop", "train_cfg.type"),
     case("val_cfg", "default", "'default' is not allowed, give dict()"),

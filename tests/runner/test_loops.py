@@ -128,6 +128,14 @@ def test_when_validation_comes(tmp_path: Path, cfg: dict[str, Any], when: list[i
     assert [call[position] for call in seen.calls if call[0] == "before_val"] == when
 
 
+def test_whole_numbers_may_be_floats(tmp_path: Path) -> None:
+    """As in MMEngine's configurations: max_iters=1e5."""
+    runner = make_runner(tmp_path, train_cfg=dict(by_epoch=False, max_iters=3.0, val_interval=1e6), **validation())
+    runner.train()
+    assert (runner.iter, runner.max_iters) == (3, 3)
+    assert isinstance(runner.max_iters, int)
+
+
 def test_no_validation_without_its_parts(tmp_path: Path) -> None:
     seen = Recorder()
     make_runner(tmp_path, train_cfg=dict(max_epochs=1, val_interval=1), custom_hooks=[seen]).train()
