@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from .errors import ConfigError
@@ -27,13 +27,14 @@ def refuse_foreign(value: Any, where: str, instead: str, known: Container[str] =
     """Raise ConfigError if ``value`` is made for MMEngine's runner, unless flextrain.mmengine is in use, which adapts it.
 
     Args:
-        value: an object or a class; anything else is left alone.
+        value: an object or a class; a configuration is left alone, also one in MMEngine's ConfigDict.
         where: the configuration key.
         instead: flextrain's class to make a subclass of.
         known: the names of flextrain's own, of which one may have the same name.
         within: see ``is_of_mmengine``.
     """
-    if f"{_BRIDGE}.adapted_runner" in sys.modules or not is_of_mmengine(value, within):
+    is_configuration = isinstance(value, (Mapping, list, tuple))
+    if is_configuration or f"{_BRIDGE}.adapted_runner" in sys.modules or not is_of_mmengine(value, within):
         return
     kind = value if inspect.isclass(value) else type(value)
     own = f'give type="{kind.__name__}", which is flextrain\'s' if kind.__name__ in known else f"subclass {instead}"

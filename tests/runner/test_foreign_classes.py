@@ -12,10 +12,11 @@ from torch import nn
 
 from flextrain import ConfigError
 
-from .training import SGD, make_runner, validation
+from .training import SGD, Accuracy, make_runner, validation
 
 pytest.importorskip("mmengine")
 
+from mmengine.config import ConfigDict
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
@@ -128,3 +129,20 @@ def test_anybodys_classes(tmp_path: Path, changes: dict[str, Any], message: str)
 def test_flextrains_names_stay(tmp_path: Path) -> None:
     assert EMAHook.__name__ == "EMAHook"
     make_runner(tmp_path, custom_hooks=[dict(type="EMAHook")])
+
+
+def test_configurations_in_mmengines_dicts_are_taken(tmp_path: Path) -> None:
+    """A script may go on reading its configuration with MMEngine."""
+    cfg = ConfigDict(
+        optim_wrapper=dict(optimizer=SGD),
+        param_scheduler=[dict(type="LinearLR", start_factor=0.5, end=2)],
+        custom_hooks=[dict(type="EMAHook")],
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        val_evaluator=dict(type=Accuracy),
+    )
+    runner = make_runner(tmp_path, **{**validation(4), **cfg})
+    runner.train()
+    assert runner.iter == 7
+    scheduler = make_runner(tmp_path / "one", param_scheduler=cfg.param_scheduler[0]).cfg["param_scheduler"]
+    assert scheduler.start_factor == 0.5
