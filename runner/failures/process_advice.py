@@ -73,9 +73,7 @@ def _hook(failure: Failure) -> str:
 
 # Several processes
 
-_OTHER = (
-    "another process ended, or its connection broke: its own line in the log says why, and rank is named in front of it"
-)
+_OTHER = "another process ended, or its connection broke: its own line in the log, which begins with its rank, says why"
 rule(r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|recvValue failed|remote process exited")(_OTHER)
 rule(r"[Tt]imed out (?:waiting|after)|[Ww]ait timeout|Watchdog caught collective|Socket Timeout|DistStoreError")(
     "another process did not come to the same call in time: it failed, hangs, or has more work there; "

@@ -129,14 +129,17 @@ class DryPass:
             if not topology.is_alone:
                 pairs = until_all_end(batches, float(strategy.config.timeout_s))
             for batch, is_own in pairs:
-                failure: Exception | None = None
+                failure: Exception | None = batch.error if isinstance(batch, _Unreadable) else None
+                # Known to all before forward, whose collectives a process without a batch would not come to.
+                if said := _told(failure):
+                    return failure, said
                 try:
-                    outputs = self._forward(_readable(batch))
+                    outputs = self._forward(batch)
                     if is_own and topology.reports:
                         self._evaluator.process(data_samples=outputs, data_batch=batch)
                 except Exception as error:  # raised when all processes know of it, so that none waits for this one
                     failure = error
-                if said := _first(dist.all_gather_object(None if failure is None else _in_words(failure))):
+                if said := _told(failure):
                     return failure, said
         return None, None
 
@@ -189,10 +192,10 @@ def _with_failure(batches: Iterator[Any]) -> Iterator[Any]:
         yield _Unreadable(error)
 
 
-def _readable(batch: Any) -> Any:
-    if isinstance(batch, _Unreadable):
-        raise batch.error
-    return batch
+def _told(failure: Exception | None) -> str | None:
+    """Tell all processes of this one's failure, and return the first of theirs in words; a collective."""
+    said: str | None = _first(dist.all_gather_object(None if failure is None else _in_words(failure)))
+    return said
 
 
 def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:

@@ -43,9 +43,9 @@ class Shared:
     def get_instance(cls: type[T], name: str, **kwargs: Any) -> T:
         """Return the object with this name; if there is none, make it from ``kwargs`` and keep it.
 
-        A runner's has the name of the experiment.
+        A runner's has the name of the experiment, and comes before one that was made with this name.
         """
-        found: T | None = cls._named.get(name) or cls._of_runners.get(name)
+        found: T | None = cls._of_runners.get(name) or cls._named.get(name)
         if found is None:
             found = cls._named[name] = cls(name=name, **kwargs)
             found._becomes_newest()

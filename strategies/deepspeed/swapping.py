@@ -139,7 +139,8 @@ class ShardedUpdate:
         self._gradients: dict[int, Tensor] = getattr(
             engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}
         )
-        self._parameters = [parameter for group in engine.optimizer.fp16_groups for parameter in group]
+        parameters = [parameter for group in engine.optimizer.fp16_groups for parameter in group]
+        self._swapped = [] if param_swapper(parameters) is None else parameters
 
     def before(self) -> None:
         """Give parameters that were not used zero gradients, and drop shards that were read and not used."""
@@ -148,7 +149,7 @@ class ShardedUpdate:
         for number in self._gradients.keys() - used:
             self._gradients[number].zero_()
             used.add(number)
-        drop_buffers(self._parameters)
+        drop_buffers(self._swapped)
 
 
 def is_stage_3(engine: Any) -> bool:

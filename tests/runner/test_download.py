@@ -165,6 +165,15 @@ def test_the_same_name_elsewhere_is_another_file(tmp_path: Path, server: Server)
     assert server.asked == {"/a/net.pth": 2, "/b/net.pth": 1}
 
 
+def test_another_query_is_another_file(tmp_path: Path, server: Server) -> None:
+    for seed in (1, 2, 2):
+        content = weights(seed)[1]
+        server.files["/net.pth"] = content
+        assert local_copy(f"{server.url}/net.pth?id={seed}").read_bytes() == content
+    assert server.asked == {"/net.pth": 2}
+    assert not any("id=" in path.read_text(errors="replace") for path in cache(tmp_path).glob("*.url"))
+
+
 def test_what_another_program_put_into_the_cache_is_used(tmp_path: Path, server: Server) -> None:
     state, content = weights()
     cache(tmp_path).mkdir(parents=True)

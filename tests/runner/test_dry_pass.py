@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from flextrain import ConfigError, Hook
+from flextrain.core.errors import LaunchError
 from flextrain.core.random_state import rng_state
 from flextrain.runner.loops.evaluate import ValLoop
 from flextrain.testing import WorkerGroup
@@ -323,6 +324,31 @@ def test_a_mistake_is_found_before_the_first_update(
     outcome, _ = train(tmp_path, **changes)
     assert type(outcome) is error
     assert text in str(outcome)
+
+
+class Broken(Samples):
+    """The samples of rank 1 cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 2:
+            raise ValueError(f"sample {index} is broken")
+        return super().__getitem__(index)
+
+
+def broken_on_one(folder: str, strategy: dict[str, Any]) -> str:
+    runner = make_runner(folder, strategy=strategy, **{**validation(), "val_dataloader": dict(dataset=Broken(8))})
+    with pytest.raises((ValueError, LaunchError)) as caught:
+        runner.train()
+    runner.strategy.teardown()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.distributed
+def test_data_that_one_process_cannot_read_stop_all_before_forward(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """Forward of FSDP has collectives, which must not meet those that tell of the failure."""
+    first, second = workers2.run(broken_on_one, str(tmp_path), FSDP)
+    assert second == "ValueError: sample 1 is broken"
+    assert first.startswith(f"LaunchError: another process failed in the dry pass: {second}")
 
 
 def test_a_metric_that_needs_more_data_is_only_warned_of(tmp_path: Path) -> None:

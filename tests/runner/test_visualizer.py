@@ -396,6 +396,12 @@ class Small(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.linear(x), y)}
 
 
+def test_a_run_comes_before_what_was_made_with_its_name(tmp_path: Path) -> None:
+    made = MessageHub.get_instance("of a run")
+    runner = make_runner(tmp_path, experiment_name="of a run")
+    assert MessageHub.get_instance("of a run") is runner.message_hub is not made
+
+
 def test_a_run_that_is_gone_is_not_kept(tmp_path: Path) -> None:
     import gc
     import weakref

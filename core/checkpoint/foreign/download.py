@@ -135,7 +135,7 @@ def _provide(url: str, target: Path) -> None:
     """Download a file into the cache, unless it is there."""
     origin = target.with_name(f"{target.name}.url")  # another program's file has none
     try:
-        if target.is_file() and (_HASH.search(target.name) or _read(origin) in ("", shown(url))):
+        if target.is_file() and (_HASH.search(target.name) or _read(origin) in ("", _named(url))):
             _logger.info(f"{shown(url)}: found as {target}")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +145,18 @@ def _provide(url: str, target: Path) -> None:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-        origin.write_text(shown(url))
+        origin.write_text(_named(url))
     except OSError as error:
         raise CheckpointError(
             f"{shown(url)}: cannot be kept in {target.parent}, {error.strerror or one_line(error)}; TORCH_HOME names another "
             "folder"
         ) from None
+
+
+def _named(url: str) -> str:
+    """Return what tells a URL from others on the disk: its query may choose the file, and is kept as a SHA-256 only."""
+    query = urllib.parse.urlsplit(url).query
+    return f"{shown(url)} {hashlib.sha256(query.encode()).hexdigest()}" if query else shown(url)
 
 
 def _read(path: Path) -> str:
