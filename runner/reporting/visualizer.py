@@ -127,6 +127,7 @@ class Visualizer(Shared):
 
     def add_config(self, config: Any, **kwargs: Any) -> None:
         """Store settings, a mapping, beside the runner's arguments, which are stored anyway."""
+        _refuse(kwargs, "add_config", "config")
         config = config.to_dict() if hasattr(config, "to_dict") else config
         if not isinstance(config, Mapping):
             raise ConfigError(f"add_config: {type(config).__name__} is not allowed, give a dict")
@@ -147,6 +148,7 @@ class Visualizer(Shared):
         A tensor is read at once, which waits for its device. ``runner.message_hub.update_scalar("train/name", tensor)``
         does not: it shows the number with the next log line.
         """
+        _refuse(kwargs, "add_scalars", "scalar_dict", "step")
         if file_path is not None:
             raise ConfigError("add_scalars.file_path: has no meaning here, scalars go to the reporters; leave it out")
         if not isinstance(scalar_dict, Mapping):
@@ -161,6 +163,7 @@ class Visualizer(Shared):
         Raises:
             ConfigError: another shape, dtype or type; the message says how to convert it.
         """
+        _refuse(kwargs, "add_image", "name", "image", "step")
         picture = checked_picture(image, f'add_image("{name}")')
         for reporter in self._opened():
             if self._can(reporter, "on_image", "pictures"):
@@ -183,6 +186,7 @@ class Visualizer(Shared):
 
     def add_graph(self, model: nn.Module, data_batch: Any = None, **kwargs: Any) -> None:
         """Store the structure of a model: its modules as text. Nothing is computed, under any strategy."""
+        _refuse(kwargs, "add_graph", "model", "data_batch")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"add_graph: {type(model).__name__} is not allowed, give a torch.nn.Module")
         for reporter in self._opened():
@@ -249,6 +253,12 @@ class Visualizer(Shared):
         raise ConfigError(
             f"{cls.__name__}.get_current_instance: there is no runner yet, and get_instance(name) was not called"
         )
+
+
+def _refuse(given: Mapping[str, Any], where: str, *known: str) -> None:
+    """Raise ConfigError for arguments that only a subclass may know: its methods may have more than these."""
+    for name in given:
+        raise ConfigError(f"{where}.{name}: unknown argument{suggest(name, known) or ', leave it out'}")
 
 
 def _has(reporter: Reporter, method: str) -> bool:

@@ -396,6 +396,19 @@ class Small(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.linear(x), y)}
 
 
+def test_arguments_that_no_back_end_takes_are_refused() -> None:
+    visualizer = Visualizer(vis_backends=[])
+    for call, message in (
+        (lambda: visualizer.add_scalar("a", 1.0, stpe=5), 'add_scalars.stpe: unknown argument, did you mean "step"?'),
+        (lambda: visualizer.add_image("a", np.zeros((2, 2, 3), np.uint8), steps=5), "add_image.steps"),
+        (lambda: visualizer.add_graph(nn.Linear(1, 1), verbose=True), "add_graph.verbose: unknown argument, leave"),
+        (lambda: visualizer.add_config({}, name="b"), "add_config.name"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert str(caught.value).startswith(message)
+
+
 def test_a_run_comes_before_what_was_made_with_its_name(tmp_path: Path) -> None:
     made = MessageHub.get_instance("of a run")
     runner = make_runner(tmp_path, experiment_name="of a run")
