@@ -113,7 +113,7 @@ def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 2
     sender = src if group is None else dist.get_global_rank(group, src)
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, sender, group=group)
+        dist.broadcast(_as_real(flat), sender, group=group)
         _unflatten_into(flat, bucket)
 
 
@@ -124,8 +124,13 @@ def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group
         return
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(_as_real(flat), group=group)
         _unflatten_into(flat.div_(size), bucket)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: gloo has no complex ones before torch 2.9."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -177,7 +177,14 @@ def read_in_group(path: Path) -> None:
         read(path)
 
 
+needs_layouts = pytest.mark.skipif(
+    "src_data_rank" not in inspect.signature(distribute_tensor).parameters,
+    reason="torch 2.6 cannot lay out a tensor without sending it",
+)
+
+
 @pytest.mark.slow
+@needs_layouts
 def test_every_layout_is_saved_and_loaded_into_others(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
     workers(4).run(write, tmp_path)
     for folder in tmp_path.iterdir():
@@ -201,10 +208,7 @@ def stray(path: Path) -> str:
         return "nothing"
 
 
-@pytest.mark.skipif(
-    "src_data_rank" not in inspect.signature(distribute_tensor).parameters,
-    reason="torch 2.6 cannot lay out a tensor without sending it",
-)
+@needs_layouts
 def test_a_part_of_another_shape_is_refused(workers2: WorkerGroup, tmp_path: Path) -> None:
     for heard in workers2.run(stray, tmp_path):
         assert "could not be saved on rank 1: x: has a part of shape (5,)" in heard

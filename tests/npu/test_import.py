@@ -34,7 +34,8 @@ import flextrain
 for name in flextrain.__all__:
     getattr(flextrain, name)
 for module in pkgutil.walk_packages(flextrain.__path__, "flextrain."):
-    if not module.name.endswith("__main__"):
+    # MMEngine imports DeepSpeed, which looks for itself.
+    if not module.name.endswith("__main__") and "mmengine" not in module.name:
         importlib.import_module(module.name)
 from flextrain import OPTIMIZERS, STRATEGIES, NPUStrategy, OptimWrapper
 from flextrain.core.device import DEVICES

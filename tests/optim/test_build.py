@@ -65,7 +65,7 @@ def test_several_by_name() -> None:
         (dict(type="OptimWrapper", optimzer=OPTIMIZER), 'optim_wrapper.optimzer: unknown key, did you mean "optimizer"?'),
         (dict(type="AmpOptimWraper", optimizer=OPTIMIZER), 'optim_wrapper.type: "AmpOptimWraper" is no known optimizer wrapper, did you mean "AmpOptimWrapper"?'),
         (dict(optimizer=OPTIMIZER, accumulative_count=2), 'optim_wrapper.accumulative_count: unknown key, did you mean "accumulative_counts"?'),
-        (dict(optimizer=OPTIMIZER, accumulative_counts="2"), 'optim_wrapper.accumulative_counts: "2" is not allowed, give an integer'),
+        (dict(optimizer=OPTIMIZER, accumulative_counts="2"), 'optim_wrapper.accumulative_counts: "2" is not allowed, give a number'),
         (dict(optimizer=OPTIMIZER, accumulative_counts=0), "optim_wrapper.accumulative_counts: 0 is not allowed"),
         (dict(optimizer=OPTIMIZER, clip_grad=5), "optim_wrapper.clip_grad: 5 is not allowed, give a dict"),
         (dict(optimizer=OPTIMIZER, dtype="float16"), "optim_wrapper.dtype: unknown key"),

@@ -20,7 +20,7 @@ from flextrain.core.checkpoint import Checkpoint
 from flextrain.testing import WorkerGroup, check_strategy
 
 from .copies import DDPCopies, FSDPCopies
-from .training import SGD, Accuracy, Net, Samples, SaveEvery, Watch, differences, make_runner, whole_state
+from .training import SGD, Accuracy, Net, Samples, SaveEvery, Watch, data_workers, differences, make_runner, whole_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -79,7 +79,7 @@ def life(folder: str, strategy: type, at: int | None = None, **changes: Any) -> 
     """Training with everything that asks who else there is; ``at``: resumed from the checkpoint of that update."""
     watch, path = Watch(), Path(folder)
     loader = dict(dataset=Samples(27, noisy=True), batch_size=3, collate_fn="default_collate")
-    loader |= dict(num_workers=2, multiprocessing_context="fork")
+    loader |= data_workers(2)
     options: dict[str, Any] = dict(
         model=Weighed,
         strategy=dict(type=strategy),
@@ -179,8 +179,7 @@ class Stream(IterableDataset[Any]):
 
 def streams(folder: str, strategy: type, copies: int, workers: int) -> dict[str, Any]:
     part = int(os.environ.get("RANK", 0)) // copies
-    options: dict[str, Any] = dict(num_workers=workers, multiprocessing_context="fork") if workers else {}
-    loader = DataLoader(Stream(part), batch_size=2, **options)
+    loader = DataLoader(Stream(part), batch_size=2, **data_workers(workers))
     return life(
         folder,
         strategy,

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Samples, SaveEvery, Watch, differences, make_runner, whole_state
+from .training import SGD, Samples, SaveEvery, Watch, data_workers, differences, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -37,10 +36,7 @@ def train(
         batch_size=BATCH_SIZE, dataset=Samples(LENGTH, noisy=True), collate_fn="default_collate"
     )
     if workers:
-        loader |= dict(num_workers=workers, persistent_workers=workers == 2)
-    if workers and TorchVersion(torch.__version__) >= "2.7":
-        # The default in pytest's process only, and faster. With torch 2.6 such workers give no batch beside a group.
-        loader |= dict(multiprocessing_context="fork")
+        loader |= dict(**data_workers(workers), persistent_workers=workers == 2)
     runner = make_runner(
         folder,
         train_dataloader=loader,

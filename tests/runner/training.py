@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner
@@ -191,6 +192,15 @@ def change_values(path: Path, change: Callable[[Any], Any]) -> None:
     del manifest["xxh3"]
     manifest["files"][VALUES] = directory.write_file(path / VALUES, json.dumps(values).encode()).model_dump()
     directory.seal(path, json.dumps(manifest).encode())
+
+
+def data_workers(count: int) -> dict[str, Any]:
+    """Options of a dataloader with ``count`` workers, forked: faster than what is the default outside of pytest's process."""
+    if not count:
+        return {}
+    # With torch 2.6 forked workers give no batch beside a group.
+    is_safe = TorchVersion(torch.__version__) >= "2.7"
+    return dict(num_workers=count, **(dict(multiprocessing_context="fork") if is_safe else {}))
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
