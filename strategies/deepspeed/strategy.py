@@ -47,6 +47,10 @@ class DeepSpeedStrategy(Strategy):
     values given in both must be equal. In half precision the whole model is cast, unlike under autocast, which chooses
     for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
+    A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay still move it, while
+    torch's optimizers on one device leave it unchanged. At stages 1 to 3 every process has to use the same parameters in a
+    micro-batch. DeepSpeed notices it at stage 3 only; at stages 1 and 2 it averages gradients of different parameters.
+
     One process without launcher has world size 1.
 
     Args:

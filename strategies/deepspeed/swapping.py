@@ -125,44 +125,15 @@ class IncomingState:
 # Updates
 
 
-class ShardedUpdate:
-    """What DeepSpeed 0.19.8 leaves undone before an update at stage 3.
-
-    Args:
-        engine: DeepSpeed's engine.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._optimizer = engine.optimizer
-        if (swapper := _swapper(engine)) is not None:
-            _keep_gradients_in_memory(swapper)
-        self._gradients: dict[int, Tensor] = getattr(
-            engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}
-        )
-        parameters = [parameter for group in engine.optimizer.fp16_groups for parameter in group]
-        self._swapped = [] if param_swapper(parameters) is None else parameters
-
-    def before(self) -> None:
-        """Give parameters that were not used zero gradients, and drop shards that were read and not used."""
-        # Otherwise they would get those of an earlier update, or what a buffer held before: another sub-group's state.
-        used = self._optimizer._offload_boundary_param_ids
-        for number in self._gradients.keys() - used:
-            self._gradients[number].zero_()
-            used.add(number)
-        drop_buffers(self._swapped)
-
-
-def is_stage_3(engine: Any) -> bool:
-    """Return whether an engine shards parameters and trains them."""
-    return hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
-
-
-def _keep_gradients_in_memory(swapper: Any) -> None:
+def keep_gradients_in_memory(engine: Any) -> None:
     """Keep the gradients of swapped sub-groups where they are, in host memory, until the update.
 
     DeepSpeed would write them too, and read them to any position of a buffer. The system reads to whole sectors of memory
     only; DeepSpeed does not look at the error, and trains with what the buffer held before.
     """
+    swapper = _swapper(engine)
+    if swapper is None:
+        return
 
     def swap_out_gradients(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Tensor]) -> None:
         kept = swapper.swap_params_info[parameter.ds_id].unswapped_gradients

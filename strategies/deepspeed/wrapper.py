@@ -18,8 +18,9 @@ from ...core.precision import Precision
 from ...core.registry import OPTIM_WRAPPERS
 from ...optim.param_groups import make_for, make_groups
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
-from . import engine_internals, swapping
+from . import engine_internals
 from .engine_internals import Fragment
+from .updates import BeforeUpdate, before_update
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -35,7 +36,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _fragments: Sequence[Fragment] = ()
     _clips_here = False
     _norm: Tensor | None = None
-    _sharded_update: swapping.ShardedUpdate | None = None
+    _update: BeforeUpdate | None = None
 
     @classmethod
     def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
@@ -88,7 +89,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._engine, self._fragments = engine, fragments
         self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
-        self._sharded_update = swapping.ShardedUpdate(engine) if swapping.is_stage_3(engine) else None
+        self._update = before_update(engine)
         if clips_here and self.clip_grad is not None:
             # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.
             self._optimizer.register_step_pre_hook(self._clip_before_update)
@@ -114,8 +115,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         for hook in self._step_pre_hooks:
             hook(self)
         self._norm = None
-        if self._sharded_update is not None:
-            self._sharded_update.before()
+        if self._update is not None:
+            self._update.before()
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         norm = None
