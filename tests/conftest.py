@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -131,6 +132,16 @@ def _no_leaked_variables() -> Iterator[None]:
         else:
             del os.environ[name]
     assert not changed, f"environment variables left changed: {', '.join(changed)} (use monkeypatch.setenv)"
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it."""
+    logger = logging.getLogger("flextrain")
+    before = logger.level, logger.propagate
+    yield
+    logger.setLevel(before[0])
+    logger.propagate = before[1]
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ def test_loop_overhead(tmp_path: Path) -> None:
     assert (tmp_path / "loop_overhead.png").stat().st_size > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_checkpoint(tmp_path: Path) -> None:

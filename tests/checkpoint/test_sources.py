@@ -272,7 +272,9 @@ print(status("VmHWM") - before)
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux does")
-@pytest.mark.parametrize("form", ["zip", "safetensors", "index"])
+@pytest.mark.parametrize(
+    "form", ["zip", *(pytest.param(form, marks=pytest.mark.full) for form in ("safetensors", "index"))]
+)
 def test_a_process_reads_its_part(tmp_path: Path, form: str) -> None:
     """A twelfth of 96 MiB needs 8 MiB, and the pages of the file that it lies in."""
     for name, shape in (("small", (4, 4)), ("large", (2048, 1024))):

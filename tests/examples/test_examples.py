@@ -39,6 +39,7 @@ def test_train_classifier_with_ddp(run_example: RunExample) -> None:
     assert accuracies(done.stdout)[-1] > 70
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_train_classifier_with_the_old_launcher(run_example: RunExample) -> None:
     flags = ("--launcher", "pytorch", "--epochs", "1")

@@ -151,7 +151,7 @@ def test_gan(run: RunScript, tmp_path: Path) -> None:
 
 def test_test_time_augmentation(run: RunScript) -> None:
     """The configuration of a training, with another model and another last transform, is only tested."""
-    done = run("test_time_augmentation")
+    done = run("tta")
     found = re.findall(r"Epoch\(test\).* count: 297.0000  accuracy: ([\d.]+)  entropy: ([\d.]+)", done.out)
     (plain, of_plain), (merged, of_merged) = ((float(accuracy), float(entropy)) for accuracy, entropy in found)
     assert plain > 75

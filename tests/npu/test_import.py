@@ -47,7 +47,7 @@ print("torch_npu" in sys.modules, looks)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("autoload", ["0", "1"])
+@pytest.mark.parametrize("autoload", ["0", pytest.param("1", marks=pytest.mark.full)])
 def test_importing_flextrain_makes_no_call_into_torch_npu(tmp_path: Path, autoload: str) -> None:
     (tmp_path / "torch_npu.py").write_text(SPY)
     info = tmp_path / "torch_npu-9.dist-info"

@@ -39,6 +39,7 @@ def test_the_example_trains_on_it_as_on_the_cpu(simulated_npu: Path, tmp_path: P
     assert losses(found) == losses(expected)
 
 
+@pytest.mark.full
 def test_the_example_shards_over_two_of_them(simulated_npu: Path, tmp_path: Path) -> None:
     found = run(tmp_path, *TOY, "--strategy", "FSDPStrategy", "--amp", "--autocast", "bfloat16", processes=2).stdout
     assert float(re.findall(r"accuracy: (\d+\.\d+)", found)[-1]) > 80
@@ -84,6 +85,7 @@ def test_the_doctor_sees_the_simulated_npu(simulated_npu: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.deepspeed
+@pytest.mark.full
 def test_the_doctor_sees_what_deepspeed_lacks_on_an_npu(simulated_npu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor()[0]["DeepSpeedStrategy"] == (True, "on npu")
     monkeypatch.delitem(VARIABLES, "ASCEND_HOME_PATH")

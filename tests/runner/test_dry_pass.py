@@ -212,9 +212,9 @@ ZERO3 = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3))
     ("strategy", "num_workers"),
     [
         (dict(type="DDPStrategy"), 0),
-        (FSDP, 2),
+        (FSDP, 0),
         pytest.param(dict(type="DDPStrategy"), 2, marks=pytest.mark.full),
-        pytest.param(FSDP, 0, marks=pytest.mark.full),
+        pytest.param(FSDP, 2, marks=pytest.mark.full),
         pytest.param(ZERO3, 0, marks=[pytest.mark.full, pytest.mark.deepspeed]),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else f"{value} workers",

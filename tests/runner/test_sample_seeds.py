@@ -354,7 +354,7 @@ def test_workers_have_the_user_s_dataset_and_the_epoch(persistent: bool) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_that_seed_themselves(method: str) -> None:
     options = dict(num_workers=1, multiprocessing_context=method, worker_init_fn=seed_everything)
     assert rows(data(Noisy(), **options), 0, 5) == over_processes(1, 0)[10:]

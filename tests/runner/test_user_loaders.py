@@ -225,8 +225,9 @@ def settings(kind: str, accumulate: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind, accumulate",
     [
-        *((kind, 1) for kind in MAKERS),
         *((kind, 2) for kind in ("packer", "function", "stateful")),
+        *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("packer", "function", "stateful")),
+        *((kind, 1) for kind in MAKERS if kind not in ("packer", "function", "stateful")),
         *(
             pytest.param(kind, 2, marks=pytest.mark.full)
             for kind in MAKERS

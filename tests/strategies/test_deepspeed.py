@@ -63,7 +63,7 @@ def bf16(**options: Any) -> AmpOptimWrapper:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
 def test_conformance(workers2: WorkerGroup, stage: int) -> None:
     report = check_strategy(zero(stage), workers=workers2)
     refused = {result.name for result in report.results if result.status == "refused"}
@@ -634,7 +634,7 @@ def test_what_cannot_be_honoured_is_refused_in_setup(spec: Any, optim: Any, mode
 
 def test_everything_frozen_is_refused() -> None:
     with (
-        pytest.raises(StrategyError, match="^optim_wrapper.optimizer: has no parameter to train"),
+        pytest.raises(StrategyError, match="^model: Mlp has nothing to train, all 7 parameters are frozen"),
         alone(zero(1), adamw(), Mlp().requires_grad_(False)),
     ):
         pass

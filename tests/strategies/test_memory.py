@@ -42,7 +42,9 @@ def peak_bytes(strategy: dict[str, Any], layers: int, width: int) -> int:
 STRATEGIES_THAT_SHARD = [
     pytest.param(dict(type="FSDPStrategy", wrap="blocks"), id="FSDP"),
     pytest.param(
-        dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)), id="ZeRO-3", marks=pytest.mark.deepspeed
+        dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
+        id="ZeRO-3",
+        marks=[pytest.mark.deepspeed, pytest.mark.full],
     ),
 ]
 

@@ -206,13 +206,10 @@ def test_folders_of_the_killed_are_removed_and_others_are_not(tmp_path: Path, ca
         "sys.stdin.read()"
     )
 
-    def another() -> tuple[subprocess.Popen[str], Path]:
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    (killed, left), (ending, busy) = another(), another()
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    killed, ending = (subprocess.Popen(command, **pipes) for _ in range(2))
+    left, busy = (Path(process.stdout.readline().strip()) for process in (killed, ending))
     killed.kill()
     killed.wait()
     assert left.exists()
