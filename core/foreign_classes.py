@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ def is_of_mmengine(value: Any, within: str = _THEIRS) -> bool:
 
 
 def refuse_foreign(value: Any, where: str, instead: str, known: Container[str] = (), within: str = _THEIRS) -> None:
-    """Raise ConfigError if ``value`` is made for MMEngine's runner, unless flextrain.mmengine is in use, which adapts it.
+    """Raise ConfigError if ``value`` is made for MMEngine's runner; flextrain.mmengine adapts what it can before.
 
     Args:
         value: an object or a class; a configuration is left alone, also one in MMEngine's ConfigDict.
@@ -33,8 +32,7 @@ def refuse_foreign(value: Any, where: str, instead: str, known: Container[str] =
         known: the names of flextrain's own, of which one may have the same name.
         within: see ``is_of_mmengine``.
     """
-    is_configuration = isinstance(value, (Mapping, list, tuple))
-    if is_configuration or f"{_BRIDGE}.adapted_runner" in sys.modules or not is_of_mmengine(value, within):
+    if isinstance(value, (Mapping, list, tuple)) or not is_of_mmengine(value, within):
         return
     kind = value if inspect.isclass(value) else type(value)
     own = f'give type="{kind.__name__}", which is flextrain\'s' if kind.__name__ in known else f"subclass {instead}"

@@ -235,7 +235,7 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _mean(name: str, value: Tensor) -> Tensor:
-    """The mean of a loss with dimensions; the first of each name in a process is logged, because a sum may be meant."""
+    """The mean of a loss with dimensions; the first of each name in a run is logged, because a sum may be meant."""
     if name not in _averaged:
         _averaged.add(name)
         _logger.warning(
@@ -246,3 +246,8 @@ def _mean(name: str, value: Tensor) -> Tensor:
 
 
 _averaged: set[str] = set()
+
+
+def forget_averaged() -> None:
+    """Log the first loss with dimensions of each name again: another run begins."""
+    _averaged.clear()

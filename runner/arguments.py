@@ -32,8 +32,12 @@ class Checked:
     by_epoch: bool
 
 
-def check_everything(given: Mapping[str, Any]) -> Checked:
+def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool = False) -> Checked:
     """Check the arguments of a runner.
+
+    Args:
+        given: the arguments.
+        takes_mmengines_models: see ``check_model``.
 
     Raises:
         ConfigError: for the first invalid argument, which the message names.
@@ -44,7 +48,7 @@ def check_everything(given: Mapping[str, Any]) -> Checked:
         raise ConfigError(
             f'default_scope: "{given["default_scope"]}" has no meaning, registries have no scopes; leave it out'
         )
-    configuration.check_model(given["model"], given["data_preprocessor"])
+    configuration.check_model(given["model"], given["data_preprocessor"], takes_mmengines=takes_mmengines_models)
     trains = configuration.check_phase("train", **_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
     validates = given["val_dataloader"] is not None
     optim_wrapper = None

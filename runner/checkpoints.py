@@ -90,6 +90,10 @@ class Checkpoints(Parts):
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
         return self._saver.was_marked(path)
 
+    def has_saved(self, path: str | Path) -> bool:
+        """True if this run saved the checkpoint ``path``, and it was complete."""
+        return self._saver.has_saved(path)
+
     def load_checkpoint(
         self,
         filename: str | Path,

@@ -91,16 +91,21 @@ def check_compile(options: FixedOptions) -> bool | dict[str, Any] | None:
     return value
 
 
-def check_model(model: Any, data_preprocessor: Any) -> None:
-    """Raise ConfigError if the model or its data preprocessor is invalid."""
+def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = False) -> None:
+    """Raise ConfigError if the model or its data preprocessor is invalid.
+
+    Args:
+        takes_mmengines: whether the runner calls subclasses of MMEngine's BaseModel as they expect.
+    """
     where = "data_preprocessor"
+    refuse = _take if takes_mmengines else _refuse_model
     if isinstance(data_preprocessor, (Mapping, str, type)):
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
     elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
         raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
     if isinstance(model, (Mapping, str)):
         kind = MODELS.check(model, "model")
-        _refuse_model(kind)
+        refuse(kind)
         must_be(kind, nn.Module, "model.type", "torch.nn.Module")
         if data_preprocessor is not None and where not in model:
             with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
@@ -109,11 +114,11 @@ def check_model(model: Any, data_preprocessor: Any) -> None:
             except ConfigError:
                 raise ConfigError(f"{where}: {kind.__name__} takes none") from None
     elif isinstance(model, nn.Module):
-        _refuse_model(model)
+        refuse(model)
         if data_preprocessor is not None and not hasattr(model, where):
             raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
     elif callable(model):
-        _refuse_model(model)
+        refuse(model)
         check_call(model, {}, "model")
         must_be(model, nn.Module, "model", "torch.nn.Module")
     else:
@@ -123,6 +128,10 @@ def check_model(model: Any, data_preprocessor: Any) -> None:
 def _refuse_model(model: Any) -> None:
     """Raise ConfigError for MMEngine's BaseModel; its other modules are called as any other."""
     refuse_foreign(model, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
+
+
+def _take(model: Any) -> None:
+    """Refuse nothing."""
 
 
 def must_be(kind: Any, base: type, where: str, what: str) -> None:

@@ -261,5 +261,8 @@ class Run(Protocol):
     def was_marked(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
 
+    def has_saved(self, path: str | Path) -> bool:
+        """True if this run saved the checkpoint ``path``, and it was complete."""
+
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order."""

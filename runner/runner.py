@@ -70,6 +70,8 @@ class FlexibleRunner(Checkpoints):
         ConfigError: an argument is invalid; all checks that need no process group and no model come first.
     """
 
+    _takes_mmengines_models = False
+
     @known_keywords(ELSEWHERE)
     def __init__(
         self,
@@ -106,7 +108,7 @@ class FlexibleRunner(Checkpoints):
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()
         with self.message_hub.as_current():  # a hook may look for it when it is made
-            checked = check_everything(given)
+            checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
         super().__init__(given, checked)
         options = checked.options
         apply_environment(options.env_cfg)

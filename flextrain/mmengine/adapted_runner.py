@@ -53,6 +53,8 @@ class AdaptedRunner(Native):
         ConfigError: an argument is invalid, or is an object that works with MMEngine's own runner only.
     """
 
+    _takes_mmengines_models = True
+
     def __init__(
         self,
         model: Any,

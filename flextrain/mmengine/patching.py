@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -16,33 +17,49 @@ from .adapted_runner import AdaptedRunner as FlexibleRunner
 
 logger = logging.getLogger("flextrain")
 
-_THEIRS = (TheirRunner, TheirFlexibleRunner)
 _active: list[Patch] = []
 
 
-class PatchedRunner(FlexibleRunner):
-    """flextrain's runner in the place of MMEngine's; the log of every run says so."""
+class _Patched(FlexibleRunner):
+    """flextrain's runner in the place of one of MMEngine's; the log of every run says so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger.warning(f"{_STATE}; the script asks for MMEngine's runner and gets flextrain's")
 
 
+class PatchedRunner(_Patched):
+    """In the place of MMEngine's Runner."""
+
+
+class PatchedFlexibleRunner(_Patched):
+    """In the place of MMEngine's FlexibleRunner."""
+
+
+# One class for each, so that a name that was imported meanwhile can be given its original back.
+_PATCHED_OF: dict[Any, type[_Patched]] = {TheirRunner: PatchedRunner, TheirFlexibleRunner: PatchedFlexibleRunner}
+
+
 class Patch:
     """MMEngine's runners replaced by flextrain's, until ``undo``; also a context that undoes it at its end."""
 
     def __init__(self) -> None:
-        self._replaced = list(_mentions())
-        for namespace, name, _ in self._replaced:
-            namespace[name] = PatchedRunner
+        self._replaced = _replace(_namespaces(), _PATCHED_OF)
         _active.append(self)
 
     def undo(self) -> None:
-        """Give MMEngine's runners back their places; a second call does nothing."""
-        if self in _active:
-            _active.remove(self)
-            for namespace, name, original in self._replaced:
-                namespace[name] = original
+        """Give MMEngine's runners back their places, also in modules loaded meanwhile; a second call does nothing."""
+        if self not in _active:
+            return
+        _active.remove(self)
+        # A namespace from the beginning may be that of a module that is in sys.modules no more.
+        originals = {patched: original for original, patched in _PATCHED_OF.items()}
+        _replace(chain(self._replaced, _namespaces()), originals)
+        for kind in (kind for patched in _PATCHED_OF.values() for kind in patched.__subclasses__()):
+            logger.warning(
+                f"flextrain.mmengine.unpatch(): {kind.__module__}.{kind.__name__} was derived from flextrain's runner "
+                "meanwhile, and stays what it is"
+            )
 
     def __enter__(self) -> Patch:
         return self
@@ -69,7 +86,7 @@ def patch() -> Patch:
         return _active[-1]
     made = Patch()
     logger.warning(_STATE)
-    for kind in (kind for theirs in _THEIRS for kind in theirs.__subclasses__()):
+    for kind in (kind for theirs in _PATCHED_OF for kind in theirs.__subclasses__()):
         logger.warning(
             f"flextrain.mmengine.patch(): {kind.__module__}.{kind.__name__} was derived from MMEngine's runner before, and "
             "stays what it is"
@@ -83,14 +100,23 @@ def unpatch() -> None:
         _active[-1].undo()
 
 
-def _mentions() -> Iterator[tuple[Any, str, Any]]:
-    """(namespace, name, class) wherever a loaded module, or the registry, has one of MMEngine's runners."""
-    own = {__name__}
+def _namespaces() -> Iterator[dict[str, Any]]:
+    """Yield those of all loaded modules but this one, and the registry's."""
     for module_name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", {})
-        for name, value in list(namespace.items()) if module_name not in own else ():
-            if any(value is kind for kind in _THEIRS):
-                yield namespace, name, value
-    for name, value in list(RUNNERS.module_dict.items()):
-        if any(value is kind for kind in _THEIRS):
-            yield RUNNERS.module_dict, name, value
+        namespace = getattr(module, "__dict__", None)
+        if module_name != __name__ and isinstance(namespace, dict):  # some programs put other objects there
+            yield namespace
+    yield RUNNERS.module_dict
+
+
+def _replace(namespaces: Iterable[dict[str, Any]], replacements: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Replace classes under all their names; return the namespaces that had one."""
+    changed = []
+    for namespace in namespaces:
+        found = {
+            name: new for name, value in list(namespace.items()) for old, new in replacements.items() if value is old
+        }
+        namespace.update(found)
+        if found:
+            changed.append(namespace)
+    return changed

@@ -11,18 +11,24 @@ from mmengine.registry import DefaultScope
 from mmengine.registry import Registry as Theirs
 
 from ..core.errors import ConfigError, suggest
+from ..core.foreign_classes import is_of_mmengine
+from ..core.import_paths import import_path
 from ..core.registry import Registry as Ours
 
 
 def find(registry: Theirs, kind: Any) -> Any:
     """The class or function that ``kind`` names, by scope, parents and default scope; None if the registry has none.
 
-    A class or function is returned as it is. MMEngine's own look-up warns when a scope has no registry of this kind.
+    A class or function is returned as it is. An import path with a colon is found if it names a class of MMEngine. MMEngine's own look-up warns when a scope has no registry of this kind.
     """
     if not isinstance(kind, str):
         return kind
     if ":" in kind:  # flextrain's import paths
-        return None
+        try:
+            found = import_path(kind, "type")
+        except ConfigError:  # who reads the configuration says so, with its key
+            return None
+        return found if is_of_mmengine(found) else None
     try:
         found = _in_default_scope(registry).get(kind)
     except RuntimeError as error:

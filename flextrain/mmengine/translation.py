@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmengine._strategy import BaseStrategy as Theirs
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS, PARAM_SCHEDULERS, STRATEGIES
 
@@ -64,8 +65,8 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
         found["param_scheduler"] = _schedulers(found["param_scheduler"], "param_scheduler")
     found["visualizer"] = adapted_visualizer(found.get("visualizer"), "visualizer")
     found["log_processor"] = adapted_log_processor(found.get("log_processor"), "log_processor")
-    if isinstance(found.get("strategy"), Mapping):
-        found["strategy"] = translated(found["strategy"], STRATEGIES, "strategy", OUR_STRATEGIES)
+    if found.get("strategy") is not None:
+        found["strategy"] = _strategy(found["strategy"], "strategy")
     if isinstance(found.get("default_hooks"), Mapping):
         found["default_hooks"] = {name: _default_hook(name, hook) for name, hook in found["default_hooks"].items()}
     if isinstance(found.get("custom_hooks"), (list, tuple)):
@@ -173,6 +174,14 @@ def _schedulers(cfg: Any, where: str) -> Any:
         f"{where}: {name} is a scheduler of MMEngine, which works with MMEngine's optimizer wrappers only, subclass one of "
         "flextrain.optim.schedulers"
     )
+
+
+def _strategy(cfg: Any, where: str) -> Any:
+    if isinstance(cfg, Theirs):
+        raise ConfigError(f"{where}: MMEngine's {type(cfg).__name__} is built already, give dict(type=..., ...)")
+    if isinstance(cfg, type) and issubclass(cfg, Theirs):
+        cfg = {"type": cfg}
+    return translated(cfg, STRATEGIES, where, OUR_STRATEGIES) if isinstance(cfg, Mapping) else cfg
 
 
 def _default_hook(name: str, hook: Any) -> Any:

@@ -118,7 +118,7 @@ class ClassBalancedDataset(_Wrapper):
         """Load the inner dataset, and count the categories in it."""
         if self._is_ready:
             return
-        super().full_init()
+        _full_init(self.dataset)
         if not callable(getattr(self.dataset, "get_cat_ids", None)):
             raise ConfigError(
                 f"{self._where}.dataset: {type(self.dataset).__name__} has no get_cat_ids(index), which says the categories "
@@ -135,6 +135,7 @@ class ClassBalancedDataset(_Wrapper):
                 for index, own in enumerate(categories)
             )
         )
+        self._is_ready = True
 
     def index_of(self, index: int) -> int:
         """See _Wrapper."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import find_latest, is_checkpoint
+from ...core.checkpoint.untrusted import one_line
 from ...core.errors import CheckpointError, ConfigError, counted
 from ..reporting.progress import samples_per_iteration
 from .checkpoint import CheckpointHook
@@ -73,11 +74,13 @@ class ClosingSummary:
             yield f"Best {best.name}: {best.score:.4f}{best.at}{_place(best)}"
         try:
             newest = find_latest(runner.checkpoint_dir)
-        except CheckpointError as error:
-            yield str(error)
-        else:
-            if newest is not None:
-                yield f"Last checkpoint: {newest}, resume=True continues from it"
+        except (CheckpointError, OSError) as error:  # training is done, and the folder's storage must not undo it
+            runner.logger.warning(f"The last checkpoint is not known: {one_line(error)}")
+            return
+        if newest is not None and runner.has_saved(newest):
+            yield f"Last checkpoint: {newest}, resume=True continues from it"
+        elif newest is not None:
+            yield f"This run saved no checkpoint to resume from; {newest} was there before it"
 
     def _speed(self, updates: int, seconds: float) -> str:
         samples = self._samples_per_iteration()

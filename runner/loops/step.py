@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
-from ...core.model import NO_LOSS, overrides, own_run_forward, parse_losses, run_forward, takes_mode
+from ...core.model import NO_LOSS, forget_averaged, overrides, own_run_forward, parse_losses, run_forward, takes_mode
 from ...core.overriding import overridden
 from ...core.torch_private import is_compiled, is_view, tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step
@@ -83,6 +83,7 @@ class Stepper:
 
     def _prepare_updates(self, optim: OptimWrapper | OptimWrapperDict) -> None:
         """Determine once which methods an update calls."""
+        forget_averaged()
         if isinstance(optim, OptimWrapperDict) and not self.custom_train:
             raise ConfigError(
                 f"optim_wrapper: has {len(optim)} optimizers, {type(self.module).__name__} must define "

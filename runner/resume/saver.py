@@ -20,6 +20,7 @@ class Saver:
         self._pending: PendingSave | None = None
         self._staging = Staging()
         self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
+        self._saved: set[str] = set()  # absolute paths or URLs
         self._last_is_good = True
 
     def save(self, run: Run, path: Path, *, in_background: bool, **options: Any) -> None:
@@ -55,8 +56,13 @@ class Saver:
         """True if this run saved the checkpoint ``path`` with NaN or infinity where values must be finite."""
         return str(path) in self._marked
 
+    def has_saved(self, path: str | Path) -> bool:
+        """True if this run saved the checkpoint ``path``."""
+        return str(path) in self._saved
+
     def _note_saved(self, run: Run, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
+        self._saved.add(str(path))
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys
         if not keys:

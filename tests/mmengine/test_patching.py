@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mmengine.runner
 import pytest
@@ -73,3 +76,40 @@ def test_classes_that_exist_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "flextrain"), patch():
         assert not issubclass(Own, Runner)  # this module's name is flextrain's meanwhile
     assert "Own was derived from MMEngine's runner before" in caplog.text
+
+
+LATE = """
+from mmengine.runner import FlexibleRunner as Flexible, Runner
+from mmengine.runner import Runner as Other
+
+class Own(Runner):
+    pass
+"""
+
+
+def test_modules_that_are_imported_meanwhile_get_the_originals_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mmengine.runner import _flexible_runner
+
+    theirs = _flexible_runner.FlexibleRunner
+    (tmp_path / "imported_late.py").write_text(LATE)
+    (tmp_path / "gone_early.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    gone: Any = importlib.import_module("gone_early")
+    logging.getLogger("flextrain").propagate = True
+    with patch():
+        late: Any = importlib.import_module("imported_late")
+        assert issubclass(late.Runner, FlexibleRunner)
+        assert issubclass(late.Flexible, FlexibleRunner)
+        assert issubclass(gone.Runner, FlexibleRunner)
+        del sys.modules["gone_early"]
+        gone.Other = int
+        caplog.clear()
+    del sys.modules["imported_late"]
+    for module in (late, gone):
+        assert module.Runner is Runner
+        assert module.Flexible is theirs
+    assert gone.Other is int, "what was given another value meanwhile keeps it"
+    assert issubclass(late.Own, FlexibleRunner)
+    assert "imported_late.Own was derived from flextrain's runner meanwhile" in caplog.text

@@ -71,6 +71,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "options": SimpleNamespace(resume_options=None),
         "finish_saving": lambda wait=True: True,
         "was_marked": lambda path: False,
+        "has_saved": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.checkpoint_dir = folder

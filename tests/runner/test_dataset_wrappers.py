@@ -283,3 +283,21 @@ def test_worker_init_fn_by_name() -> None:
 def test_a_wrong_worker_init_fn(init: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^train_dataloader.{says}"):
         check_dataloader(dict(dataset=[1], num_workers=1, worker_init_fn=init), "train_dataloader")
+
+
+def test_a_dataset_without_categories_raises_every_time() -> None:
+    dataset = ClassBalancedDataset([1, 2, 3], 0.5, lazy_init=True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="list has no get_cat_ids"):
+            len(dataset)
+
+
+def test_categories_that_cannot_be_read_raise_every_time() -> None:
+    class Broken(Letters):
+        def get_cat_ids(self, index: int) -> list[str]:
+            raise OSError("annotations")
+
+    dataset = ClassBalancedDataset(Broken(), 0.5, lazy_init=True)
+    for _ in range(2):
+        with pytest.raises(OSError, match="annotations"):
+            len(dataset)

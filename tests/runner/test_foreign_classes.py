@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import flextrain
 from flextrain import ConfigError
 
 from .training import SGD, Accuracy, make_runner, validation
@@ -24,12 +24,6 @@ from mmengine.optim import DefaultOptimWrapperConstructor, LinearLR, OptimWrappe
 from mmengine.runner import EpochBasedTrainLoop, ValLoop
 
 BRIDGE = "a project that keeps MMEngine imports FlexibleRunner from flextrain.mmengine"
-
-
-@pytest.fixture(autouse=True)
-def _without_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of the session may have imported it."""
-    monkeypatch.delitem(sys.modules, "flextrain.mmengine.adapted_runner", raising=False)
 
 
 class TheirHook(Hook):
@@ -146,3 +140,67 @@ def test_configurations_in_mmengines_dicts_are_taken(tmp_path: Path) -> None:
     assert runner.iter == 7
     scheduler = make_runner(tmp_path / "one", param_scheduler=cfg.param_scheduler[0]).cfg["param_scheduler"]
     assert scheduler.start_factor == 0.5
+
+
+FOREIGN: list[dict[str, Any]] = [
+    dict(custom_hooks=[TheirHook()]),
+    with_metric(dict(type=TheirMetric)),
+    dict(model=TheirModel),
+    dict(model=TheirModel()),
+]
+
+
+@pytest.mark.parametrize("changes", FOREIGN, ids=["hook", "metric", "model class", "model"])
+@pytest.mark.parametrize("adapted_first", [True, False], ids=["adapted first", "native first"])
+def test_each_runner_decides_for_itself(tmp_path: Path, changes: dict[str, Any], adapted_first: bool) -> None:
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="is made for MMEngine's runner"):
+            make_runner(tmp_path / "native", **changes)
+
+    if not adapted_first:
+        refused()
+    from flextrain.mmengine import FlexibleRunner as Adapted
+
+    given = {key: value for key, value in changes.items() if key != "model"}
+    Adapted(model=changes.get("model", nn.Linear(1, 1)), work_dir=tmp_path / "adapted", **given)
+    refused()
+
+
+def test_a_native_runner_inside_an_adapted_one_refuses(tmp_path: Path) -> None:
+    from flextrain.mmengine import FlexibleRunner as Adapted
+
+    class Nested(Hook):
+        def __init__(self) -> None:
+            make_runner(tmp_path / "native", model=TheirModel())
+
+    with pytest.raises(ConfigError, match="^model: TheirModel is made for MMEngine's runner"):
+        Adapted(model=TheirModel(), work_dir=tmp_path / "adapted", custom_hooks=[dict(type=Nested)])
+
+
+def test_the_adapted_runner_finds_import_paths(tmp_path: Path) -> None:
+    from flextrain.mmengine import FlexibleRunner as Adapted
+
+    here = f"{__name__}:"
+    metric = dict(type=f"{here}TheirMetric")
+    runner = Adapted(
+        model=dict(type=f"{here}TheirModel"),
+        work_dir=tmp_path,
+        custom_hooks=[dict(type=f"{here}TheirHook"), dict(type="mmengine.hooks:EMAHook")],
+        **with_metric(metric),
+    )
+    names = [type(getattr(hook, "hook", hook)).__module__ for hook in runner.hooks]
+    assert __name__ in names
+    assert "flextrain.runner.hooks.ema" in names
+    with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]"):
+        Adapted(model=nn.Linear(1, 1), work_dir=tmp_path, custom_hooks=[dict(type="mmengine.hooks:Nothing")])
+
+
+def test_the_adapted_runner_takes_the_place_of_mmengines_strategies(tmp_path: Path) -> None:
+    from mmengine._strategy import SingleDeviceStrategy
+
+    from flextrain.mmengine import FlexibleRunner as Adapted
+
+    runner = Adapted(model=nn.Linear(1, 1), work_dir=tmp_path, strategy=SingleDeviceStrategy)
+    assert type(runner.strategy) is flextrain.SingleDeviceStrategy
+    with pytest.raises(ConfigError, match="^strategy: MMEngine's SingleDeviceStrategy is built already, give dict"):
+        Adapted(model=nn.Linear(1, 1), work_dir=tmp_path, strategy=SingleDeviceStrategy(work_dir=str(tmp_path)))

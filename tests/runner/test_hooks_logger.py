@@ -456,3 +456,54 @@ def test_only_a_training_is_summed_up(new_run: Callable[..., FlexibleRunner]) ->
     run = new_run()
     run.val()
     assert "Trained" not in Path(run.log_dir, f"{run.timestamp}.log").read_text()
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(new_run: Callable[..., FlexibleRunner]) -> None:
+    earlier = new_run(train_cfg={"by_epoch": True, "max_epochs": 1}, default_hooks={"checkpoint": {}})
+    earlier.train()
+    run = new_run(train_cfg={"by_epoch": True, "max_epochs": 1}, default_hooks={"checkpoint": None})
+    assert run.work_dir == earlier.work_dir
+    run.train()
+    folder = run.work_dir
+    assert closing(run)[-1] == f"This run saved no checkpoint to resume from; {folder}/epoch_1 was there before it"
+
+
+def test_a_checkpoint_of_a_relative_folder_is_this_runs(
+    new_run: Callable[..., FlexibleRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Saves(Hook):
+        def after_train(self, runner: Any) -> None:
+            runner.save_checkpoint(Path(runner.work_dir).name, "mine")
+
+    run = new_run(custom_hooks=[Saves()], default_hooks={"checkpoint": None})
+    monkeypatch.chdir(Path(run.work_dir).parent)
+    run.train()
+    assert closing(run)[-1] == f"Last checkpoint: {run.work_dir}/mine, resume=True continues from it"
+
+
+@pytest.mark.parametrize("content", ["unreadable", "gone"])
+def test_a_folder_that_cannot_be_read_does_not_fail_a_finished_run(
+    new_run: Callable[..., FlexibleRunner], monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    class Spoils(Hook):
+        priority = "VERY_LOW"
+
+        def after_train(self, runner: Any) -> None:
+            if content == "gone":
+                (Path(runner.work_dir) / "latest").write_text("epoch_9")
+                return
+
+            def fails(folder: Any) -> None:
+                raise OSError(5, "Input/output error")
+
+            monkeypatch.setattr(closing_summary, "find_latest", fails)
+
+    run = new_run(custom_hooks=[Spoils()])
+    run.train()
+    (warning,) = [
+        line
+        for line in Path(run.log_dir, f"{run.timestamp}.log").read_text().splitlines()
+        if "The last checkpoint is not known" in line
+    ]
+    assert " - WARNING - " in warning
+    assert ("Input/output error" if content == "unreadable" else "epoch_9") in warning

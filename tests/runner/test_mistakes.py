@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
-from flextrain.core import model as core_model
 from flextrain.core.errors import FlexTrainError
 
 from .mistakes import checkpoints, data, environment, hooks, metrics, models, schedules
@@ -78,7 +77,6 @@ def test_mistake(row: Row, tmp_path: Path, heard: list[str], monkeypatch: pytest
     if row.prepare is not None:
         row.prepare(tmp_path / "run")
         heard.clear()
-    monkeypatch.setattr(core_model, "_averaged", set())
     error = attempt(row, tmp_path)
     if row.hears == "error":
         assert isinstance(error, FlexTrainError), f"{type(error).__name__}: {error}, and heard {heard}"
@@ -92,6 +90,14 @@ def test_mistake(row: Row, tmp_path: Path, heard: list[str], monkeypatch: pytest
         assert error is not None, "nothing was raised"
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         assert len([line for line in heard if reason in line and row.says in line]) == 1, [reason, *heard]
+
+
+def test_every_run_hears_that_its_loss_is_averaged(tmp_path: Path, heard: list[str]) -> None:
+    row = next(row for row in ROWS if row.name == 'reduction="none"')
+    for number in ("first", "second"):
+        heard.clear()
+        assert attempt(row, tmp_path / number) is None
+        assert len([line for line in heard if row.says in line]) == 1, heard
 
 
 def test_a_full_disk_is_known_before_training(
