@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.checkpoint import make_writable
+from ..core.comm.joint_errors import raising_together
 from ..core.config import check_call, check_keywords, known_keywords
 from ..core.errors import ConfigError
 from ..core.seed import set_seed
@@ -187,11 +188,12 @@ class FlexibleRunner(Checkpoints):
             self.logger.info(f"Nothing is left to train: {done} of {key}={goal} are done")
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
-        loop = self.val_loop if mode == "val" else self.test_loop
+        self.strategy.meet(f"{mode}()")
+        with raising_together():  # only rank 0 looks at the folders that metrics write to
+            loop = self.val_loop if mode == "val" else self.test_loop
         if loop is None:
             parts = f"{mode}_dataloader, {mode}_cfg and {mode}_evaluator"
             raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
-        self.strategy.meet(f"{mode}()")
         self._setup_model()
         with self._running():
             source, _ = find_source(self)

@@ -319,8 +319,17 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at ``path``, and compare the sizes of all files with it.
 
     Raises:
-        CheckpointError: there is no checkpoint, it has a newer version, or a file is missing or has another size.
+        CheckpointError: there is no checkpoint, it has a newer version, or a file is missing, has another size or cannot
+            be read.
     """
+    try:
+        with reaching(path):
+            return _read_manifest(path)
+    except OSError as error:  # as of a checkpoint that is deleted meanwhile
+        raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
+
+
+def _read_manifest(path: Path) -> Manifest:
     check_present(path)
     file = sibling(path / MANIFEST, MANIFEST)
     if file.stat().st_size > MAX_JSON_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,11 @@ def complete_ones(folder: str | os.PathLike[str]) -> dict[Path, float]:
         if not found.is_dir():
             return {}
         paths = [path for path in found.iterdir() if not path.name.startswith(".") and is_checkpoint(path)]
-    written = {path: (path / MANIFEST).stat().st_mtime for path in paths}
-    return {path: written[path] for path in sorted(paths, key=lambda path: (written[path], path.name))}
+        written = {}
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # another run has just deleted it
+                written[path] = (path / MANIFEST).stat().st_mtime
+    return {path: written[path] for path in sorted(written, key=lambda path: (written[path], path.name))}
 
 
 def newest_complete(folder: str | os.PathLike[str], accepts: Callable[[Checkpoint], bool]) -> Path | None:

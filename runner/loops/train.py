@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from ...core.comm.joint_errors import raising_together
 from ...core.config import PositiveInt
 from ...core.errors import ConfigError, counted
 from ..data.dataloaders import TrainData
@@ -107,7 +108,9 @@ class TrainLoop(BaseLoop):
 
     def try_validation(self) -> None:
         """Make the dry pass of validation, before the first update of this process."""
-        loop, batches = self._runner.val_loop, self._runner.options.env_cfg.dry_batches
+        with raising_together():  # it is built here, and only rank 0 looks at the folders that its metrics write to
+            loop = self._runner.val_loop
+        batches = self._runner.options.env_cfg.dry_batches
         done, end = (self._epoch, self.max_epochs) if self.by_epoch else (self._iter, self.max_iters)
         if loop is not None and batches and done < end and not self._has_tried:
             self._has_tried = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.checkpoint import as_path, find_latest, newest_complete, passed_over
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
-from ...core.checkpoint.paths import is_local
+from ...core.checkpoint.paths import is_local, reaching
 from ...core.comm.collectives import broadcast_object
 from ...core.errors import CheckpointError
 from ..options import Resume
@@ -27,23 +27,29 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
 
 def _newest(run: Run) -> Path | None:
     """Return rank 0's newest checkpoint; other machines' view of a shared folder may be seconds old."""
-    found, wrong, marked = None, None, []
+    found, wrong, marked, other = None, None, [], None
+    folder = run.checkpoint_dir
     if run.rank == 0:
+        # An error that rank 0 kept to itself would leave the others waiting for its message.
         try:
-            found = _latest_or_newest(run)
-            marked = passed_over(run.checkpoint_dir, found)
+            with reaching(folder):
+                found = _latest_or_newest(run)
+                marked = passed_over(folder, found)
+                other = None if found else _of_mmengine(folder)
         except CheckpointError as error:
             wrong = str(error)
+        except OSError as error:
+            wrong = f"{error.filename or folder}: cannot be read, {error.strerror or error}"
     # The path is sent as text, because not every path-like object can be pickled.
     name, wrong = broadcast_object((found and str(found), wrong))
     if wrong:
         raise CheckpointError(wrong)
     if marked:  # only on rank 0, which writes the log
         run.logger.warning(
-            f"{', '.join(marked)} in {run.checkpoint_dir}: skipped, their weights hold NaN or infinity; "
+            f"{', '.join(marked)} in {folder}: skipped, their weights hold NaN or infinity; "
             f'resume="path" accepts one of them'
         )
-    if not name and run.rank == 0 and (other := _of_mmengine(run.checkpoint_dir)):
+    if other:  # only on rank 0, too
         run.logger.warning(
             f'{other}: is a checkpoint of MMEngine\'s runner, from which load_from="{other}" takes the weights; it cannot be '
             "resumed, training begins anew"

@@ -47,6 +47,16 @@ class Request:
         return Precision(compute=self.dtype, loss_scale=scale if self.dtype is torch.float16 else None)
 
 
+def check_accelerator(deepspeed: Any, device: torch.device) -> None:
+    """Raise StrategyError if DeepSpeed works on another kind of device."""
+    accelerator = deepspeed.accelerator.get_accelerator().device_name()
+    if accelerator != device.type:
+        raise StrategyError(
+            f'strategy.device: "{device.type}" was chosen and DeepSpeed works on "{accelerator}", set '
+            f"DS_ACCELERATOR={device.type} in the environment"
+        )
+
+
 def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.device) -> Request:
     """Return the settings that can be given both in the options and in the wrapper.
 

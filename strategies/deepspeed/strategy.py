@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.comm.joint_errors import raising_together
 from ...core.comm.model_sync import share_weights
 from ...core.errors import StrategyError
 from ...core.log_marks import ONLY_IN_FILE
@@ -27,7 +28,7 @@ from ..state import Optim
 from . import engine_internals, swapping
 from .compiling import announced, without_shared_memory
 from .config import DeepSpeedConfig, EngineCheckpointing, merged
-from .engine_config import Request, check_wrapper, engine_config, resolve
+from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
 from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
 from .optimizers import check_supported
@@ -90,24 +91,18 @@ class DeepSpeedStrategy(Strategy):
     def setup_environment(self) -> None:
         """See Strategy; a single process creates a process group too, because DeepSpeed needs one."""
         was_set_up = self._spec is not None
-        self._files.open()
         super().setup_environment()
         spec = self._spec
         if was_set_up or spec is None:
             return
-        resolve(self.config, None, self.device)
-        deepspeed = _deepspeed()
-        if self.topology.shares_data or self.topology.model is not None:
-            raise StrategyError(
-                f"{type(self).__name__}: DeepSpeed averages over all processes, of which every one has to train on data of its "
-                "own; leave _arrange() as it is"
-            )
-        accelerator = deepspeed.accelerator.get_accelerator().device_name()
-        if accelerator != self.device.type:
-            raise StrategyError(
-                f'strategy.device: "{self.device.type}" was chosen and DeepSpeed works on "{accelerator}", set '
-                f"DS_ACCELERATOR={self.device.type} in the environment"
-            )
+        try:
+            with raising_together():  # machines may differ
+                self._check_environment()
+                self._files.open()
+        except BaseException:
+            self._files.remove()
+            self._spec = None  # another call must not find it set up
+            raise
         self._join_alone()
         # DeepSpeed reads it in many places, and only some launchers set it.
         if "LOCAL_RANK" not in os.environ:
@@ -116,12 +111,21 @@ class DeepSpeedStrategy(Strategy):
         engine_internals.forget_process_groups()  # those of an earlier strategy in this process
         try:
             with without_shared_memory():
-                deepspeed.init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
+                _deepspeed().init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
         except KeyError as missing:  # of an environment variable that the accelerator needs
             raise StrategyError(
                 f"strategy.device: DeepSpeed needs {missing} in the environment for {self.device.type}; "
                 "flextrain doctor says where it comes from"
             ) from missing
+
+    def _check_environment(self) -> None:
+        resolve(self.config, None, self.device)
+        if self.topology.shares_data or self.topology.model is not None:
+            raise StrategyError(
+                f"{type(self).__name__}: DeepSpeed averages over all processes, of which every one has to train on data of its "
+                "own; leave _arrange() as it is"
+            )
+        check_accelerator(_deepspeed(), self.device)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values."""
@@ -203,7 +207,8 @@ class DeepSpeedStrategy(Strategy):
         optimizer = None
         frozen_groups: dict[str, dict[str, Any]] = {}
         if self._wrapper is not None:
-            frozen_groups = self._build_optimizer(self._wrapper, model, stage)
+            with raising_together():  # it may compile, which can fail on one machine
+                frozen_groups = self._build_optimizer(self._wrapper, model, stage)
             optimizer = self._wrapper.optimizer
         elif stage < 3:
             stage = 0  # without an optimizer there is no state to shard

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import StrategyError, counted
+from ...core.comm.collectives import all_gather_object, side_group
+from ...core.comm.joint_errors import raising_together
+from ...core.errors import LaunchError, StrategyError, counted
 from ...optim.adapters.trial import Samples, TrialError
 from ...optim.wrapper import OptimWrapper
+from ..launch import detect_launch
 from . import swapping
 from .async_io import check_async_io, load_async_io
 from .config import DeepSpeedConfig
@@ -37,7 +42,8 @@ class SwapFiles:
         config: the strategy's options; nothing happens if they keep no state in files.
 
     Raises:
-        StrategyError: DeepSpeed's asynchronous input and output is not compiled and cannot be.
+        StrategyError: DeepSpeed's asynchronous input and output is not compiled and cannot be; of several processes,
+            ``open`` raises it.
     """
 
     def __init__(self, config: DeepSpeedConfig) -> None:
@@ -46,18 +52,21 @@ class SwapFiles:
         # While a model is built in shards, one parameter is written at a time.
         self._param_buffers, self._param_elements, self._state_buffers = 1, _PARAM_ELEMENTS, _STATE_BUFFERS
         self._patience_s = float(config.timeout_s)
-        if self._zero.on_files:
+        if self._zero.on_files and _starts_alone(config.launcher):
             check_async_io()
 
     def open(self) -> None:
-        """Load DeepSpeed's extension, compiled if it is not yet, and create this process's folders."""
+        """Load DeepSpeed's extension, compiled if it is not yet, and create this process's folders.
+
+        Raises:
+            StrategyError: the extension cannot be compiled, or a folder cannot be created.
+        """
         if self._zero.on_files and not self._folders:
+            check_async_io()
             load_async_io(self._patience_s)
             swapping.reserve_before_writing()
-            self._folders = {
-                path: SwapFolder(Path(path))
-                for path in dict.fromkeys(str(part.nvme_path) for part in self._zero.on_files)
-            }
+            for path in dict.fromkeys(str(part.nvme_path) for part in self._zero.on_files):
+                self._folders[path] = SwapFolder(Path(path))
 
     def remove(self) -> None:
         """Remove this process's folders."""
@@ -96,6 +105,8 @@ class SwapFiles:
     def fit(self, model: nn.Module, wrapper: OptimWrapper | None, world_size: int, dtype: torch.dtype) -> list[Path]:
         """Choose the buffers for a model and its optimizer, and give them to parameters that are in files already.
 
+        A collective: no process writes before all have measured the room on their disks.
+
         Args:
             world_size: number of processes, which share every parameter.
             dtype: dtype of the model.
@@ -104,10 +115,24 @@ class SwapFiles:
             Folders to ``discard`` once masters are filled.
 
         Raises:
-            StrategyError: buffers, the disk or the limit of page-locked memory are too small.
+            StrategyError: on every process, if on one of them buffers, the disk or the limit of page-locked memory are
+                too small.
         """
         if not self._zero.on_files:
             return []
+        with raising_together(), _reachable():
+            rooms = self._measured(self._needed(model, wrapper, world_size, dtype))
+        check_room(all_gather_object(rooms, side_group()))
+        param = self._zero.offload_param
+        if param is None or not param.on_files:
+            return []
+        with raising_together(), _reachable():
+            return swapping.renew_buffers(model.parameters(), dtype, self._param_buffers, self._param_elements)
+
+    def _needed(
+        self, model: nn.Module, wrapper: OptimWrapper | None, world_size: int, dtype: torch.dtype
+    ) -> dict[str, int]:
+        """Choose the buffers, and return the bytes that this process needs, by folder."""
         trained = [p for p in model.parameters() if p.requires_grad] if wrapper is not None else []
         total = sum(swapping.shard_numel(p, world_size) for p in trained)
         states = 0
@@ -124,17 +149,13 @@ class SwapFiles:
             smallest, _ = swapping.smallest_in_files(self._aio.block_size)
             if sub_group * _MASTER < smallest:
                 _warn_of_no_effect(optimizer.key, "sub-group", smallest)
-        former: list[Path] = []
         if param is not None and param.on_files:
             held = [swapping.shard_numel(p, world_size) for p in model.parameters()]
             needed[str(param.nvme_path)] += sum(held) * dtype.itemsize
             self._fit_param_buffers(model, world_size, dtype)
             locked += self._param_buffers * self._param_elements * dtype.itemsize
-        self._check_room(needed)
         _check_locked(locked)
-        if param is not None and param.on_files:
-            former = swapping.renew_buffers(model.parameters(), dtype, self._param_buffers, self._param_elements)
-        return former
+        return needed
 
     def _count_state_buffers(self, states: int) -> int:
         """Return the number of buffers for the master, the gradient, and ``states`` tensors of a sub-group."""
@@ -179,20 +200,66 @@ class SwapFiles:
         self._param_buffers = param.buffer_count or max(count, _PARAM_BUFFERS)
         self._param_elements = int(param.buffer_size or max(largest, 1))
 
-    def _check_room(self, needed: dict[str, int]) -> None:
-        """Raise StrategyError if a disk has less room than the processes of this machine need, by folder."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        by_disk: dict[int, int] = {}
-        for path, num_bytes in needed.items():
-            disk = Path(path).stat().st_dev
-            by_disk[disk] = by_disk.get(disk, 0) + num_bytes * local
-            free = shutil.disk_usage(path).free
-            if by_disk[disk] > free:
-                part = next(part for part in self._zero.on_files if str(part.nvme_path) == path)
-                raise StrategyError(
-                    f'{_where(part)}.nvme_path: "{path}" has {free / 2**30:.1f} GiB free, and '
-                    f"{counted(local, 'process', 'processes')} need about {by_disk[disk] / 2**30:.1f} GiB"
-                )
+    def _measured(self, needed: dict[str, int]) -> list[Room]:
+        """Return the room that this process finds for what it needs, by folder."""
+        machine = socket.gethostname()
+        keys = {str(part.nvme_path): f"{_where(part)}.nvme_path" for part in reversed(self._zero.on_files)}
+        return [
+            Room(machine, Path(path).stat().st_dev, keys[path], path, shutil.disk_usage(path).free, num_bytes)
+            for path, num_bytes in needed.items()
+        ]
+
+
+class Room(NamedTuple):
+    """What a process needs in a folder, and what it finds there, in bytes."""
+
+    machine: str
+    disk: int
+    key: str
+    folder: str
+    free: int
+    needed: int
+
+
+def check_room(rooms: Sequence[Sequence[Room]]) -> None:
+    """Raise StrategyError if a disk has less room than all processes on its machine need together.
+
+    Args:
+        rooms: those of every process, by rank; each process gets the same and comes to the same end.
+    """
+    by_disk: dict[tuple[str, int], list[tuple[int, Room]]] = {}
+    for rank, found in enumerate(rooms):
+        for room in found:
+            by_disk.setdefault((room.machine, room.disk), []).append((rank, room))
+    machines = {machine for machine, _ in by_disk}
+    for (machine, _), sharing in by_disk.items():
+        needed, free = sum(room.needed for _, room in sharing), min(room.free for _, room in sharing)
+        if needed > free:
+            first, local = sharing[0][1], len({rank for rank, _ in sharing})
+            at = f" on {machine}" if len(machines) > 1 else ""
+            raise StrategyError(
+                f'{first.key}: "{first.folder}" has {free / 2**30:.1f} GiB free{at}, and '
+                f"{counted(local, 'process', 'processes')} need about {needed / 2**30:.1f} GiB"
+            )
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Raise StrategyError where the folders cannot be looked at or written to any more."""
+    try:
+        yield
+    except OSError as error:
+        raise StrategyError(
+            f"{WHERE}.zero_optimization: {error.filename or 'nvme_path'}: {error.strerror or error}"
+        ) from error
+
+
+def _starts_alone(launcher: str | None) -> bool:
+    """Return whether there are no other processes to tell; how a launch is wrong is said when they should meet."""
+    try:
+        return detect_launch(launcher).world_size == 1
+    except LaunchError:
+        return False
 
 
 def _warn_of_no_effect(key: str, what: str, smallest: int) -> None:

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from flextrain.core.checkpoint import (
     Checkpoint,
+    complete_ones,
     directory,
     find_latest,
     is_checkpoint,
     mark_latest,
+    newest,
+    newest_complete,
+    passed_over,
     remove_checkpoint,
     save_checkpoint,
 )
@@ -454,3 +458,26 @@ def test_a_checkpoint_can_be_moved(tmp_path: Path) -> None:
     shutil.move(path, tmp_path / "elsewhere")
     same(load_all(tmp_path / "elsewhere"), tensors_of(example()))
     assert os.fspath(Checkpoint.open(tmp_path / "elsewhere").path).endswith("elsewhere")
+
+
+@pytest.mark.parametrize("step", ["stat", "read"])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    for name in ("a", "b"):
+        save_checkpoint(tmp_path / name, example())
+        os.utime(tmp_path / name / MANIFEST, (ord(name), ord(name)))
+    deleted_after = {"stat": (newest, "is_checkpoint"), "read": (directory, "sibling")}[step]
+    real = getattr(*deleted_after)
+
+    def deletes(path: Path, *args: Any) -> Any:
+        found = real(path, *args)
+        if "b" in path.parts:
+            remove_checkpoint(tmp_path / "b")
+        return found
+
+    monkeypatch.setattr(*deleted_after, deletes)
+    assert newest_complete(tmp_path, lambda _: True) == tmp_path / "a"
+    assert passed_over(tmp_path, None) == []
+    assert not (tmp_path / "b").exists()
+    assert list(complete_ones(tmp_path)) == [tmp_path / "a"]

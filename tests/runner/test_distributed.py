@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -426,6 +428,35 @@ def test_all_processes_hear_that_the_newest_is_gone(tmp_path: Path, workers2: Wo
     (tmp_path / "latest").write_text("epoch_7")
     for heard in workers2.run(resumed_at, tmp_path, True):
         assert str(heard).startswith(f'{tmp_path / "latest"}: names "epoch_7", which is not a complete checkpoint')
+
+
+def resumed_beside(folder: Path, unreadable: str) -> str:
+    """What this process hears where rank 0 cannot read a file."""
+    read = Path.open
+
+    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, *args, **kwargs)
+
+    runner = make_runner(folder, train_dataloader=loader(), resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if runner.rank == 0:
+            patch.setattr(Path, "open", fails)
+        try:
+            runner.train()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            runner.strategy.teardown()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["latest", "last_checkpoint"])
+def test_all_processes_hear_that_rank_0_cannot_read(tmp_path: Path, workers2: WorkerGroup, name: str) -> None:
+    (tmp_path / name).write_text("epoch_7")
+    says = f"{tmp_path / name}: cannot be read, Input/output error"
+    assert workers2.run(resumed_beside, tmp_path, name) == [says] * 2
 
 
 class Save(Hook):

@@ -330,3 +330,25 @@ def test_a_metric_that_fails_ends_all_processes_with_the_reason(tmp_path: Path, 
     first, second = workers2.run(fails_on_two, str(tmp_path), "raises")
     assert first == "KeyError: 'logits'"
     assert second == "FlexTrainError: Fails.compute_metrics: failed on rank 0, KeyError: 'logits'"
+
+
+def dumps_on_two(folder: str, call: str) -> str:
+    """What this process hears where rank 0 cannot write the results."""
+    dump = dict(type="DumpResults", out_file_path=f"{folder}/file/results.pt")
+    parts = {**validation(5), "val_evaluator": [dump], "model": Trained}
+    runner = make_runner(Path(folder) / "run", **parts, train_cfg=dict(max_epochs=1))
+    try:
+        runner.train() if call == "train" else runner.val()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        runner.strategy.teardown()
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("call", ["train", "val"])
+def test_all_processes_hear_that_results_cannot_be_written(tmp_path: Path, workers2: WorkerGroup, call: str) -> None:
+    (tmp_path / "file").touch()
+    says = f'val_evaluator[0].out_file_path: "{tmp_path / "file"}" cannot be written to, File exists'
+    assert workers2.run(dumps_on_two, str(tmp_path), call) == [says] * 2

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from flextrain.strategies import DeepSpeedStrategy
 from flextrain.strategies.deepspeed import async_io, swap_files
 from flextrain.strategies.deepspeed.engine_config import Request, engine_config
 from flextrain.strategies.deepspeed.swap_folder import SwapFolder
+from flextrain.strategies.launch import detect_launch
+from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.deepspeed
 
@@ -243,3 +246,72 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     SwapFolder(tmp_path).remove()
     assert not left.exists()
+
+
+# What one of several processes finds
+
+
+def test_processes_that_share_a_disk_share_its_room() -> None:
+    def room(machine: str, free: int, needed: int, folder: str = "/disk") -> list[swap_files.Room]:
+        return [swap_files.Room(machine, 5, f"{PARAM}.nvme_path", folder, free * 2**30, needed * 2**30)]
+
+    swap_files.check_room([room("a", 10, 5), room("a", 10, 5), room("b", 6, 6)])
+    with pytest.raises(StrategyError) as caught:
+        swap_files.check_room([room("a", 10, 5), room("a", 10, 5, "/disk/b"), room("a", 9, 0)])
+    assert str(caught.value) == f'{PARAM}.nvme_path: "/disk" has 9.0 GiB free, and 3 processes need about 10.0 GiB'
+    with pytest.raises(StrategyError) as caught:
+        swap_files.check_room([room("a", 10, 5), room("b", 4, 5)])
+    assert str(caught.value) == f'{PARAM}.nvme_path: "/disk" has 4.0 GiB free on b, and 1 process need about 5.0 GiB'
+
+
+def told(folder: Path, wrong: str) -> tuple[str, bool]:
+    """What this process hears when rank 1 finds something wrong, and whether it would have written."""
+    import torch
+    from torch import nn
+
+    writes: list[Any] = []
+    options = dict(device="nvme", nvme_path=str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap_files, "check_async_io", lambda: None)
+        patch.setattr(swap_files, "load_async_io", lambda patience_s: None)
+        patch.setattr("flextrain.strategies.deepspeed.swapping.renew_buffers", lambda *a: writes.append(a))
+        strategy = DeepSpeedStrategy(device="cpu", **zero(offload_param=options))
+        try:
+            if detect_launch().rank == 1 and wrong == "compiler":
+                patch.setattr(swap_files, "check_async_io", missing)
+            strategy.setup_environment()
+            if strategy.rank == 1 and wrong == "disk":
+                patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+            elif strategy.rank == 1 and wrong == "memory":
+                patch.setattr("resource.getrlimit", lambda _: (1, 1))
+                patch.setattr(swap_files, "_may_lock_everything", lambda: False)
+            strategy._files.fit(nn.Linear(2, 2), None, strategy.world_size, torch.float32)
+        except StrategyError as error:
+            return str(error), bool(writes)
+        finally:
+            strategy.teardown()
+    return "", bool(writes)
+
+
+def missing() -> None:
+    raise StrategyError("no compiler here")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("nothing", ""),
+        ("compiler", "no compiler here"),
+        ("disk", "has 0.0 GiB free, and 2 processes need about"),
+        ("memory", "of page-locked memory"),
+    ],
+)
+def test_all_processes_hear_what_one_finds_before_any_writes(
+    tmp_path: Path, workers2: WorkerGroup, wrong: str, message: str
+) -> None:
+    first, second = workers2.run(told, tmp_path, wrong)
+    assert first == second
+    assert message in first[0]
+    assert first == ("", True) if wrong == "nothing" else first[0] and not first[1]
+    assert not list(tmp_path.iterdir())
