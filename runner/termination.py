@@ -86,7 +86,8 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         try:
             method(run, exception=error)
         except Exception as second:  # logged, because it must not hide the first error
-            run.logger.error(f"{type(method.__self__).__name__}.on_exception: {second}", exc_info=second)
+            kind = type(getattr(method, "__self__", method))  # a function may be set as an attribute of a hook
+            run.logger.error(f"{kind.__name__}.on_exception: {second}", exc_info=second)
 
 
 def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:

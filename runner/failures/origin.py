@@ -129,6 +129,8 @@ def _note(origin: Origin, frame: FrameType, own: Any) -> None:
     module, function = _module_of(frame), frame.f_code.co_name
     if module == "runner.loops.dry_pass":
         origin.is_dry, origin.mode = True, getattr(own, "_mode", "val")
+        if function == "_compute":
+            _note_metric(origin, frame.f_locals.get("part"), "compute")
     elif module == "runner.loops.evaluate":
         origin.mode = getattr(own, "mode", origin.mode)
         origin.part = origin.kind = ""
@@ -143,8 +145,6 @@ def _note(origin: Origin, frame: FrameType, own: Any) -> None:
     elif module == "runner.metrics.evaluator" and function in ("process", "evaluate"):
         method = "process" if function == "process" else "compute"
         _note_metric(origin, frame.f_locals.get("metric"), method)
-    elif module == "runner.loops.dry_pass" and function == "_compute":
-        _note_metric(origin, frame.f_locals.get("part"), "compute")
     elif module in ("runner.metrics.base", "runner.metrics.torchmetrics") and function == "evaluate":
         _note_metric(origin, own, "compute")
     elif module.startswith("runner.data."):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.comm import collectives as dist
+from ...core.comm.matched_calls import roll_call
 from ...core.device import peak_apart
 from ...core.errors import ConfigError, FlexTrainError, LaunchError, counted
 from ...core.overriding import overridden
@@ -17,6 +18,7 @@ from ...core.random_state import kept_random_state
 from ...core.snapshot import Snapshot
 from ...core.torch_private import without_compiling
 from ..data.first_batches import first_batches, only_once, parts_of
+from ..hooks.dispatch import HookDispatcher
 from ..metrics.evaluator import Evaluator, add_metrics
 from .evaluation_data import EVALUATION
 from .lockstep import until_all_end
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from ..run import Run
 
 _OFF = "env_cfg=dict(dry_run=False) leaves the dry pass out"
+
+PATIENCE_S = 10.0
+"""Seconds that a process with an error waits for the others. It ends without them if they wait for it in a collective."""
 
 
 class DryPass:
@@ -40,6 +45,10 @@ class DryPass:
 
     It is left out for data that can be read only once, and for loops with a ``run`` of their own. If hooks of the
     user's run before validation, or before its batches, every error is a warning, because the model may need them.
+
+    Of several processes, one may fail while the others wait for it in a collective of the model or of a metric. It then
+    raises its own error after ``PATIENCE_S`` seconds, and a warning is not possible. Nor is it if forward failed on some
+    processes only, because the collectives of the others are still open.
 
     Args:
         runner: the run.
@@ -99,10 +108,13 @@ class DryPass:
 
     def _evaluate(self, num_batches: int) -> dict[str, Any]:
         """Return the metrics of the first batches; none if one of them could not be computed, or gave nothing."""
-        failure, said = self._process(num_batches)
-        if said is not None and not (hooks := self._hooks_before()):
-            raise failure or LaunchError(f"another process failed in the dry pass: {said}")
+        failure, reports = self._process(num_batches)
+        said = next((text for text, _ in filter(None, reports)), None)
         if said is not None:
+            in_forward = {report is not None and report[1] for report in reports}
+            hooks = self._hooks_before()
+            if not hooks or len(in_forward) > 1:
+                raise failure or LaunchError(f"another process failed in the dry pass: {said}")
             self._warn(f"{said}; {', '.join(hooks)} may be needed before it, and was not called")
             return {}
         found: dict[str, Any] = {}
@@ -118,8 +130,8 @@ class DryPass:
             is_whole = is_whole and bool(metrics)
         return found if is_whole else {}
 
-    def _process(self, num_batches: int) -> tuple[Exception | None, str | None]:
-        """Give the batches to model and metrics; return this process's error, and the first of all processes in words."""
+    def _process(self, num_batches: int) -> tuple[Exception | None, list[_Report | None]]:
+        """Give the batches to model and metrics; return this process's error, and the reports of all processes."""
         strategy = self._runner.strategy
         topology = strategy.topology
         options: dict[str, Any] = {"seed": self._runner.seed, "epoch": EVALUATION, "shard": topology.shard}
@@ -131,17 +143,34 @@ class DryPass:
             for batch, is_own in pairs:
                 failure: Exception | None = batch.error if isinstance(batch, _Unreadable) else None
                 # Known to all before forward, whose collectives a process without a batch would not come to.
-                if said := _told(failure):
-                    return failure, said
+                if any(reports := _told(failure, False)):
+                    return failure, reports
+                in_forward = True
                 try:
                     outputs = self._forward(batch)
+                    in_forward = False
                     if is_own and topology.reports:
                         self._evaluator.process(data_samples=outputs, data_batch=batch)
                 except Exception as error:  # raised when all processes know of it, so that none waits for this one
                     failure = error
-                if said := _told(failure):
-                    return failure, said
-        return None, None
+                self._meet(failure)
+                if any(reports := _told(failure, in_forward)):
+                    return failure, reports
+        return None, []
+
+    def _meet(self, failure: Exception | None) -> None:
+        """Wait until all processes have left model or metric, or raise this one's failure if they do not come.
+
+        A collective that told of the failure would meet those in which the others may still be. The store cannot.
+        """
+        timeout_s = float(self._runner.strategy.config.timeout_s)
+        # Shorter than the others' collectives may take, for their errors are only consequences of this one.
+        problem = roll_call("the dry pass", timeout_s if failure is None else min(PATIENCE_S, timeout_s / 2))
+        if problem is None:
+            return
+        if failure is not None:
+            self._runner.logger.warning(f"Dry pass: {_in_words(failure)}; {problem}; {_OFF}")
+        raise failure or LaunchError(f"the dry pass: {problem}; the log of the other processes says why")
 
     def _compute(self, part: Any) -> Mapping[str, Any]:
         """Return a metric's values; a failure for which the few data may be the cause is only a warning."""
@@ -151,6 +180,7 @@ class DryPass:
             metrics = part.evaluate(None)
         except Exception as error:
             failure = error
+        self._meet(failure)
         own = None if failure is None else (_is_certain(failure), _in_words(failure))
         reports = dist.all_gather_object(own)
         certain = _first([report for report in reports if report and report[0]])
@@ -165,14 +195,22 @@ class DryPass:
     def _hooks_before(self) -> list[str]:
         """Hooks of the user's that a real validation calls before its first forward."""
         points = (f"before_{self._mode}", f"before_{self._mode}_epoch", f"before_{self._mode}_iter")
-        kinds = [type(call.__self__) for point in points for call in self._runner.hook_calls[point]]
-        return [kind.__name__ for kind in dict.fromkeys(kinds) if kind.__module__.partition(".")[0] != _LIBRARY]
+        names: list[str] = []
+        for hook in self._runner.hooks:
+            dispatcher = HookDispatcher([hook])
+            calls = [call for point in points for call in dispatcher[point]]
+            # The user's own are also functions set as attributes of one of this library's hooks.
+            if any(_is_the_user_s(type(hook)) or _is_the_user_s(call) for call in calls):
+                names.append(type(hook).__name__)
+        return [*dict.fromkeys(names)]
 
     def _warn(self, what: str) -> None:
         self._runner.logger.warning(f"Dry pass: {self._mode}_evaluator: {what}; {_OFF}")
 
 
 _LIBRARY = __name__.partition(".")[0]
+
+_Report = tuple[str, bool]  # a failure in words, and whether forward failed
 
 
 class _Unreadable:
@@ -192,10 +230,13 @@ def _with_failure(batches: Iterator[Any]) -> Iterator[Any]:
         yield _Unreadable(error)
 
 
-def _told(failure: Exception | None) -> str | None:
-    """Tell all processes of this one's failure, and return the first of theirs in words; a collective."""
-    said: str | None = _first(dist.all_gather_object(None if failure is None else _in_words(failure)))
-    return said
+def _told(failure: Exception | None, in_forward: bool) -> list[_Report | None]:
+    """Tell all processes of this one's failure, and return what each of them tells; a collective."""
+    return dist.all_gather_object(None if failure is None else (_in_words(failure), in_forward))
+
+
+def _is_the_user_s(kind: Any) -> bool:
+    return getattr(kind, "__module__", "").partition(".")[0] != _LIBRARY
 
 
 def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:

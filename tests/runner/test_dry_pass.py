@@ -399,6 +399,14 @@ def test_what_only_a_hook_makes_possible_is_no_mistake(tmp_path: Path) -> None:
     assert type(train(tmp_path / "without", model=NeedsHook)[0]) is RuntimeError
 
 
+def test_such_a_hook_may_have_a_function_as_an_attribute(tmp_path: Path) -> None:
+    hook: Any = Seen()
+    hook.before_val = lambda runner: setattr(runner.model, "is_ready", True)
+    outcome, (line,) = train(tmp_path, model=NeedsHook, custom_hooks=[hook])
+    assert outcome == 21
+    assert "; Seen may be needed before it, and was not called; env_cfg" in line
+
+
 class Calls(Hook):
     """Writes down the hook points of validation."""
 

@@ -120,6 +120,14 @@ def test_a_broken_latest_does_not_hide_the_failure(tmp_path: Path) -> None:
     assert said in log_file(tmp_path)
 
 
+def test_a_function_set_as_on_exception_that_fails_does_not_hide_the_failure(tmp_path: Path) -> None:
+    hook: Any = At(5, lambda: fail(RuntimeError("a lamp fell")))
+    hook.on_exception = lambda runner, exception: fail(ValueError("another one"))
+    with pytest.raises(RuntimeError, match="a lamp fell"):
+        run(tmp_path, hook).train()
+    assert " - ERROR - function.on_exception: another one\n" in log_file(tmp_path)
+
+
 def fail_on_every_rank(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     runner = run(folder, At(5, lambda: fail(RuntimeError(f"lamp {rank} fell"))))
