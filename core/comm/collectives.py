@@ -129,7 +129,7 @@ def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers: gloo has no complex ones before torch 2.9."""
+    """The same memory as real numbers: gloo of torch 2.6 has no complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
