@@ -138,10 +138,9 @@ def _no_leaked_variables() -> Iterator[None]:
 def _logs_as_before() -> Iterator[None]:
     """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it."""
     logger = logging.getLogger("flextrain")
-    before = logger.level, logger.propagate
+    before = logger.level
     yield
-    logger.setLevel(before[0])
-    logger.propagate = before[1]
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)
