@@ -193,8 +193,10 @@ def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path)
     command = [
         sys.executable,
         "-c",
-        # Without workers: one that is interrupted while it sends a batch prints a traceback of its own.
-        SCRIPT.replace("WARNING", "INFO")
+        # What a shell starts in the background ignores the signal, and so would this. Without workers: one that is
+        # interrupted while it sends a batch prints a traceback of its own.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        + SCRIPT.replace("WARNING", "INFO")
         .replace("interval=", "by_epoch=False, interval=")
         .replace(", num_workers=1, persistent_workers=True", ""),
         str(tmp_path),
