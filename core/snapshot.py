@@ -97,11 +97,16 @@ class Snapshot:
         return [*items, *vars(one).values()] if hasattr(one, "__dict__") else list(items)[:_FOLLOWED_ITEMS]
 
     def _take_attributes(self, one: Any) -> Iterable[object]:
+        inside = []
+        if slots := _slots(type(one)):
+            held_in_slots = {slot: slot.__get__(one, type(one)) for slot in slots if _is_filled(slot, one)}
+            self._restore.append(_of_slots(one, slots, held_in_slots))
+            inside += held_in_slots.values()
         held = getattr(one, "__dict__", None)
-        if not isinstance(held, dict):
-            return ()
-        self._restore.append(_of_container(held))
-        return list(held.values())
+        if isinstance(held, dict):
+            self._restore.append(_of_container(held))
+            inside += held.values()
+        return inside
 
     def _take_module(self, module: nn.Module) -> Iterable[object]:
         for buffer in module.buffers(recurse=False):
@@ -212,6 +217,35 @@ def _of_container(one: Any) -> Callable[[], None]:
             (kind.update if kind is set else kind.extend)(one, items)
 
     return refill
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The ``__slots__`` of a class and its bases."""
+    own = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(slot for slots in own for slot in slots if isinstance(slot, types.MemberDescriptorType))
+
+
+def _is_filled(slot: types.MemberDescriptorType, one: object) -> bool:
+    try:
+        slot.__get__(one, type(one))
+    except AttributeError:
+        return False
+    return True
+
+
+def _of_slots(one: object, slots: Iterable[types.MemberDescriptorType], held: dict[Any, Any]) -> Callable[[], None]:
+    """A function that restores the slots of an object, past a ``__setattr__`` that refuses."""
+
+    def restore() -> None:
+        for slot in slots:
+            if slot in held:
+                if not _is_filled(slot, one) or slot.__get__(one, type(one)) is not held[slot]:
+                    slot.__set__(one, held[slot])
+            elif _is_filled(slot, one):
+                slot.__delete__(one)
+
+    return restore
 
 
 def _of_entries(held: dict[str, Any], entries: dict[str, Any]) -> Callable[[], None]:
