@@ -97,7 +97,7 @@ class Snapshot:
         return [*items, *vars(one).values()] if hasattr(one, "__dict__") else list(items)[:_FOLLOWED_ITEMS]
 
     def _take_attributes(self, one: Any) -> Iterable[object]:
-        inside = []
+        inside: list[object] = []
         if slots := _slots(type(one)):
             held_in_slots = {slot: slot.__get__(one, type(one)) for slot in slots if _is_filled(slot, one)}
             self._restore.append(_of_slots(one, slots, held_in_slots))
@@ -219,7 +219,6 @@ def _of_container(one: Any) -> Callable[[], None]:
     return refill
 
 
-@functools.cache
 def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """The ``__slots__`` of a class and its bases."""
     own = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
