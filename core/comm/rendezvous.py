@@ -32,8 +32,9 @@ _endpoint: _Endpoint | None = None
 def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "") -> Any:
     """Wait for all processes, and return the job's store under a prefix for the process group that is made next.
 
-    The store still holds the addresses of a group that was left, and a process that comes early would try them.
-    Therefore every group has a number, and its keys start with it.
+    The store still holds the addresses of a group that was left, or whose processes were killed: torchrun's agent keeps
+    it over restarts. A process would try those. Therefore every group has a number, and its keys start with it. Groups
+    of each world size are counted apart: of a job that grows and shrinks, some processes miss groups of other sizes.
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file://path``.
@@ -45,20 +46,21 @@ def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: f
     store = _open(init_method, rank, world_size, timeout_s)
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     _check_job(store, init_method, rank, timeout_s, job)
-    own = f"flextrain/groups/{rank}"
+    home = f"flextrain/of {world_size}"
+    own = f"{home}/groups/{rank}"
     while True:
         # Counted in the store, because a restarted process must not begin with number 1 again.
         number = store.add(own, 1)
         if number > 1:  # no process shall wait for this one in its previous group
-            store.compare_set(f"flextrain/{number - 1}/state", "", _OVER)
-        state = f"flextrain/{number}/state"
-        if store.add(f"flextrain/{number}/here", 1) == world_size:
+            store.compare_set(f"{home}/{number - 1}/state", "", _OVER)
+        state = f"{home}/{number}/state"
+        if store.add(f"{home}/{number}/here", 1) == world_size:
             store.compare_set(state, "", _GO)
         is_late = not await_key(store, state, timeout_s)
         if store.compare_set(state, "", _OVER).decode() == _GO:
-            return dist.PrefixStore(f"flextrain/{number}", store)  # type: ignore[attr-defined]
+            return dist.PrefixStore(f"{home}/{number}", store)  # type: ignore[attr-defined]
         if is_late:
-            missing = [other for other in range(world_size) if store.add(f"flextrain/groups/{other}", 0) < number]
+            missing = [other for other in range(world_size) if store.add(f"{home}/groups/{other}", 0) < number]
             raise LaunchError(
                 f"launcher: rank {', '.join(map(str, missing))} of {counted(world_size, 'process', 'processes')} did not "
                 f"come to {_said(init_method)} within {timeout_s:g} s"
@@ -106,7 +108,9 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any
         if rank > 0 and init_method.startswith(("env://", "tcp://")):
             _await_server(_said(init_method).removeprefix("tcp://"), min(timeout_s, _PATIENCE_S))
         try:
-            store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))  # type: ignore[attr-defined]
+            store = _agents_store(timeout) if init_method.startswith("env://") else None
+            if store is None:
+                store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))  # type: ignore[attr-defined]
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise LaunchError(
@@ -114,6 +118,18 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any
             ) from error
         _endpoint = _Endpoint(where, store)
     return _endpoint.store
+
+
+def _agents_store(timeout: datetime.timedelta) -> Any:
+    """The store that torchrun's agent keeps; None if it keeps none.
+
+    ``rendezvous`` of some versions of torch puts the number of restarts before every key. Agents of several machines
+    need not have counted alike, because a change of members is no restart to them, and their workers would never meet.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 def _await_server(address: str, patience_s: float) -> None:

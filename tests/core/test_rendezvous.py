@@ -45,6 +45,27 @@ def test_groups_one_after_the_other(workers2: WorkerGroup, tmp_path: Path, kind:
     assert workers2.run(join_in_turn, method, 0.3, store and store.port) == [[3.0, 3.0, 3.0]] * 2
 
 
+def join_as_the_job_changes(agent: int, sizes: list[int]) -> list[float]:
+    """Sums over the processes of one group after another; only the first ``size`` processes are in each."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(agent))
+    rank = int(os.environ["RANK"])
+    sums = []
+    for turn, size in enumerate(sizes):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(turn * rank)  # machines do not count alike
+        if rank < size:
+            dist.init_process_group("gloo", rank=rank, world_size=size, init_method="env://", timeout_s=20)
+            sums.append(dist.all_reduce(torch.tensor(1.0)).item())
+            dist.destroy_process_group()
+    return sums
+
+
+def test_groups_of_a_job_that_shrinks_and_grows(workers3: WorkerGroup) -> None:
+    """The third process once took the addresses of the group of two for those of the next group of three."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sums = workers3.run(join_as_the_job_changes, store.port, [3, 2, 2, 3])
+    assert sums == [[3.0, 2.0, 2.0, 3.0]] * 2 + [[3.0, 3.0]]
+
+
 def one_tries_alone() -> tuple[str, float]:
     message = ""
     if os.environ["RANK"] == "0":
