@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 _logger = logging.getLogger("flextrain")
+
+_EXIT_S = 1.0
+"""Seconds that the interpreter waits at its exit for the current rounds."""
 
 
 class Monitor:
@@ -36,10 +41,15 @@ class Monitor:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+        _started.add(self)
 
     def stop(self) -> None:
         """Make this the last round; do not wait for it, because the store may not answer any more."""
         self._ends.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the last round is over, at most ``timeout_s`` seconds."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._ends.wait(self._period_s):
@@ -52,3 +62,17 @@ class Monitor:
                     if not self._ends.is_set():
                         name = getattr(watcher, "__qualname__", type(watcher).__name__)
                         _logger.warning(f"{name} ended by {type(error).__name__}: {error}", exc_info=error)
+
+
+_started: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all threads before the interpreter ends: one that it finds in a call of torch's store would abort the process."""
+    deadline = time.monotonic() + _EXIT_S
+    monitors = list(_started)
+    for monitor in monitors:
+        monitor.stop()
+    for monitor in monitors:
+        monitor.join(max(0.0, deadline - time.monotonic()))

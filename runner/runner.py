@@ -20,6 +20,7 @@ from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
+from .oversight import Oversight
 from .reporting import MessageHub, build_log_processor, setup_logger
 from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
@@ -113,8 +114,10 @@ class FlexibleRunner(Checkpoints):
         super().__init__(given, checked)
         options = checked.options
         apply_environment(options.env_cfg)
+        self.oversight = Oversight()
         self.strategy.setup_environment()
         self.strategy.meet("FlexibleRunner()")
+        self.oversight.start(self)
         check_agreement(given, checked)
         self.work_dir = str(Path(work_dir).absolute())
         make_writable(Path(self.work_dir), "work_dir")

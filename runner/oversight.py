@@ -1,0 +1,57 @@
+"""Oversight: what looks after a run beside training, in one thread per run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..core.comm.bulletin import Bulletin
+from .monitor import Monitor
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Oversight:
+    """The Monitor of a run, the Bulletin that its watchers share, and the watchers.
+
+    It is made before processes wait for each other, and starts when all have met. It ends with the run: when the runner
+    is no longer used, or when this process has left the process group. Watchers get no strong reference to the run,
+    which would then never end.
+    """
+
+    def __init__(self) -> None:
+        self.bulletin: Bulletin | None = None
+        """Made by ``start`` if there are several processes. Only watchers may use it, because it belongs to their thread."""
+        self.monitor: Monitor | None = None
+        """Made by ``start`` if there are watchers."""
+        self._watchers: list[Callable[[], None]] = []
+        self._group: object = None
+
+    def add(self, watcher: Callable[[], None]) -> None:
+        """Let ``watcher`` be called several times a second, in the order of adding; before ``start``, on every process."""
+        self._watchers.append(watcher)
+
+    def start(self, run: Run) -> None:
+        """Start the thread if there are watchers; every process calls it at the same point, and has the same watchers."""
+        if not self._watchers:
+            return
+        if run.world_size > 1:
+            self.bulletin = Bulletin()
+            self._group = dist.group.WORLD
+        self.monitor = Monitor([self._end_with_the_group, *self._watchers])
+        self.monitor.start()
+        weakref.finalize(run, self.monitor.stop)
+
+    def stop(self) -> None:
+        """Call no watcher any more."""
+        if self.monitor is not None:
+            self.monitor.stop()
+
+    def _end_with_the_group(self) -> None:
+        """Stop once this process has left the process group, with which the store may end."""
+        if self._group is not None and not (dist.is_initialized() and dist.group.WORLD is self._group):
+            self.stop()

@@ -1,0 +1,86 @@
+"""Oversight: one thread per run, which shares a bulletin with the other processes and ends with the run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flextrain.core.comm import collectives as dist
+from flextrain.runner.oversight import Oversight
+from flextrain.testing import WorkerGroup
+
+from .training import make_runner
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+class Oversees(Oversight):
+    """Leaves a word for the others, and collects theirs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.heard: list[str | None] = []
+        self.calls = 0
+        self.add(self._watch)
+
+    def _watch(self) -> None:
+        self.calls += 1
+        if self.bulletin is not None:
+            self.bulletin.put(f"from {self.bulletin.rank}", "here")
+            self.heard = self.bulletin.read(["from 0", "from 1"])
+
+
+def threads() -> int:
+    return sum(thread.name == "flextrain-monitor" for thread in threading.enumerate())
+
+
+def oversee_two_runs(folder: Path) -> None:
+    before = threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flextrain.runner.runner.Oversight", Oversees)
+        runners: list[Any] = [make_runner(folder / name) for name in ("one", "two")]
+    for runner in runners:
+        wait_until(lambda runner=runner: runner.oversight.heard == ["here", "here"])  # type: ignore[misc]
+    dist.barrier()
+    for runner in runners:
+        runner.strategy.teardown()
+    wait_until(lambda: threads() == before)
+
+
+@pytest.mark.distributed
+def test_watchers_talk_to_those_of_the_other_processes_until_the_group_is_left(
+    tmp_path: Path, workers2: WorkerGroup
+) -> None:
+    workers2.run(oversee_two_runs, tmp_path)
+
+
+def test_the_thread_ends_with_a_runner_that_nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flextrain.runner.runner.Oversight", Oversees)
+    before = threads()
+    runner: Any = make_runner(tmp_path)
+    oversight = runner.oversight
+    assert oversight.bulletin is None, "there is nobody to talk to"
+    wait_until(lambda: oversight.calls)
+    assert threads() == before + 1
+    del runner
+    gc.collect()
+    wait_until(lambda: threads() == before)
+
+
+def test_without_watchers_there_is_no_thread(tmp_path: Path) -> None:
+    before = threads()
+    make_runner(tmp_path)
+    assert threads() == before
