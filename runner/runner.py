@@ -15,6 +15,7 @@ from ..core.config import check_call, check_keywords, known_keywords
 from ..core.errors import ConfigError
 from ..core.seed import set_seed
 from ..strategies.base import Strategy
+from ..strategies.launchers import saying_why_this_process_leaves
 from .arguments import check_everything
 from .build import apply_environment
 from .checkpoints import Checkpoints
@@ -109,7 +110,8 @@ class FlexibleRunner(Checkpoints):
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()
-        with self.message_hub.as_current():  # a hook may look for it when it is made
+        # A hook may look for the hub when it is made.
+        with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
             checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
         super().__init__(given, checked)
         options = checked.options

@@ -9,7 +9,8 @@ from .config import StrategyConfig
 from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
-from .launch import detect_launch, launch
+from .launch import launch
+from .launchers import detect_launch
 from .npu import NPUStrategy
 from .requirements import Needs
 from .single_device import SingleDeviceStrategy

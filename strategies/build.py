@@ -10,7 +10,7 @@ from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import overridden, refuse_unused
 from ..core.registry import STRATEGIES
 from .base import Strategy
-from .launch import detect_launch
+from .launchers import detect_launch
 
 _NEVER_CALLED = {
     "_setup_distributed": "override setup_environment()",

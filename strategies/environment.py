@@ -15,7 +15,7 @@ from ..core.device import DeviceSpec, device_spec, select_device
 from ..core.errors import StrategyError
 from ..core.overriding import refuse_misspelled
 from .config import StrategyConfig
-from .launch import Launch, detect_launch
+from .launchers import Launch, detect_launch, saying_why_this_process_leaves
 
 
 class ProcessEnvironment:
@@ -65,8 +65,9 @@ class ProcessEnvironment:
             return
         spec = device_spec(self.config.device)
         self.launch = detect_launch(self.config.launcher)
-        self._check_world(self.launch.world_size)
-        self.device = select_device(spec, self.launch.local_rank)
+        with saying_why_this_process_leaves(self.config.launcher):
+            self._check_world(self.launch.world_size)
+            self.device = select_device(spec, self.launch.local_rank)
         if self.launch.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
                 spec.complete_backend(self.config.backend),
@@ -75,6 +76,8 @@ class ProcessEnvironment:
                 init_method=self.launch.init_method,
                 timeout_s=float(self.config.timeout_s),
                 job=self.launch.job,
+                is_derived=self.launch.is_derived,
+                several_machines=self.launch.several_machines,
             )
             self._owns_group = True
             dist.leave_at_exit()

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rendezvous import store_of_group
+from .interface import choose_interface
+from .rendezvous import host_of, store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
 # An interpreter that exits meanwhile aborts ("terminate called without an active exception"). torch before 2.8
@@ -266,14 +267,29 @@ def group_backend() -> str:
 
 
 def init_process_group(
-    backend: str, *, rank: int, world_size: int, init_method: str, timeout_s: float, job: str = ""
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    timeout_s: float,
+    job: str = "",
+    is_derived: bool = False,
+    several_machines: bool = False,
 ) -> None:
     """Join the default process group; after leaving, it can be joined again. Arguments are as in ``store_of_group``.
+
+    Args:
+        several_machines: True if not all processes are on this machine, so that gloo needs an interface between them.
 
     Raises:
         LaunchError: not all processes joined within ``timeout_s`` seconds.
     """
-    store = store_of_group(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job)
+    store = store_of_group(
+        init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, job=job, is_derived=is_derived
+    )
+    if several_machines:
+        choose_interface(store, host_of(init_method), rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
     side_group(timeout_s)  # made now, while all are here: waiting for a missing process later would have no time limit
 

@@ -12,9 +12,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import LaunchError, counted
+from .addresses import is_own, resolve
 
-_GO, _OVER = "go", "over"
+_GO, _OVER, _LEFT = "go", "over", "left "
+_JOB = "flextrain/job"
 _PATIENCE_S = 3.0
+# How long the name of rank 0's machine may be unknown, while a name server is silent, and in a pod of Kubernetes.
+_NAME_S, _NAME_IN_POD_S, _NAME_NAP_S = 15.0, 300.0, 0.5
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.05
 
 
@@ -29,7 +33,9 @@ class _Endpoint:
 _endpoint: _Endpoint | None = None
 
 
-def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "") -> Any:
+def store_of_group(
+    init_method: str, *, rank: int, world_size: int, timeout_s: float, job: str = "", is_derived: bool = False
+) -> Any:
     """Wait for all processes, and return the job's store under a prefix for the process group that is made next.
 
     The store still holds the addresses of a group that was left, or whose processes were killed: torchrun's agent keeps
@@ -39,14 +45,15 @@ def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: f
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file://path``.
         job: an identifier that only the processes of this job have; empty if there is none.
+        is_derived: True if nobody gave the address; it is then an error at once if it is not of rank 0's own machine.
 
     Raises:
-        LaunchError: the store or a process was not there within ``timeout_s`` seconds, or belongs to another job.
+        LaunchError: the store or a process was not there within ``timeout_s`` seconds, or belongs to another job; or a
+            process left before it came to this call, and said why (``say_why_this_process_leaves``).
     """
-    store = _open(init_method, rank, world_size, timeout_s)
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    _check_job(store, init_method, rank, timeout_s, job)
-    home = f"flextrain/of {world_size}"
+    store = _open(init_method, rank, world_size, timeout_s, is_derived)
+    _check_job(store, init_method, rank, world_size, timeout_s, job)
+    home = _home(world_size)
     own = f"{home}/groups/{rank}"
     while True:
         # Counted in the store, because a restarted process must not begin with number 1 again.
@@ -57,14 +64,23 @@ def store_of_group(init_method: str, *, rank: int, world_size: int, timeout_s: f
         if store.add(f"{home}/{number}/here", 1) == world_size:
             store.compare_set(state, "", _GO)
         is_late = not await_key(store, state, timeout_s)
-        if store.compare_set(state, "", _OVER).decode() == _GO:
+        verdict = store.compare_set(state, "", _OVER).decode()
+        if verdict == _GO:
             return dist.PrefixStore(f"{home}/{number}", store)  # type: ignore[attr-defined]
+        if verdict.startswith(_LEFT):
+            store.add(f"{home}/{number}/heard", 1)
+            raise LaunchError(f"launcher: {verdict.removeprefix(_LEFT)}")
         if is_late:
             missing = [other for other in range(world_size) if store.add(f"{home}/groups/{other}", 0) < number]
             raise LaunchError(
                 f"launcher: rank {', '.join(map(str, missing))} of {counted(world_size, 'process', 'processes')} did not "
                 f"come to {_said(init_method)} within {timeout_s:g} s"
             )
+
+
+def _home(world_size: int) -> str:
+    """Where the keys of groups of this size begin."""
+    return f"flextrain/of {world_size}"
 
 
 def await_key(store: Any, key: str, timeout_s: float) -> bool:
@@ -81,22 +97,78 @@ def await_key(store: Any, key: str, timeout_s: float) -> bool:
     return True
 
 
-def _check_job(store: Any, init_method: str, rank: int, timeout_s: float, job: str) -> None:
-    """Raise LaunchError if the store belongs to another job that uses the same port."""
-    if not job:
+def say_why_this_process_leaves(
+    init_method: str, *, rank: int, world_size: int, why: str, timeout_s: float, job: str = ""
+) -> bool:
+    """Tell processes that wait in ``store_of_group`` that this one will not come; they raise LaunchError with ``why``.
+
+    Rank 0, which serves the store, stays until all have heard it. Return whether all or, on other ranks, rank 0 was
+    there within ``timeout_s`` seconds; there is no other error.
+    """
+    try:
+        if rank > 0 and not _await_server(init_method, timeout_s):
+            return False
+        store = _open(init_method, rank, world_size, timeout_s)
+        _check_job(store, init_method, rank, world_size, timeout_s, job)
+        home = _home(world_size)
+        number = store.add(f"{home}/groups/{rank}", 1)
+        if number > 1:
+            store.compare_set(f"{home}/{number - 1}/state", "", _OVER)
+        store.compare_set(f"{home}/{number}/state", "", f"{_LEFT}rank {rank} has ended: {why}")
+        # Another one that leaves for its own reason needs not hear this one's.
+        heard, deadline = f"{home}/{number}/heard", time.monotonic() + timeout_s
+        while store.add(heard, int(rank > 0)) < world_size - 1 and rank == 0 and time.monotonic() < deadline:
+            time.sleep(_LONGEST_NAP_S)
+    except (LaunchError, RuntimeError):  # it leaves for a reason of its own, which is what the user has to see
+        return False
+    return True
+
+
+def _check_job(store: Any, init_method: str, rank: int, world_size: int, timeout_s: float, job: str) -> None:
+    """Raise LaunchError if the store belongs to another job, or to one of another size, that uses the same address."""
+    if init_method.startswith("file://") and not job:
         return
+    mine = f"{world_size} {job}"
     if rank == 0:
-        store.set("flextrain/job", job)
-        return
-    if not await_key(store, "flextrain/job", timeout_s):
-        return  # meet() then reports that rank 0 is missing
-    if (here := store.get("flextrain/job").decode()) != job:
+        there = store.compare_set(_JOB, "", mine).decode()
+        if there != mine and _is_of_job(there, job) and _store_outlives(init_method):
+            store.set(_JOB, there := mine)  # what torchrun restarts may have another size
+    else:
+        deadline = time.monotonic() + timeout_s
+        if not await_key(store, _JOB, timeout_s):
+            return  # store_of_group then reports that rank 0 is missing
+        while (there := store.get(_JOB).decode()) != mine:
+            if not (_is_of_job(there, job) and _store_outlives(init_method)) or time.monotonic() > deadline:
+                break
+            time.sleep(_LONGEST_NAP_S)
+    if there != mine:
         raise LaunchError(
-            f"launcher: {_said(init_method)} is used by {here}, this process belongs to {job}; set MASTER_PORT"
+            f"launcher: {_said(init_method)} is used by {_named(there)}, this process belongs to {_named(mine)}; set "
+            "MASTER_PORT"
         )
 
 
-def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any:
+def _is_of_job(there: str, job: str) -> bool:
+    return there.partition(" ")[2] == job
+
+
+def _named(token: str) -> str:
+    size, _, job = token.partition(" ")
+    return f"{job or 'a job'} of {counted(int(size), 'process', 'processes')}"
+
+
+def _store_outlives(init_method: str) -> bool:
+    """Whether somebody else keeps the store when all processes of the job have ended: torchrun's agent, or a file."""
+    return not _is_served_by_rank_0(init_method)
+
+
+def _is_served_by_rank_0(init_method: str) -> bool:
+    if init_method.startswith("env://"):
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return init_method.startswith("tcp://")
+
+
+def _open(init_method: str, rank: int, world_size: int, timeout_s: float, is_derived: bool = False) -> Any:
     """The store at ``init_method``, kept open until another one is needed: late processes need that of rank 0."""
     global _endpoint
     where: tuple[str, ...] = (str(os.getpid()), init_method, str(rank), str(world_size))
@@ -104,19 +176,32 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float) -> Any
         where += (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if _endpoint is None or _endpoint.where != where:
         _endpoint = None  # close the old store first: the new one may need its port
+        if not init_method.startswith("file://"):
+            _await_name(host_of(init_method), timeout_s)
+        elsewhere = rank == 0 and _is_served_by_rank_0(init_method) and not is_own(host_of(init_method))
+        if elsewhere and is_derived:
+            raise LaunchError(
+                f"launcher: rank 0 runs on {socket.gethostname()}, and the others look for it at {host_of(init_method)}, set "
+                "MASTER_ADDR to the address of rank 0's machine"
+            )
+        if rank > 0:
+            _await_server(init_method, min(timeout_s, _PATIENCE_S))
         timeout = datetime.timedelta(seconds=timeout_s)
-        if rank > 0 and init_method.startswith(("env://", "tcp://")):
-            _await_server(_said(init_method).removeprefix("tcp://"), min(timeout_s, _PATIENCE_S))
         try:
             store = _agents_store(timeout) if init_method.startswith("env://") else None
             if store is None:
                 store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))  # type: ignore[attr-defined]
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
+            if "EADDRINUSE" in reason:
+                reason = "another program of this machine uses the port, set MASTER_PORT to a free one"
+            elif elsewhere:
+                reason = f"{host_of(init_method)} is no address of {socket.gethostname()}, where rank 0 runs ({reason})"
             raise LaunchError(
                 f"launcher: rank {rank} did not find the others at {_said(init_method)}, {reason}"
             ) from error
         _endpoint = _Endpoint(where, store)
+    _endpoint.store.set_timeout(datetime.timedelta(seconds=timeout_s))
     return _endpoint.store
 
 
@@ -126,22 +211,54 @@ def _agents_store(timeout: datetime.timedelta) -> Any:
     ``rendezvous`` of some versions of torch puts the number of restarts before every key. Agents of several machines
     need not have counted alike, because a change of members is no restart to them, and their workers would never meet.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if _is_served_by_rank_0("env://"):
         return None
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
-def _await_server(address: str, patience_s: float) -> None:
-    """Return as soon as rank 0 listens, or after ``patience_s``: torch would retry only after almost a second."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
+def _await_name(host: str, timeout_s: float) -> None:
+    """Return once ``host`` has an address: torch would ask for it until the time is over, with a warning each time.
+
+    Raises:
+        LaunchError: it has none. A name that nobody knows is an error at once, except in a pod: the names of other pods
+            become known when these have started.
+    """
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    deadline = time.monotonic() + min(timeout_s, _NAME_IN_POD_S if in_pod else _NAME_S)
+    while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
+            resolve(host)
             return
+        except OSError as error:
+            may_come = in_pod or error.errno == socket.EAI_AGAIN  # the name server does not answer
+            if not may_come or time.monotonic() > deadline:
+                raise LaunchError(
+                    f"launcher: MASTER_ADDR={host} has no address on {socket.gethostname()} ({error.strerror or error}), set "
+                    "MASTER_ADDR to a name or an address of rank 0's machine that all machines know"
+                ) from None
+        time.sleep(_NAME_NAP_S)
+
+
+def _await_server(init_method: str, patience_s: float) -> bool:
+    """Whether somebody listens within ``patience_s`` seconds: torch would retry only after almost a second."""
+    if init_method.startswith("file://"):
+        return True
+    host, _, port = _said(init_method).removeprefix("tcp://").rpartition(":")
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(patience_s, _SHORTEST_NAP_S)).close()
+            return True
         except (OSError, ValueError):  # torch reports an error that lasts
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
+
+
+def host_of(init_method: str) -> str:
+    """Name or address of the machine with the store, as it was given."""
+    return _said(init_method).removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _said(init_method: str) -> str:

@@ -19,7 +19,7 @@ from ...core.comm.joint_errors import raising_together
 from ...core.errors import LaunchError, StrategyError, counted
 from ...optim.adapters.trial import Samples, TrialError
 from ...optim.wrapper import OptimWrapper
-from ..launch import detect_launch
+from ..launchers import detect_launch
 from . import swapping
 from .async_io import check_async_io, load_async_io
 from .config import DeepSpeedConfig

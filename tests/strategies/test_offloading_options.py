@@ -16,11 +16,10 @@ pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]"
 
 from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.core.folder_lock import FolderLock
-from flextrain.strategies import DeepSpeedStrategy
+from flextrain.strategies import DeepSpeedStrategy, detect_launch
 from flextrain.strategies.deepspeed import async_io, swap_files
 from flextrain.strategies.deepspeed.engine_config import Request, engine_config
 from flextrain.strategies.deepspeed.swap_folder import SwapFolder
-from flextrain.strategies.launch import detect_launch
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.deepspeed

@@ -40,7 +40,7 @@ ROWS = [
     Row("launcher slurm without Slurm", {"launcher": "slurm"}, "launcher: environment variable SLURM_STEP_NUM_TASKS is not set"),
     Row("launcher mpi without mpirun", {"launcher": "mpi"}, "launcher: environment variable OMPI_COMM_WORLD_SIZE is not set"),
     Row("launcher pytorch without torchrun", {"launcher": "pytorch"}, "launcher: environment variable RANK is not set"),
-    Row("one device for two processes", strategy(type="SingleDeviceStrategy"), "SingleDeviceStrategy", env=TWO),
+    Row("one device for two processes", strategy(type="SingleDeviceStrategy"), "SingleDeviceStrategy", env=TWO | dict(TORCHELASTIC_RUN_ID="none")),
     Row("device gpu", device("gpu"), 'strategy.device: "gpu" is not allowed, choose'),
     Row("device in capitals", device("CUDA"), 'strategy.device: "CUDA" is not allowed'),
     Row("device with an index", device("cuda:1"), 'strategy.device: "cuda:1" is not allowed, give "cuda"'),
