@@ -30,6 +30,10 @@ class CheckpointError(FlexTrainError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the object that loads it."""
 
 
+class StorageError(CheckpointError):
+    """Storage failed while a checkpoint was written. If a save raises it, it does so on every process."""
+
+
 def nearest(name: str, candidates: Iterable[object], closeness: float = 0.6) -> str | None:
     """The candidate spelled most like ``name``; None if none reaches ``closeness``, from 0 (any) to 1 (equal)."""
     # Keys of a user's mapping may be anything.

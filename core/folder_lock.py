@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -81,7 +82,8 @@ class FolderLock:
     def release(self) -> None:
         """Release the folder, and remove the lock file."""
         if self._descriptor is not None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only file system; without its lock the file locks nothing
+                self._file.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
             _held.discard(self._key)

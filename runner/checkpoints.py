@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
@@ -15,6 +15,7 @@ from .options import Resume
 from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import find_source
+from .resume.failed_saves import check_on_error
 from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
 
@@ -47,6 +48,7 @@ class Checkpoints(Parts):
         meta: Mapping[str, Any] | None = None,
         async_save: bool = False,
         verify: bool = False,
+        on_error: Literal["raise", "continue"] = "raise",
     ) -> str:
         """Write the checkpoint directory ``out_dir/filename``; a collective.
 
@@ -57,10 +59,14 @@ class Checkpoints(Parts):
             async_save: return after the state is copied to the CPU, and write it in the background; see
                 ``finish_saving``. The copy takes as much memory as this process writes, and is kept for the next save.
             verify: read back what was written before the checkpoint counts as complete.
+            on_error: "continue" logs a warning when storage fails, and ``train()`` raises only if the last save has
+                failed; ``save_failed`` tells. A process that is lost and state that cannot be saved raise in any case.
 
         Raises:
             CheckpointError: this save failed, or the previous one failed in the background.
+            ConfigError: ``on_error`` is something else.
         """
+        check_on_error(on_error, "save_checkpoint.on_error")
         path = as_path(out_dir) / filename
         self._saver.save(
             self,
@@ -70,6 +76,7 @@ class Checkpoints(Parts):
             meta=meta,
             in_background=async_save,
             verify=verify,
+            on_error=on_error,
         )
         return str(path)
 
@@ -82,7 +89,7 @@ class Checkpoints(Parts):
             True if no save is in progress.
 
         Raises:
-            CheckpointError: the save failed; every process has already logged the reason.
+            CheckpointError: the save failed, and its ``on_error`` is "raise".
         """
         return self._saver.finish(self, wait)
 
@@ -93,6 +100,10 @@ class Checkpoints(Parts):
     def has_saved(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path``, and it was complete."""
         return self._saver.has_saved(path)
+
+    def save_failed(self, path: str | Path) -> bool:
+        """True if the last save of the checkpoint ``path`` failed; one before may have been complete."""
+        return path in self._saver.failed
 
     def load_checkpoint(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -252,6 +252,7 @@ class Run(Protocol):
         meta: Mapping[str, Any] | None = None,
         async_save: bool = False,
         verify: bool = False,
+        on_error: Literal["raise", "continue"] = "raise",
     ) -> str:
         """Write a checkpoint; a collective."""
 
@@ -263,6 +264,9 @@ class Run(Protocol):
 
     def has_saved(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path``, and it was complete."""
+
+    def save_failed(self, path: str | Path) -> bool:
+        """True if the last save of the checkpoint ``path`` failed."""
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order."""

@@ -220,6 +220,7 @@ class FlexibleRunner(Checkpoints):
                 self.finish_saving()
                 self.call_hook("after_run")
                 self.visualizer.close()  # a hook after LoggerHook may have added something, or there is no LoggerHook
+                self._saver.failed.raise_last()
             except BaseException as error:
                 reason = termination.end(error)
                 tell_how_it_ended(self, reason, has_begun=self._started)

@@ -57,28 +57,32 @@ def begin(path: Path) -> Path:
 
     Raises:
         CheckpointError: ``path`` exists and is not a checkpoint, so that saving would delete other files.
+        StorageError: the storage of a URL cannot be reached.
     """
-    recover(path)
-    if foreign := _foreign(path):
-        raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
-    # A remote folder cannot be renamed; it becomes a checkpoint by its manifest, which is written last.
-    folder = temporary(path) if is_local(path) or is_checkpoint(path) else path
-    remove_tree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    with reaching(path):
+        recover(path)
+        if foreign := _foreign(path):
+            raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
+        # A remote folder cannot be renamed; it becomes a checkpoint by its manifest, which is written last.
+        folder = temporary(path) if is_local(path) or is_checkpoint(path) else path
+        remove_tree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 def abandon(folder: Path) -> None:
     """Remove the files of a failed save; a complete remote one is kept, because its predecessor may be gone."""
-    if is_local(folder) or not is_checkpoint(folder):
-        remove_tree(folder)
+    with reaching(folder):
+        if is_local(folder) or not is_checkpoint(folder):
+            remove_tree(folder)
 
 
 def commit(path: Path, folder: Path) -> None:
     """Rename the finished save in ``folder`` to ``path``; a previous checkpoint there is deleted only after that."""
     if not is_local(path):
         if folder != path:
-            _move_into(folder, path)
+            with reaching(path):
+                _move_into(folder, path)
         return
     old = replaced(path)
     sync_directory(folder)
@@ -160,21 +164,31 @@ def find_latest(folder: str | os.PathLike[str]) -> Path | None:
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, its manifest first, so that no damaged one remains if this is interrupted."""
     path = as_path(path)
-    (path / MANIFEST).unlink(missing_ok=True)
-    remove_tree(path)
+    with reaching(path):
+        (path / MANIFEST).unlink(missing_ok=True)
+        remove_tree(path)
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write a file from bytes or parts of them, and sync it to disk; return its size and checksum."""
     size, checksum = 0, xxhash.xxh3_64()
-    with path.open("wb") as file:
+    with reaching(path):
+        file = path.open("wb")
+    try:
         for part in (content,) if isinstance(content, bytes) else content:
-            file.write(part)
+            with reaching(path):  # not around the loop: making a part may fail too, which is no fault of the storage
+                file.write(part)
             checksum.update(part)
             size += len(part)
-        file.flush()
-        if is_local(path):
-            os.fsync(file.fileno())
+        with reaching(path):
+            file.flush()
+            if is_local(path):
+                os.fsync(file.fileno())
+            file.close()
+    except BaseException:
+        with contextlib.suppress(Exception):  # a remote file sends the rest when it is closed, which fails again
+            file.close()
+        raise
     return FileEntry(size=size, xxh3=checksum.hexdigest())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..comm.collectives import broadcast_object, get_rank
-from ..errors import CheckpointError, ConfigError, FlexTrainError
+from ..errors import CheckpointError, ConfigError, FlexTrainError, StorageError
 from .untrusted import one_line
 
 REMOTE = "://"
@@ -52,10 +52,10 @@ def is_local(path: Path) -> bool:
 
 @contextmanager
 def reaching(path: Path) -> Iterator[None]:
-    """Context for the first access to a URL: every kind of storage has its own exceptions, without a common base.
+    """Context for access to a URL: every kind of storage has its own exceptions, without a common base.
 
     Raises:
-        CheckpointError: instead of them, one line with the URL and their class; those of a local path do not change.
+        StorageError: instead of them, one line with the URL and their class; those of a local path do not change.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def reaching(path: Path) -> Iterator[None]:
             raise
         reason = one_line(error)
         kind = type(error).__name__
-        raise CheckpointError(f"{path}: cannot be reached, {kind}{f': {reason}' if reason else ''}") from error
+        raise StorageError(f"{path}: cannot be reached, {kind}{f': {reason}' if reason else ''}") from error
 
 
 def make_writable(folder: Path, key: str) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...core.checkpoint import (
-    as_path,
-    find_latest,
-    is_checkpoint,
-    is_marked,
-    make_writable,
-    remove_checkpoint,
-    what_is_not_finite,
-)
-from ...core.comm.collectives import broadcast_object
+from ...core.checkpoint import as_path, make_writable, what_is_not_finite
 from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights
+from ..resume.failed_saves import check_on_error
 from .best_scores import BestScores
 from .hook import Hook
+from .kept_checkpoints import KeptCheckpoints, remove
+from .other_runs import keep_others
 from .save_interval import beyond_the_end
 from .unsupported import refuse
 
@@ -45,6 +39,11 @@ class CheckpointHook(Hook):
     as much memory as the process writes. At most one save is in progress: the next one waits for it. The next iteration
     raises an error of the writing, and training does not end before the last checkpoint is complete.
 
+    With ``on_error="continue"`` training survives storage that fails: a full disk, a folder that turned read-only or was
+    deleted, a server that does not answer. Each failed save is a warning and a line in ``events.jsonl``, the checkpoints
+    before it stay, and the next save is due as ever. If the last save failed, ``train()`` raises when all is done. A
+    process that is lost, replicas that differ and state that cannot be saved raise in any case.
+
     Args:
         interval: epochs or iterations between two checkpoints; -1: none before the end.
         by_epoch: the interval counts epochs, otherwise iterations.
@@ -58,6 +57,7 @@ class CheckpointHook(Hook):
         async_save: write in the background.
         overwrite: replace checkpoints of another run that have the same names. If it is False and there are some,
             training from the beginning, or from a checkpoint in another folder, is refused before the first update.
+        on_error: "raise" ends the run when a save fails; "continue" goes on without the checkpoint.
         verify: read back what was written and compare checksums before a checkpoint counts as complete.
         save_last: also save at the end of training, whatever the interval.
         save_best: metrics whose best checkpoint is kept; "auto": the first metric of the first validation.
@@ -92,19 +92,15 @@ class CheckpointHook(Hook):
         async_save: bool = False,
         verify: bool = False,
         overwrite: bool = False,
+        on_error: Literal["raise", "continue"] = "raise",
     ) -> None:
         where = "CheckpointHook"
         refuse(where, file_client_args=file_client_args, backend_args=backend_args, published_keys=published_keys)
         if interval < 1 and interval != -1:
             raise ConfigError(f"{where}.interval: {interval} is not allowed, give 1 or more, or -1 for never")
-        if max_keep_ckpts < 1 and max_keep_ckpts != -1:
-            raise ConfigError(f"{where}.max_keep_ckpts: {max_keep_ckpts} is not allowed, give 1 or more, or -1 for all")
-        if keep_every < 1 and keep_every != -1:
-            raise ConfigError(f"{where}.keep_every: {keep_every} is not allowed, give 1 or more, or -1 for none")
-        if keep_every != -1 and max_keep_ckpts == -1:
-            raise ConfigError(f"{where}.keep_every: has no meaning without max_keep_ckpts, all are kept")
         if save_begin < 0:
             raise ConfigError(f"{where}.save_begin: {save_begin} is not allowed, give 0 or more")
+        check_on_error(on_error, f"{where}.on_error")
         self.interval = interval
         self.by_epoch = by_epoch
         self.save_optimizer = save_optimizer
@@ -114,17 +110,17 @@ class CheckpointHook(Hook):
         self.async_save = async_save
         self.verify = verify
         self.overwrite = overwrite
+        self.on_error = on_error
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
         self._parent = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
-        self._kept: list[int] = []
-        self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
+        self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
         self._is_training = False
         self._has_looked = False  # True once the folder may hold checkpoints of this run
-        self._deletions: list[Callable[[], object]] = []  # to do when the save in progress is complete
+        self._awaited: list[_Awaited] = []  # to do when the save in progress is complete
 
     @property
     def saves_best(self) -> bool:
@@ -165,13 +161,12 @@ class CheckpointHook(Hook):
             runner.logger.warning(doubt)
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
         if runner.iter == 0 or not self._has_looked:
-            self._keep_others(runner)
+            names = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
+            names += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []
+            last = runner.max_epochs if self.by_epoch else runner.max_iters
+            keep_others(runner, self.out_dir(runner), names, last, overwrite=self.overwrite)
         self._has_looked = True
-        if self._kept:
-            # A checkpoint is marked only after it is written, too late for this hook's state in it.
-            is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self._path(runner, self._kept[-1])))
-            self._marked += [self._kept.pop()] if is_bad else []
-        self._prune(runner)
+        self._kept.go_on(runner, self.out_dir(runner))
 
     def after_train_epoch(self, runner: Run) -> None:
         """Save a checkpoint if it is due."""
@@ -211,13 +206,16 @@ class CheckpointHook(Hook):
         """Save the last state if training was stopped early."""
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
-            self._save_checkpoint_with_step(runner, number, {"epoch": runner.epoch, "iter": runner.iter})
+            self._save_checkpoint_with_step(runner, number, self._position(runner))
         self._settle(runner)
         self._is_training = False
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: a later validation must not save."""
         self._is_training = False
+
+    def _position(self, runner: Run) -> dict[str, int]:
+        return {"epoch": runner.epoch, "iter": runner.iter}
 
     # What to save. The three names with _save_ are MMEngine's; a subclass may override them.
 
@@ -236,41 +234,58 @@ class CheckpointHook(Hook):
     def _save_checkpoint_with_step(self, runner: Run, step: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %s", counted(step, self._unit))
         self._settle(runner)
-        # A checkpoint that is saved twice must not count as two, or the older of them would be deleted.
-        self._marked = [marked for marked in self._marked if marked != step]
-        self._kept = [*(kept for kept in self._kept if kept != step), step]
+        undo, last = self._kept.add(step), self._last
         self._last = step
         name = self.filename_tmpl.format(step)
-        runner.message_hub.update_info("last_ckpt", str(self.out_dir(runner) / name))
-        self._write(runner, name, self.save_optimizer, self.save_param_scheduler, meta)
-        self._when_complete(lambda: self._sort_in(runner, step))
+        folder = self.out_dir(runner)
+        show_before = _show(runner, {"last_ckpt": str(folder / name)})
+
+        def failed() -> None:
+            undo()
+            self._last = last
+            show_before()
+
+        awaited = _Awaited(folder / name, lambda: self._kept.sort_in(runner, folder, step), failed)
+        self._write(runner, awaited, self.save_optimizer, self.save_param_scheduler, meta)
 
     def _write(
-        self, runner: Run, name: str, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
+        self, runner: Run, awaited: _Awaited, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
     ) -> None:
-        runner.save_checkpoint(
-            self.out_dir(runner),
-            name,
-            save_optimizer=save_optimizer,
-            save_param_scheduler=save_param_scheduler,
-            meta=meta,
-            async_save=self.async_save,
-            verify=self.verify,
-        )
-
-    def _when_complete(self, deletion: Callable[[], object]) -> None:
-        """Call ``deletion`` now, or after the background save of the successor is complete."""
-        if self.async_save:
-            self._deletions.append(deletion)
-        else:
-            deletion()
+        self._awaited.append(awaited)
+        options: dict[str, Any] = {} if self.on_error == "raise" else {"on_error": self.on_error}
+        try:
+            runner.save_checkpoint(
+                awaited.path.parent,
+                awaited.path.name,
+                save_optimizer=save_optimizer,
+                save_param_scheduler=save_param_scheduler,
+                meta=meta,
+                async_save=self.async_save,
+                verify=self.verify,
+                **options,
+            )
+        except BaseException:  # also Ctrl-C, after which training may go on
+            self._awaited.remove(awaited)
+            awaited.if_failed()
+            raise
+        if not self.async_save:
+            self._conclude(runner)
 
     def _settle(self, runner: Run, wait: bool = True) -> None:
-        """Make the pending deletions if no save is in progress."""
-        if runner.finish_saving(wait):
-            deletions, self._deletions = self._deletions, []
-            for deletion in deletions:
-                deletion()
+        """Do what waits for the save in progress, if that is over."""
+        try:
+            is_over = runner.finish_saving(wait)
+        except CheckpointError:
+            self._conclude(runner)
+            raise
+        if is_over:
+            self._conclude(runner)
+
+    def _conclude(self, runner: Run) -> None:
+        """Do what waited for saves that are over: delete what they replace, or undo what counted on them."""
+        awaited, self._awaited = self._awaited, []
+        for one in awaited:
+            (one.if_failed if runner.save_failed(one.path) else one.if_complete)()
 
     def _save_best(self, runner: Run, key: str, score: float, name: str) -> None:
         if marked := nonfinite_weights(runner):
@@ -280,105 +295,58 @@ class CheckpointHook(Hook):
             )
             return
         self._settle(runner)
-        folder, previous = self.out_dir(runner), self._best.name(key)
+        folder, previous, before = self.out_dir(runner), self._best.name(key), self._best.state_dict()
         self._best.set(key, score, name)
         suffix = "" if self._best.is_single else f"_{key}"
-        runner.message_hub.update_info(f"best_score{suffix}", score)
-        runner.message_hub.update_info(f"best_ckpt{suffix}", str(folder / name))
-        self._write(runner, name, False, False, {"epoch": runner.epoch, "iter": runner.iter})
-        if previous not in (None, name):
-            self._when_complete(lambda: self._remove(runner, folder / str(previous)))
-        runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
+        show_before = _show(runner, {f"best_score{suffix}": score, f"best_ckpt{suffix}": str(folder / name)})
 
-    def _sort_in(self, runner: Run, number: int) -> None:
-        """Count a completed checkpoint among the good or the marked ones, then delete old ones."""
-        if number in self._kept and runner.was_marked(self._path(runner, number)):
-            self._kept.remove(number)
-            self._marked.append(number)
-        self._prune(runner)
+        def complete() -> None:
+            runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
+            if previous not in (None, name):
+                remove(runner, folder / str(previous))
 
-    def _path(self, runner: Run, number: int) -> Path:
-        return self.out_dir(runner) / self.filename_tmpl.format(number)
+        def failed() -> None:
+            self._best.load_state_dict(before)  # the next one only has to be better than what is there
+            show_before()
 
-    def _prune(self, runner: Run) -> None:
-        """Delete the oldest checkpoints of this run beyond ``max_keep_ckpts``, and all marked ones but the newest."""
-        if self.max_keep_ckpts < 1:
-            return
-        for numbers, count in ((self._kept, self.max_keep_ckpts), (self._marked, 1)):
-            for number in numbers[:-count]:
-                if self.keep_every > 0 and number % self.keep_every == 0:
-                    continue
-                if self._remove(runner, self._path(runner, number)):
-                    numbers.remove(number)
-
-    def _remove(self, runner: Run, path: Path) -> bool:
-        """Delete a checkpoint on rank 0, unless ``latest`` names it; return False if it stays."""
-        # No collective is needed: all processes have left the last save, so they read the same ``latest``.
-        if _is_latest(path):
-            return False
-        if runner.rank == 0 and path.exists():  # it has no manifest if a process was killed while deleting it
-            try:
-                remove_checkpoint(path)
-            except OSError as error:
-                runner.logger.warning("Checkpoint %s could not be deleted: %s", path, error)
-        return True
-
-    def _keep_others(self, runner: Run) -> None:
-        """Raise ConfigError if checkpoints of another run would be replaced without ``overwrite``.
-
-        A run with ``resume`` that found no checkpoint to start from continues with its own folder.
-        """
-        folder = self.out_dir(runner)
-        looks = runner.rank == 0 and (runner.iter == 0 or _comes_from_elsewhere(runner, folder))
-        names = broadcast_object(self._in_the_way(runner, folder) if looks else [])
-        if not names:
-            return
-        found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        if not self.overwrite and (runner.options.resume_options is None or runner.iter > 0):
-            raise ConfigError(
-                f"work_dir: {folder} holds checkpoints of another run ({found}), which this one would replace; resume=True "
-                "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
-                "replaces it"
-            )
-        runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
-
-    def _in_the_way(self, runner: Run, folder: Path) -> list[str]:
-        """Return the existing checkpoints whose names this run will use."""
-        last = runner.max_epochs if self.by_epoch else runner.max_iters
-        before, after = self.filename_tmpl.split("{}")
-        name = re.compile(rf"(?:best_.+_)?{re.escape(before)}(\d+){re.escape(after)}")
-        patterns = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
-        patterns += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []
-        found = {path.name: path for pattern in patterns for path in folder.glob(pattern.format("*"))}
-        numbers = {text: int(match[1]) for text in found if (match := name.fullmatch(text))}
-        reached = sorted((text for text, number in numbers.items() if number <= last), key=lambda text: numbers[text])
-        return [text for text in reached if is_checkpoint(found[text])]
+        self._write(runner, _Awaited(folder / name, complete, failed), False, False, self._position(runner))
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of the kept and the marked checkpoints, and the best scores."""
-        return {"kept": list(self._kept), "marked": list(self._marked), "best": self._best.state_dict()}
+        return {**self._kept.state_dict(), "best": self._best.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        self._kept, self._marked = list(state["kept"]), list(state.get("marked", ()))
+        self._kept.load_state_dict(state)
         self._best.load_state_dict(state["best"])
 
 
-def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
-    """Return True if the run resumed from a checkpoint outside ``folder``, so those in ``folder`` are not its own."""
-    resumed = runner.options.resume_options
-    source = None if resumed is None else resumed.path or runner.options.load_from
-    return source is not None and as_path(source).parent.resolve() != folder.resolve()
+@dataclass(frozen=True)
+class _Awaited:
+    """A checkpoint that is being saved, and what to do when that is over."""
+
+    path: Path
+    if_complete: Callable[[], None]
+    if_failed: Callable[[], None]
 
 
-def _is_latest(path: Path) -> bool:
-    try:
-        latest = find_latest(path.parent)
-    except CheckpointError:
-        return False
-    return latest is not None and latest.name == path.name
+def _show(runner: Run, infos: Mapping[str, Any]) -> Callable[[], None]:
+    """Set infos of the message hub; return what sets them back."""
+    hub = runner.message_hub
+    before = {name: hub.get_info(name) for name in infos}
+    for name, value in infos.items():
+        hub.update_info(name, value)
+
+    def show_before() -> None:
+        for name, value in before.items():
+            if value is None:
+                hub.pop_info(name)
+            else:
+                hub.update_info(name, value)
+
+    return show_before
 
 
 def _check_template(template: str | None, where: str) -> str | None:

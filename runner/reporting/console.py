@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ...core.errors import ConfigError, one_of, suggest
 from ...core.log_marks import ONLY_IN_FILE, TRACEBACK_IN_FILE
+from .log_file import EndFile, LogFile
 
 NAME = "flextrain"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -110,25 +111,6 @@ def is_passed_on() -> bool:
     return "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ
 
 
-class EndFile(logging.FileHandler):
-    """Writes how this process ended, and nothing else.
-
-    Args:
-        path: the log file, which is created only then.
-        level: the lowest level of a record to write.
-    """
-
-    def __init__(self, path: Path, level: int) -> None:
-        super().__init__(path, encoding="utf-8", delay=True)
-        self.setLevel(level)
-        self.addFilter(lambda record: getattr(record, TRACEBACK_IN_FILE, False))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one end."""
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        super().emit(record)
-
-
 def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = None, rank: int = 0) -> logging.Logger:
     """Configure and return the logger ``flextrain`` of this process.
 
@@ -146,7 +128,7 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
     if log_file is not None and rank == 0:
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        handlers.append(LogFile(path))
     elif log_file is not None:
         path = Path(log_file)
         handlers[0].setLevel(logging.ERROR)  # a record of an end goes past the logger's level

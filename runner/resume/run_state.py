@@ -50,6 +50,7 @@ def save(
     in_background: bool = False,
     staging: Staging | None = None,
     verify: bool = False,
+    logs_failure: bool = True,
 ) -> PendingSave | None:
     """Write the state of a run; a collective. With ``in_background`` the returned save is still in progress."""
     strategy, topology = runner.strategy, runner.strategy.topology
@@ -102,7 +103,7 @@ def save(
         timeout_s=float(strategy.config.timeout_s),
     )
     if in_background:
-        return save_in_background(path, state, **options)
+        return save_in_background(path, state, logs_failure=logs_failure, **options)
     save_checkpoint(path, state, **options)
     return None
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import PendingSave, Staging, what_is_not_finite
+from ...core.errors import CheckpointError, StorageError
 from . import run_state
+from .failed_saves import FailedSaves
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -22,23 +24,32 @@ class Saver:
         self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
         self._saved: set[str] = set()  # absolute paths or URLs
         self._last_is_good = True
+        self._goes_on = False  # after a failure of the save in progress
+        self.failed = FailedSaves()
 
-    def save(self, run: Run, path: Path, *, in_background: bool, **options: Any) -> None:
+    def save(self, run: Run, path: Path, *, in_background: bool, on_error: str = "raise", **options: Any) -> None:
         """Write a checkpoint after the previous save is complete; ``options`` are those of ``run_state.save``.
 
         Raises:
-            CheckpointError: this save failed, or the previous one failed in the background.
+            CheckpointError: this save failed, or the previous one failed in the background. A StorageError only if
+                ``on_error`` of that save is "raise".
         """
         self.finish(run)
-        self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
-        if not in_background:
-            self._note_saved(run, path)
+        self._goes_on = on_error == "continue"
+        options["logs_failure"] = not self._goes_on  # the warning says it
+        try:
+            self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
+        except CheckpointError as error:
+            self._note_failed(run, path, error)
+        else:
+            if not in_background:
+                self._note_saved(run, path)
 
     def finish(self, run: Run, wait: bool = True) -> bool:
         """Return True if no save is in progress; with ``wait``, wait for it first.
 
         Raises:
-            CheckpointError: the save in progress failed.
+            CheckpointError: the save in progress failed, and training is not to go on without it.
         """
         pending = self._pending
         if pending is None:
@@ -47,7 +58,11 @@ class Saver:
             return False
         pending.join()  # if this is interrupted, the save stays in progress
         self._pending = None
-        pending.wait()
+        try:
+            pending.wait()
+        except CheckpointError as error:
+            self._note_failed(run, pending.path, error)
+            return True
         self._note_saved(run, pending.path)
         run.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
         return True
@@ -60,9 +75,17 @@ class Saver:
         """True if this run saved the checkpoint ``path``."""
         return str(path) in self._saved
 
+    def _note_failed(self, run: Run, path: Path, error: CheckpointError) -> None:
+        """Raise the error of a save, unless training goes on without the checkpoint."""
+        if not self._goes_on or not isinstance(error, StorageError):
+            self.failed.add(path)
+            raise error
+        self.failed.go_on(run, path, error)
+
     def _note_saved(self, run: Run, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
         self._saved.add(str(path))
+        self.failed.saved(path)
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys
         if not keys:

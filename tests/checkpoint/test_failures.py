@@ -6,9 +6,7 @@ import errno
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until
+from .disks import fill_up, mounted
 
 pytestmark = pytest.mark.distributed
 
@@ -81,21 +80,8 @@ def number_in(folder: Path) -> float:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root only")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill_up(folder: Path, free: int) -> Path:
-    """A file that leaves so many bytes."""
-    left = os.statvfs(folder)
-    file = folder / "filler"
-    file.write_bytes(bytes(left.f_bavail * left.f_frsize - free))
-    return file
+    with mounted(tmp_path / "disk") as folder:
+        yield folder
 
 
 def save_once(path: Path, number: float, background: bool = False) -> str:

@@ -72,6 +72,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "finish_saving": lambda wait=True: True,
         "was_marked": lambda path: False,
         "has_saved": lambda path: False,
+        "save_failed": lambda path: False,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.checkpoint_dir = folder

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ...comm.collectives import gather_object, get_rank, scatter_objects, side_group
 from ...comm.matched_calls import roll_call
-from ...errors import CheckpointError
+from ...errors import CheckpointError, StorageError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,6 +19,8 @@ class _Failure:
     """The reason of a failure, sent to the other processes instead of a result."""
 
     reason: str
+    of_storage: bool
+    """The storage failed, not the state that is saved: a later save may succeed."""
 
 
 class Participants:
@@ -50,7 +52,8 @@ class Participants:
         """Run ``own`` on every process, then ``combine`` on rank 0 with all results; return this process's item of it.
 
         Raises:
-            CheckpointError: on every process, if one of them failed; it names the rank.
+            CheckpointError: on every process, if one of them failed; it names the rank. A StorageError if nothing but
+                storage failed.
         """
         result, error = _attempt(own)
         try:
@@ -61,20 +64,25 @@ class Participants:
             reason = " ".join(str(lost).split())
             raise CheckpointError(f"{self.what}: another process was lost, {reason}") from lost
         if isinstance(answer, _Failure):
-            raise CheckpointError(f"{self.what} {answer.reason}") from error
+            kind = StorageError if answer.of_storage else CheckpointError
+            raise kind(f"{self.what} {answer.reason}") from error
         return answer  # type: ignore[no-any-return]
 
     def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
         failures = {rank: result for rank, result in enumerate(gathered) if isinstance(result, _Failure)}
         if failures:
             ranks, first = ", ".join(map(str, failures)), next(iter(failures.values()))
-            return [_Failure(f"on rank {ranks}: {first.reason}")] * len(gathered)
+            of_storage = all(failure.of_storage for failure in failures.values())
+            return [_Failure(f"on rank {ranks}: {first.reason}", of_storage)] * len(gathered)
         answers, _ = _attempt(lambda: combine(gathered))
-        return [_Failure(f"on rank 0: {answers.reason}")] * len(gathered) if isinstance(answers, _Failure) else answers
+        if isinstance(answers, _Failure):
+            return [_Failure(f"on rank 0: {answers.reason}", answers.of_storage)] * len(gathered)
+        return answers
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
     try:
         return action(), None
     except Exception as error:  # raised on every process, also here, after all know of it
-        return _Failure(" ".join(str(error).split()) or type(error).__name__), error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return _Failure(reason, isinstance(error, (OSError, StorageError))), error

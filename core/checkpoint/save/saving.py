@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...comm.collectives import get_rank, get_world_size
-from ...errors import CheckpointError
+from ...errors import CheckpointError, StorageError
 from ...finite import nonfinite
 from ...folder_lock import owner_of
 from ...host_memory import HostBuffer
@@ -101,12 +101,16 @@ def save_in_background(
     timeout_s: float = TIMEOUT_S,
     staging: Staging | None = None,
     finite: Collection[str] = (),
+    logs_failure: bool = True,
 ) -> PendingSave:
     """Like ``save_checkpoint``, but return as soon as the state is copied; a thread writes it.
 
     The copy takes as much host memory as this process writes: its shards, and its share of the replicated tensors. The
     memory is released after writing, unless ``staging`` keeps it for the next save, which is then several times as
     fast. Wait for one save before you start another: both would use the same process group and the same memory.
+
+    Args:
+        logs_failure: the thread logs an error; False if ``PendingSave.wait`` will surely be called.
 
     Raises:
         CheckpointError: on every process, if one could not start; ``PendingSave.wait`` raises later failures.
@@ -115,7 +119,7 @@ def save_in_background(
         path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
     )
     save.prepare(copy=True)
-    return PendingSave(save)
+    return PendingSave(save, logs_failure)
 
 
 class Staging:
@@ -125,6 +129,8 @@ class Staging:
         self.plan = _Plan()
         self.nonfinite: tuple[str, ...] = ()
         """Keys of the tensors for which the last complete save was marked."""
+        self.shared: set[Path] = set()
+        """Folders in which all processes have seen each other's files."""
         self.memory = HostBuffer()
 
 
@@ -145,11 +151,12 @@ class _Plan:
 class PendingSave:
     """A save that a thread completes in the background; the interpreter waits for it before it exits."""
 
-    def __init__(self, save: _Save) -> None:
+    def __init__(self, save: _Save, logs_failure: bool) -> None:
         self.path = save.path
         self.seconds = 0.0
         """Seconds that writing took; set when the save is done."""
         self._error: Exception | None = None
+        self._logs_failure = logs_failure
         self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
         self._thread.start()
 
@@ -159,8 +166,9 @@ class PendingSave:
         begin = time.perf_counter()
         try:
             save.finish()
-        except Exception as error:  # also logged, because a script may never call wait()
-            _logger.error("%s", error)
+        except Exception as error:
+            if self._logs_failure:  # a script may never call wait()
+                _logger.error("%s", error)
             self._error = error
         self.seconds = time.perf_counter() - begin
 
@@ -306,6 +314,7 @@ class _Save:
         """Write this process's shard; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
             self._staging.nonfinite = self._participants.round(self._write, self._complete)
+        self._staging.shared.add(self.path.parent)
 
     @contextmanager
     def _cleared_away(self) -> Iterator[None]:
@@ -314,14 +323,14 @@ class _Save:
             yield
         except CheckpointError:
             if self._participants.is_main:
-                with contextlib.suppress(OSError):  # do not hide the reason of the failure
+                with contextlib.suppress(OSError, StorageError):  # do not hide the reason of the failure
                     directory.abandon(self._folder)
             raise
 
     def _write(self) -> _Written:
         folder = self._folder
         if is_local(folder) and not folder.is_dir():
-            raise CheckpointError(self._why_gone())
+            raise self._why_gone()
         if self._staged is None:
             self._look_at_replicas(None)
         if not self._plan.items:
@@ -331,15 +340,21 @@ class _Save:
         tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
         if self._verify:
-            directory.check_file(folder / file, entry)
+            self._read_back(folder / file, entry)
         return _Written((file, entry), self._nonfinite, self._replicas.packed())
 
-    def _why_gone(self) -> str:
+    def _read_back(self, path: Path, entry: FileEntry) -> None:
+        try:
+            directory.check_file(path, entry)
+        except CheckpointError as error:
+            raise StorageError(str(error)) from None
+
+    def _why_gone(self) -> CheckpointError:
         """The reason why the directory that rank 0 has made is not there."""
-        if not self._participants.is_main:
-            return "rank 0's directory is not visible here, use storage that all processes share"
+        if not self._participants.is_main and self.path.parent not in self._staging.shared:
+            return CheckpointError("rank 0's directory is not visible here, use storage that all processes share")
         owner = owner_of(self.path.parent)
-        return (
+        return StorageError(
             f"its folder {self._folder} was removed while it was written, as another run in the same folder does"
             f"{f'; the folder is locked by {owner}' if owner else ''}; give each run a work_dir of its own"
         )

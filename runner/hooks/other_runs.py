@@ -1,0 +1,60 @@
+"""Find checkpoints of other runs that a run would replace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.checkpoint import as_path, is_checkpoint
+from ...core.comm.collectives import broadcast_object
+from ...core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+
+def keep_others(runner: Run, folder: Path, templates: Sequence[str], last: int, *, overwrite: bool) -> None:
+    """Raise ConfigError if checkpoints of another run would be replaced without ``overwrite``; a collective.
+
+    A run with ``resume`` that found no checkpoint to start from continues with its own folder.
+
+    Args:
+        runner: the run, which is about to train.
+        folder: where it saves.
+        templates: the names that it will use, with one ``{}`` for the number; ``*`` stands for any text.
+        last: the highest number.
+        overwrite: warn instead.
+    """
+    looks = runner.rank == 0 and (runner.iter == 0 or _comes_from_elsewhere(runner, folder))
+    names = broadcast_object(_in_the_way(folder, templates, last) if looks else [])
+    if not names:
+        return
+    found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if not overwrite and (runner.options.resume_options is None or runner.iter > 0):
+        raise ConfigError(
+            f"work_dir: {folder} holds checkpoints of another run ({found}), which this one would replace; resume=True "
+            "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
+            "replaces it"
+        )
+    runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
+
+
+def _in_the_way(folder: Path, templates: Sequence[str], last: int) -> list[str]:
+    """Return the existing checkpoints with these names, in the order of their numbers."""
+    numbers: dict[str, int] = {}
+    for template in templates:
+        before, after = (".+".join(map(re.escape, part.split("*"))) for part in template.split("{}"))
+        for path in folder.glob(template.format("*")):
+            if match := re.fullmatch(rf"{before}(\d+){after}", path.name):
+                numbers[path.name] = int(match[1])
+    reached = sorted((name for name, number in numbers.items() if number <= last), key=lambda name: numbers[name])
+    return [name for name in reached if is_checkpoint(folder / name)]
+
+
+def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
+    """Return True if the run resumed from a checkpoint outside ``folder``, so those in ``folder`` are not its own."""
+    resumed = runner.options.resume_options
+    source = None if resumed is None else resumed.path or runner.options.load_from
+    return source is not None and as_path(source).parent.resolve() != folder.resolve()
