@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_private import default_store
 from .interface import choose_interface
 from .rendezvous import host_of, store_of_group
 
@@ -264,6 +265,20 @@ def carries_cpu_tensors(backend: str) -> bool:
 def group_backend() -> str:
     """The back ends of the default process group, as ``device:name,...``."""
     return str(dist.get_backend_config())
+
+
+def carry_cpu_tensors_too() -> None:
+    """Make the default process group anew with gloo for CPU tensors, if it has no back end for them; a collective.
+
+    For a group that another program has just made and nobody has used. The new one has torch's time limits.
+    """
+    found = group_backend()
+    if carries_cpu_tensors(found):
+        return
+    store, rank, world_size = default_store(), get_rank(), get_world_size()
+    dist.destroy_process_group()
+    own = dist.PrefixStore("flextrain/with_cpu", store)  # type: ignore[attr-defined]
+    dist.init_process_group(f"cpu:gloo,{found}", store=own, rank=rank, world_size=world_size)
 
 
 def init_process_group(

@@ -22,10 +22,10 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
     resumed, load_from = run.options.resume_options, run.options.load_from
     if resumed is None:
         return load_from, None
-    return resumed.path or load_from or _newest(run), resumed
+    return resumed.path or load_from or newest_checkpoint(run), resumed
 
 
-def _newest(run: Run) -> Path | None:
+def newest_checkpoint(run: Run) -> Path | None:
     """Return rank 0's newest checkpoint; other machines' view of a shared folder may be seconds old."""
     found, wrong, marked, other = None, None, [], None
     folder = run.checkpoint_dir

@@ -1,0 +1,140 @@
+"""A training on Ray, as a program of its own: python ray_job.py FOLDER SCENARIO; its last line is what came of it, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from flextrain import BaseMetric, FlexibleRunner, Hook
+
+MAX_ITERS, INTERVAL, FAILS_AT = 30, 10, 17
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layers(x)
+        return {"loss": F.cross_entropy(outputs, y), "right": (outputs.argmax(1) == y).float()}
+
+
+class Accuracy(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_samples["right"].tolist()
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"accuracy": sum(results) / len(results)}
+
+
+class FailOnce(Hook):
+    """Ends one worker, as a machine does that is lost, at the first start; ``notes`` holds where each start began."""
+
+    priority = "VERY_HIGH"
+
+    def __init__(self, notes: str, removed: str = "") -> None:
+        self.notes, self.removed = Path(notes), removed
+        self.is_first = not self.notes.exists()
+
+    def before_train(self, runner: Any) -> None:
+        runner.strategy.meet("FailOnce.before_train()")  # all have looked for the notes
+        if runner.rank == 0:
+            with self.notes.open("a") as file:
+                file.write(json.dumps([runner.iter, runner.world_size]) + "\n")
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self.is_first and runner.iter == FAILS_AT and runner.rank == runner.world_size - 1:
+            if self.removed:
+                Path(self.removed).rename(f"{self.removed}.lost")
+            os._exit(1)
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """What a runner is given, under Ray and elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 16, generator=generator)
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    loader = dict(dataset=data, batch_size=4, collate_fn=dict(type="default_collate"))
+    return dict(
+        model=Net,
+        strategy=config.get("strategy"),
+        train_dataloader=dict(loader, sampler=dict(type="DefaultSampler", shuffle=True)),
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-2)),
+        train_cfg=dict(by_epoch=False, max_iters=MAX_ITERS, val_interval=INTERVAL),
+        val_dataloader=dict(loader, batch_size=50, sampler=dict(type="DefaultSampler", shuffle=False)),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+        default_hooks=dict(
+            logger=dict(interval=1),
+            checkpoint=dict(by_epoch=False, interval=INTERVAL, async_save=True, max_keep_ckpts=1),
+        ),
+        randomness=dict(seed=0),
+    )
+
+
+def build(config: dict[str, Any]) -> Any:
+    from flextrain.ray import RayReportHook
+
+    given = arguments(config)
+    given["custom_hooks"] = [RayReportHook(interval=INTERVAL, interval_s=0)]
+    if config.get("notes"):
+        given["custom_hooks"].append(FailOnce(config["notes"], config.get("removed", "")))
+    if config.get("work_dir"):
+        given["work_dir"] = config["work_dir"]
+    return FlexibleRunner(**given) if config.get("as_runner") else given
+
+
+def main(folder: Path, scenario: str) -> dict[str, Any]:
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from flextrain.ray import train_loop
+
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as session:  # names of sockets must be short
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=session,
+            object_store_memory=100 * 2**20,
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}},
+        )
+        try:
+            trainer = TorchTrainer(
+                train_loop(build),
+                train_loop_config=dict(notes=str(folder / "notes")),
+                scaling_config=ScalingConfig(num_workers=2),
+                torch_config=TorchConfig(backend="gloo", timeout_s=60),
+                run_config=RunConfig(
+                    storage_path=str(folder / "storage"),
+                    name="run",
+                    failure_config=FailureConfig(max_failures=1),
+                    checkpoint_config=CheckpointConfig(num_to_keep=2),
+                ),
+            )
+            result = trainer.fit()
+            return dict(
+                starts=[json.loads(line) for line in (folder / "notes").read_text().splitlines()],
+                metrics=result.metrics,
+                checkpoint=result.checkpoint.path,
+                kept=[[checkpoint.path, metrics] for checkpoint, metrics in result.best_checkpoints],
+                path=result.path,
+            )
+        finally:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
