@@ -5,7 +5,9 @@ Each entry says what it does, and with which versions of torch it was checked. A
 
 from __future__ import annotations
 
+import gc
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -134,6 +136,19 @@ KEPT_ITERATOR = "_iterator"
 
 MAKE_ITERATOR = "_get_iterator"
 """Method with which a DataLoader makes its iterator. 2.6, 2.15."""
+
+
+def end_loader_workers() -> None:
+    """End the workers that data loaders of this process keep between epochs; those loaders cannot be used again. 2.6, 2.15.
+
+    The garbage collector would first close the queue in which an iterator tells a worker to end, and would then wait for
+    the five seconds after which each worker looks around.
+    """
+    if multiprocessing.active_children():
+        for found in gc.get_objects():
+            if issubclass(type(found), LOADER_ITERATOR) and hasattr(found, "_shutdown_workers"):
+                found._shutdown_workers()
+
 
 # Several processes
 

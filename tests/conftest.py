@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import logging
@@ -9,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from flextrain.testing import WorkerGroup
+from flextrain.testing._worker import serve
+from flextrain.testing.loop import environ
+from flextrain.testing.workers import NO_ACCELERATORS
 
 # Set by libraries when they are first used, not by the test that happened to use them first.
 LIBRARY_VARIABLES = (
@@ -31,8 +36,9 @@ LIBRARY_VARIABLES = (
     "TF2_BEHAVIOR",
 )
 THREAD_GRACE_S = 2.0
-# Imported once, in the process that all workers are forked from: most of them will use it.
-IMPORTS = [name for name in ("deepspeed",) if importlib.util.find_spec(name)]
+# Imported once, in the process that all workers are forked from. Any optimizer imports torch._dynamo, and DeepSpeed's engine
+# torch's compiler: each new worker would need most of a second for it.
+IMPORTS = ["torch._inductor.compile_fx", *(name for name in ("deepspeed",) if importlib.util.find_spec(name))]
 
 # Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
 PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"})
@@ -51,6 +57,19 @@ def pytest_collection_finish() -> None:
     """Modules and tests are for ever: the garbage collector need not look at them again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("processes"):
+        start_fork_server()
+
+
+@functools.cache
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, before a group that a test makes does it without the imports."""
+    with environ(OMP_NUM_THREADS="1", **NO_ACCELERATORS):
+        forkserver.set_forkserver_preload([serve.__module__, *IMPORTS])
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +171,13 @@ def _no_leaked_threads() -> Iterator[None]:
         thread.join(THREAD_GRACE_S)
     names = [thread.name for thread in leaked if thread.is_alive()]
     assert not names, f"threads left running: {', '.join(names)}"
+
+
+@pytest.fixture(autouse=True)
+def _loaders_end_with_their_test() -> Iterator[None]:
+    yield
+    if "flextrain.core.torch_private" in sys.modules:
+        sys.modules["flextrain.core.torch_private"].end_loader_workers()
 
 
 @pytest.fixture(autouse=True)

@@ -133,6 +133,7 @@ def _clean_state(call: Call) -> Iterator[None]:
         yield
     finally:
         _leave_process_group()
+        _end_loader_workers()
         gc.collect()
         if len(sys.modules) > modules:
             gc.freeze()
@@ -158,6 +159,12 @@ def _leave_process_group() -> None:
     from ..core.comm.collectives import destroy_process_group
 
     destroy_process_group()
+
+
+def _end_loader_workers() -> None:
+    from ..core.torch_private import end_loader_workers
+
+    end_loader_workers()
 
 
 def _make_importable(name: str, file: str) -> None:

@@ -24,7 +24,8 @@ from flextrain.testing.sessions import Session, single_device, started, whole_mo
 pytestmark = pytest.mark.distributed
 
 Weights = dict[str, Tensor]
-UPDATES = {"DDPStrategy": 50, "FSDPStrategy": 30, "DeepSpeedStrategy": 30}
+UPDATES = 16
+LONG = 50  # a run of each strategy under ``full``
 BATCH = 8  # samples in a global micro-batch
 # Float32 rounds each sum to 6e-8 of its size, and a sum over processes is rounded in another order. Over 50 updates these
 # add up like noise to a few times that; a different sum is off by far more than a millionth.
@@ -129,12 +130,12 @@ def alone(model: type[SmallModel], name: str, updates: int) -> tuple[Trace, Weig
     return expected, before, weights, trainable
 
 
-def compare(strategy: dict[str, Any], model: type[SmallModel], name: str) -> Trace:
+def compare(strategy: dict[str, Any], model: type[SmallModel], name: str, updates: int = UPDATES) -> Trace:
     """In a worker: train under the strategy, and hold it against what a single device made of the same."""
     recipe = RECIPES[name]
-    data = global_windows(model, recipe, UPDATES[strategy["type"]])
+    data = global_windows(model, recipe, updates)
     tolerance = recipe.tolerance(strategy)
-    expected, before, weights, trainable = alone(model, name, len(data))
+    expected, before, weights, trainable = alone(model, name, updates)
     with started(strategy, recipe.optim(), model) as session:
         found, found_weights = trained(session, data)
     same_numbers(found.losses, expected.losses, "the loss", tolerance)
@@ -186,7 +187,7 @@ def test_parity(workers2: WorkerGroup, strategy: dict[str, Any], model: type[Sma
     first, second = workers2.run(compare, strategy, model, recipe)
     assert first == second
     assert sum(first.losses[-10:]) < sum(first.losses[:10])
-    assert first.skipped == [False] * UPDATES[strategy["type"]]
+    assert first.skipped == [False] * UPDATES
     max_norm = RECIPES[recipe].options.get("clip_grad", {}).get("max_norm")
     if max_norm is not None:
         assert any(norm is not None and norm > max_norm for norm in first.grad_norms), "nothing was clipped"
@@ -195,3 +196,10 @@ def test_parity(workers2: WorkerGroup, strategy: dict[str, Any], model: type[Sma
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of)
 def test_parity_on_three_processes(workers3: WorkerGroup, strategy: dict[str, Any]) -> None:
     workers3.run(compare, strategy, TinyTransformer, "accumulate-clip")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["accumulate-clip", "bf16-accumulate-clip"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of)
+def test_parity_in_a_long_run(workers2: WorkerGroup, strategy: dict[str, Any], recipe: str) -> None:
+    workers2.run(compare, strategy, TinyTransformer, recipe, LONG)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from flextrain import ConfigError, Hook
 from flextrain.core.errors import LaunchError
 from flextrain.core.random_state import rng_state
+from flextrain.core.torch_private import end_loader_workers
 from flextrain.runner.loops.evaluate import ValLoop
 from flextrain.testing import WorkerGroup
 
@@ -136,6 +137,7 @@ def life(
         **parts,
     )
     runner.train()
+    end_loader_workers()
     state = whole_state(runner)
     found: dict[str, Any] = {
         "losses": [float(loss) for loss in watch.losses],
