@@ -22,6 +22,7 @@ from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
 from .oversight import Oversight
+from .progress import told_progress
 from .reporting import MessageHub, build_log_processor, setup_logger
 from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
@@ -171,7 +172,8 @@ class FlexibleRunner(Checkpoints):
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
                     loop.is_torn = False
-                loop.run()
+                with told_progress(self):
+                    loop.run()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
