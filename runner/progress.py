@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import append_event
 from ..core.supervision import PROGRESS, Progress, ProgressFile, job, restarts
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def told_progress(run: Run) -> Iterator[None]:
     """Write events at the beginning and end of training, and meanwhile how far it is if `flextrain run` asks for that."""
-    facts = {"iter": run.iter, "processes": run.world_size}
+    facts: dict[str, Any] = {"iter": run.iter, "processes": run.world_size}
     if job():
         facts |= {"job": job(), "restarts": restarts()}
     if run.rank == 0:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint import find_latest
 from ..core.errors import CheckpointError
@@ -109,7 +109,7 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     if isinstance(error, Exception):
         found = reason_of(run, error)
         level, what, where = logging.ERROR, "Failed", found.where
-        facts = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}
+        facts: dict[str, Any] = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}
         if found.samples:
             facts["samples"] = list(found.samples)
         append_event(run.work_dir, "failed", **facts, reason=found.said, where=where.strip(), follows=found.follows)

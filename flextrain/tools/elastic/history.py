@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Failure:
+class Fault:
     """Why a start ended.
 
     Attributes:
@@ -40,7 +40,7 @@ class Start:
     machines: int
     began: int | None = None
     iter: int = 0
-    failure: Failure | None = None
+    failure: Fault | None = None
 
     @property
     def gained_nothing(self) -> bool:
@@ -120,16 +120,16 @@ class History:
         return None
 
 
-def _of_samples(*failures: Failure) -> str:
+def _of_samples(*failures: Fault) -> str:
     found = next((failure.samples for failure in failures if failure.samples), None)
     return f", with samples {', '.join(map(str, found))} of the dataset" if found else ""
 
 
-def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) -> Failure:
+def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) -> Fault:
     """Find the reason why processes ended.
 
     Args:
-        exits: exit status by rank, negative after a signal, in the order in which the processes ended.
+        exits: exit status by rank, negative after a signal, in the order in which the processes ended; not empty.
         events: the lines that they have left in ``events.jsonl``.
     """
     # The process that was killed has left none; others say only that they lost it.
@@ -137,28 +137,25 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
     killed = {rank: -code for rank, code in exits.items() if code < 0 and code != -_TERM}
     if killed:
         rank, number = next(iter(killed.items()))
-        return Failure(f"rank {rank} was ended by {signal_name(number)}", 128 + number)
-    first = min(told, key=lambda event: (event.get("follows", False), event["time"]), default=None)
-    rank, code = next(iter(exits.items()), (None, 1))
+        return Fault(f"rank {rank} was ended by {signal_name(number)}", 128 + number)
+    rank, code = next(iter(exits.items()))
     status = code if code > 0 else 128 - code
-    if first is not None:
-        rank = first.get("rank", rank)
-        samples = first.get("samples")
-        if isinstance(rank, int) and exits.get(rank, 0) > 0:
-            status = exits[rank]
-        reason = f"rank {rank} {first['event']}" if rank is not None else str(first["event"])
-        said = first.get("reason")
-        return Failure(f"{reason}: {said}" if said else reason, status, samples)
-    if code < 0:
-        return Failure(f"rank {rank} was ended by {signal_name(-code)}", status)
-    return Failure(
-        f"rank {rank} ended with status {code}{_KNOWN.get(code, '')}" if rank is not None else "unknown", status
-    )
+    if not told:
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}{_KNOWN.get(code, '')}"
+        return Fault(f"rank {rank} {how}", status)
+    first = min(told, key=lambda event: (event.get("follows", False), event["time"]))
+    rank = int(first.get("rank", rank))
+    if exits.get(rank, 0) > 0:
+        status = exits[rank]
+    if first.get("follows"):
+        return Fault(f"rank {rank} lost another process", status)
+    said = first.get("reason")
+    return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
 
 
 def signal_name(number: int) -> str:
     """The name of a signal; its number if it has none."""
-    return signal.Signals(number).name if number in iter(signal.Signals) else f"signal {number}"
+    return signal.Signals(number).name if number in [int(one) for one in signal.Signals] else f"signal {number}"
 
 
 _TERM = int(signal.SIGTERM)

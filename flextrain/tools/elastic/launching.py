@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError, LaunchError
+from ...core.errors import ConfigError, LaunchError, counted
 from ...core.events import append_event, read_events
 from ...core.supervision import JOB, PROGRESS, RESTARTS, read_progress
-from .history import Failure, History, failure_of, signal_name
+from .history import Fault, History, failure_of, signal_name
 from .options import DEFAULT_SIGNALS, Options
 
 _FAILED = 1
@@ -62,12 +62,12 @@ class Supervisor:
         reason = "this machine joined"
         if before is not None:
             reason = "the number of machines changed" if before.failure is None else before.failure.reason
-        facts = {} if before is None else {"iter": before.iter}
+        facts: dict[str, Any] = {} if before is None else {"iter": before.iter}
         if before is not None and before.failure is not None and before.failure.samples:
             facts["samples"] = list(before.failure.samples)
         counts = {"processes": processes, "machines": group.group_world_size}
         self._tell("restarted", job=self._job, restarts=number, reason=reason, **facts, **counts)
-        self._say(f"restart {number} on {processes} processes: {reason}")
+        self._say(f"restart {number} on {counted(processes, 'process', 'processes')}: {reason}")
 
     def looked(self, exits: Mapping[int, int] | None) -> None:
         """Follow the progress; see WatchesAgent."""
@@ -77,8 +77,8 @@ class Supervisor:
             self._work_dir = progress.work_dir
         if self._work_dir and self._waiting:
             self._flush()
-        if exits is not None:
-            self.history.current.failure = self._reason(exits)
+        if exits is not None:  # torch names no process if its whole group is unhealthy
+            self.history.current.failure = self._reason(exits or {0: _FAILED})
 
     def may_restart(self) -> bool:
         """Whether the last start gained something; see WatchesAgent."""
@@ -87,6 +87,8 @@ class Supervisor:
 
     def ended(self, event: str, **facts: Any) -> None:
         """Note the end of the job."""
+        if PROGRESS in os.environ:
+            self.looked(None)
         self.history.end(time.time())
         self._tell(event, **facts)
         self._flush()
@@ -102,14 +104,14 @@ class Supervisor:
         oldest = max(all_of_them, key=lambda one: one["starts"])  # the first of those that are equal
         return int(oldest["starts"]), str(oldest["job"])
 
-    def _reason(self, exits: Mapping[int, int]) -> Failure:
+    def _reason(self, exits: Mapping[int, int]) -> Fault:
         events = read_events(self._work_dir) if self._work_dir else []
         own = [event for event in events if event["time"] >= self._began_at and "agent" not in event]
         return failure_of(exits, own)
 
     def _tell(self, event: str, **facts: Any) -> None:
         if self.is_first_machine:  # others would write the same
-            self._waiting.append({"event": event, "agent": True, **facts})
+            self._waiting.append({"event": event, "time": time.time(), "agent": True, **facts})
             if self._work_dir:
                 self._flush()
 
@@ -156,13 +158,13 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
         watcher = Supervisor(options.work_dir, Path(folder))
         try:
             with watched_agent(watcher):
-                torchrun.run(arguments)
+                torchrun.run(arguments)  # type: ignore[no-untyped-call]
         except SignalException as error:
             number = int(signal.Signals(error.sigval))
             watcher.ended("ended", reason=f"{signal_name(number)} to flextrain run", status=128 + number)
             return 128 + number, f"ended by {signal_name(number)}", watcher
         except ChildFailedError:
-            failure = watcher.history.current.failure or Failure("a process failed", _FAILED)
+            failure = watcher.history.current.failure or Fault("a process failed", _FAILED)
             why = watcher.futile or f"no restart of {arguments.max_restarts} is left"
             facts = {"samples": list(failure.samples)} if failure.samples else {}
             watcher.ended("gave_up", reason=failure.reason, why=why, status=failure.status, **facts)

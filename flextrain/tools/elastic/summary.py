@@ -37,5 +37,5 @@ def _advice(status: int, watched: Supervisor) -> str:
     if status in (130, 143):
         return f"To go on: the same command, with resume=True in the script.{where}"
     if watched.futile:
-        return f"To do: mend what fails, or leave those samples out; then the same command with resume=True.{where}"
+        return f"To do: mend what fails, or leave such samples out; then the same command with resume=True.{where}"
     return f"To do: see the first error above; the same command with resume=True in the script goes on.{where}"
