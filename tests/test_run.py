@@ -263,7 +263,7 @@ JOB_SCRIPT = """
                 os.kill(os.getpid(), signal.SIGKILL)
 
     runner = FlexibleRunner(
-        model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2),
+        model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2, collate_fn="default_collate"),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=12),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3), logger=dict(interval=1)),
         custom_hooks=[Killer()], randomness=dict(seed=0))

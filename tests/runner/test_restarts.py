@@ -22,6 +22,9 @@ def iterations(number: int) -> dict[str, Any]:
     return dict(train_cfg=dict(by_epoch=False, max_iters=number), default_hooks=SAVING)
 
 
+OVERWRITING = dict(default_hooks=dict(checkpoint=dict(by_epoch=False, interval=2, overwrite=True)))
+
+
 def started_at(folder: Path) -> list[int]:
     return [event["iter"] for event in read_events(folder) if event["event"] == "started"]
 
@@ -50,7 +53,7 @@ def test_checkpoints_of_an_older_run_in_the_folder_are_the_script_s_affair(
     make_runner(tmp_path, **iterations(4)).train()
     monkeypatch.setenv(JOB, "mine")
     monkeypatch.setenv(RESTARTS, "1")
-    make_runner(tmp_path, resume=says, **iterations(5)).train()
+    make_runner(tmp_path, resume=says, **{**iterations(5), **OVERWRITING}).train()
     assert started_at(tmp_path) == [0, begins]
 
 
