@@ -87,7 +87,11 @@ class Broken(Samples):
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_failure_is_an_event_with_its_samples(tmp_path: Path, workers: int) -> None:
     data = dict(
-        dataset=Broken(8), batch_size=4, num_workers=workers, sampler=dict(type="DefaultSampler", shuffle=False)
+        dataset=Broken(8),
+        batch_size=4,
+        num_workers=workers,
+        sampler=dict(type="DefaultSampler", shuffle=False),
+        collate_fn="default_collate",
     )
     runner = make_runner(tmp_path, train_dataloader=data, **iterations(4))
     with pytest.raises(ValueError, match="sample 5"):
