@@ -22,13 +22,13 @@ from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
 from .oversight import Oversight
-from .progress import told_progress
 from .reporting import MessageHub, build_log_processor, setup_logger
 from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
 from .termination import tell_how_it_ended, terminable
+from .told_progress import told_progress
 
 
 class FlexibleRunner(Checkpoints):

@@ -18,9 +18,9 @@ from flextrain.cli import main
 from flextrain.core.errors import ConfigError
 from flextrain.core.events import append_event, read_events
 from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
-from flextrain.tools.elastic.history import Fault, History, failure_of
+from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
 from flextrain.tools.elastic.launching import Supervisor
-from flextrain.tools.elastic.options import DEFAULT_RESTARTS, OPTIONS, read_options
+from flextrain.tools.elastic.starts import Fault, History, failure_of
 
 # Options
 

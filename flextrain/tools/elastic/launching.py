@@ -16,8 +16,8 @@ from typing import Any
 from ...core.errors import ConfigError, LaunchError, counted
 from ...core.events import append_event, read_events
 from ...core.supervision import JOB, PROGRESS, RESTARTS, read_progress
-from .history import Fault, History, failure_of, signal_name
-from .options import DEFAULT_SIGNALS, Options
+from .command_line import DEFAULT_SIGNALS, Options
+from .starts import Fault, History, failure_of, signal_name
 
 _FAILED = 1
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..tools.elastic.options import DEFAULT_RESTARTS, GROUPS, read_options
+from ..tools.elastic.command_line import DEFAULT_RESTARTS, GROUPS, read_options
 
 DESCRIPTION = f"""\
 Start SCRIPT in several processes by torchrun's own agent, and start them again when one fails.
