@@ -10,13 +10,14 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full test-oldest test-gpu async-io lint types unit bench format clean distclean
+.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu async-io lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
 	@echo "make test    lint, type check and the whole test suite"
 	@echo "make test-fast  the tests that start no process, in a minute: for while you write"
 	@echo "make test-full  the same with every combination of strategies and processes"
+	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
 	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
 	@echo "make lint    ruff only"
@@ -35,15 +36,26 @@ test-fast: PYTEST_ARGS += -m "not full and not processes and not slow"
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST)
 
-# An empty expression for the marker puts back what pyproject.toml leaves out.
-test-full: PYTEST_ARGS += -m ""
+# An expression for the marker replaces that of pyproject.toml. The cluster tests stand apart: one session of pytest makes them.
+test-full: PYTEST_ARGS += -m "not cluster"
 test-full: lint types async-io unit
+	$(MAKE) test-cluster PYTEST_ARGS=
+
+# Real launchers on pretended machines. What cannot be installed or made here (packages, network namespaces) skips its tests.
+CLUSTER_PACKAGES := slurmctld slurmd slurm-client openmpi-bin mpich iproute2
+test-cluster: $(VENV)/.installed-dev
+	@$(PIP) install --quiet --editable '.[ray]' || true
+	@dpkg -s $(CLUSTER_PACKAGES) >/dev/null 2>&1 || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive && { \
+		apt-get install -qq -y --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null 2>&1 || { \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null; }; }; } || \
+		echo "$(CLUSTER_PACKAGES) cannot all be installed here: their tests will be skipped" >&2
+	$(PY) -m pytest -p no:xdist tests -m cluster --durations=0 --durations-min=1 $(PYTEST_ARGS)
 
 # What DeepSpeed compiles its asynchronous input and output with. Where it cannot be had, the tests that need it are skipped
 # and say what is missing.
 async-io: $(VENV)/.installed-dev
 	@$(PIP) install --quiet ninja || true
-	@test -e /usr/include/libaio.h || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { \
+	@test -e /usr/include/libaio.h || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive && { \
 		apt-get install -qq -y libaio-dev >/dev/null 2>&1 || { apt-get update -qq && apt-get install -qq -y libaio-dev >/dev/null; }; }; } || \
 		echo "libaio-dev cannot be installed here: tests of state in files will be skipped" >&2
 

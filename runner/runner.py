@@ -28,7 +28,6 @@ from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
 from .termination import tell_how_it_ended, terminable
-from .told_progress import told_progress
 
 
 class FlexibleRunner(Checkpoints):
@@ -172,8 +171,7 @@ class FlexibleRunner(Checkpoints):
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
                     loop.is_torn = False
-                with told_progress(self):
-                    loop.run()
+                loop.run()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""What `flextrain run` does: torchrun's agent with an eye on the progress of training."""
