@@ -9,11 +9,11 @@ import gc
 import importlib
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -232,3 +232,49 @@ def is_compile_error(error: BaseException) -> bool:
     """Whether an error, or what caused it, comes from the compiler, by the module of its class. 2.6, 2.15."""
     names = ("torch._dynamo", "torch._inductor", "torch._functorch")
     return type(error).__module__.startswith(names) or "torch._dynamo" in str(type(error.__cause__))
+
+
+# torchrun
+
+
+class WatchesAgent(Protocol):
+    """What `watched_agent` tells."""
+
+    def starting(self, group: Any) -> None:
+        """Workers are about to start; ``group`` is the agent's WorkerGroup."""
+
+    def looked(self, exits: Mapping[int, int] | None) -> None:
+        """The agent has looked at its workers; ``exits`` are the statuses of those that failed, by rank, else None."""
+
+    def may_restart(self) -> bool:
+        """After a failure: whether the agent may restart the workers, if it has restarts left."""
+
+
+@contextmanager
+def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
+    """Let agents that ``torch.distributed.run`` makes in this block tell ``watcher`` what they do. 2.6, 2.15.
+
+    torch's own events come too late to prevent a restart. Nothing else of the agent is changed.
+    """
+    launcher: Any = importlib.import_module("torch.distributed.launcher.api")
+    torchs: Any = launcher.LocalElasticAgent
+
+    class Agent(torchs):  # type: ignore[misc]
+        def _start_workers(self, worker_group: Any) -> Any:
+            watcher.starting(worker_group)
+            return super()._start_workers(worker_group)
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            has_failed = result.state.name in ("FAILED", "UNHEALTHY")
+            failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
+            watcher.looked({rank: failure.exitcode for rank, failure in failures} if has_failed else None)
+            if has_failed and not watcher.may_restart():
+                self._remaining_restarts = 0
+            return result
+
+    launcher.LocalElasticAgent = Agent
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = torchs

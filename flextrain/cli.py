@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .commands import checkpoint, doctor, list_names, verify
+from .commands import checkpoint, doctor, list_names, run_script, verify
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
 
-COMMANDS = (checkpoint, doctor, list_names, verify)
+COMMANDS = (checkpoint, doctor, list_names, run_script, verify)
+_TAKES_ALL = "run"
+"""The command that reads its own arguments, because those of a script follow them; only ``--help`` is argparse's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +54,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before and after ``--``."""
+    """The arguments before and after ``--``; all of a command that reads them itself come after."""
     given = list(argv)
+    if given[:1] == [_TAKES_ALL] and given[1:] and given[1] not in ("-h", "--help"):
+        return given[:1], given[1:]
     end = given.index("--") if "--" in given else len(given)
     return given[:end], given[end + 1 :]

@@ -14,7 +14,7 @@ from .configuration import check_loading
 from .options import Resume
 from .parts import Parts
 from .resume import run_state
-from .resume.choose_checkpoint import find_source
+from .resume.choose_checkpoint import find_start
 from .resume.failed_saves import check_on_error
 from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
@@ -181,7 +181,7 @@ class Checkpoints(Parts):
     def _load_or_resume(self) -> None:
         if self._started:
             return
-        source, resumed = find_source(self)
+        source, resumed = find_start(self)
         if source is not None and resumed:
             self._resume(as_path(source), resumed)
         elif source is not None:

@@ -28,6 +28,7 @@ from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
 from .termination import tell_how_it_ended, terminable
+from .told_progress import told_progress
 
 
 class FlexibleRunner(Checkpoints):
@@ -171,7 +172,8 @@ class FlexibleRunner(Checkpoints):
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
                     loop.is_torn = False
-                loop.run()
+                with told_progress(self):
+                    loop.run()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint import find_latest
 from ..core.errors import CheckpointError
+from ..core.events import append_event
 from ..core.log_marks import TRACEBACK_IN_FILE
 from .failures.report import reason_of
 
@@ -108,6 +109,10 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     if isinstance(error, Exception):
         found = reason_of(run, error)
         level, what, where = logging.ERROR, "Failed", found.where
+        facts: dict[str, Any] = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}
+        if found.samples:
+            facts["samples"] = list(found.samples)
+        append_event(run.work_dir, "failed", **facts, reason=found.said, where=where.strip(), follows=found.follows)
         reason = f": {found.said}{f'; {found.advice}' if found.advice else ''}"
         if found.advice and hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed{where or ' here'}; {found.advice}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..core import horovod
 from ..core.errors import ConfigError
 from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import overridden, refuse_unused
@@ -21,6 +22,8 @@ _NEVER_CALLED = {
     "load_checkpoint": "override load_template(saved) and load_state_dict(state)",
 }
 """Methods of MMEngine's strategies that flextrain never calls, with the advice for a subclass that defines one."""
+
+STRATEGIES.refuse(dict.fromkeys(("horovod", "Horovod", "HorovodStrategy"), f"{horovod.WHY}; {horovod.INSTEAD}"))
 
 
 def build_strategy(cfg: Any = None, **options: Any) -> Strategy:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from flextrain.core import horovod
 from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, examine, look
 from flextrain.tools.doctor.package_probe import strategy_facts
 
@@ -53,8 +54,11 @@ def said(report: dict[str, Any]) -> list[str]:
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_a_machine_without_accelerators() -> None:
-    status, report = doctor(CUDA_VISIBLE_DEVICES="")
+    status, report = doctor(CUDA_VISIBLE_DEVICES="", HOROVOD_CYCLE_TIME="1")
     assert status == 0
+    assert [line for line in said(report) if "orovod" in line] == [
+        f"warning: no strategy uses Horovod (HOROVOD_CYCLE_TIME is set): {horovod.WHY}; {horovod.INSTEAD}"
+    ]
     assert report["broken"] is False
     found = strategies(report)
     assert found["SingleDeviceStrategy"] == (True, "on the CPU")
@@ -264,6 +268,14 @@ def test_versions_that_are_too_old() -> None:
         "error: pydantic 1.10.2 is too old for flextrain; pip install 'pydantic>=2.3'",
     ]
     assert report.exit_status == 1
+
+
+def test_horovod_is_installed() -> None:
+    report, lines = findings(horovod="version 0.28.1 is installed")
+    assert report.exit_status == 0
+    assert lines == [
+        f"warning: no strategy uses Horovod (version 0.28.1 is installed): {horovod.WHY}; {horovod.INSTEAD}"
+    ]
 
 
 def test_hardware_that_torch_does_not_see() -> None:

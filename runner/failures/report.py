@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,18 @@ class Reason:
         where: to follow "Failed after ...", such as " in backward"; may be empty.
         said: class and message of the error, on one line.
         advice: what to do; empty if the error says it, or if nothing is known.
+        samples: indices of the batch that could not be read, at most 16; empty if another part failed.
     """
 
     where: str
     said: str
     advice: str = ""
+    samples: tuple[int, ...] = ()
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only follows from the end of another process."""
+        return self.advice == process_advice.ANOTHER_ENDED
 
 
 def reason_of(run: Run, error: BaseException) -> Reason:
@@ -63,7 +71,7 @@ def _reason_of(run: Run, error: BaseException) -> Reason:
         said = f"{said} ({samples})"
     failure = Failure(run, error, origin, kind, " ".join((text, samples)).strip())
     advice = _COMPILING if is_compile_error(error) else run.strategy.explain(error) or advice_on(failure)
-    return Reason(where, said, advice or "")
+    return Reason(where, said, advice or "", tuple(map(int, re.findall(r"\d+", samples))))
 
 
 def _of_worker(worker: WorkerFailure, origin: Origin) -> str:

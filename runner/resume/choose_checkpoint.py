@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.checkpoint import as_path, find_latest, newest_complete, passed_over
+from ...core.checkpoint import Checkpoint, as_path, find_latest, newest_complete, passed_over
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
 from ...core.checkpoint.paths import is_local, reaching
 from ...core.comm.collectives import broadcast_object
+from ...core.comm.joint_errors import raising_together
 from ...core.errors import CheckpointError
+from ...core.supervision import RESTARTS, job, restarts
 from ..options import Resume
 
 if TYPE_CHECKING:
@@ -23,6 +25,31 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
     if resumed is None:
         return load_from, None
     return resumed.path or load_from or newest_checkpoint(run), resumed
+
+
+def find_start(run: Run) -> tuple[str | Path | None, Resume | None]:
+    """Return what training starts from; after a restart by `flextrain run` the newest checkpoint of this job, if it has one.
+
+    Other checkpoints in the folder may be of an older run, which the script does not go on with.
+    """
+    if not restarts():
+        return find_source(run)
+    found = newest_checkpoint(run)
+    with raising_together():  # only rank 0 looks
+        is_own = found is not None and run.rank == 0 and _job_of(found) == job()
+    if not broadcast_object(is_own):
+        run.logger.info(
+            f"Restart {restarts()} ({RESTARTS}): this job has saved no checkpoint yet, it starts as the script says"
+        )
+        return find_source(run)
+    run.logger.info(f"Restart {restarts()} ({RESTARTS}): resumes this job's newest checkpoint, {found}")
+    return found, Resume()
+
+
+def _job_of(path: Path) -> object:
+    """Return the job that has saved a checkpoint, if that says so."""
+    meta = Checkpoint.open(path).values.get("meta")
+    return meta.get("job") if isinstance(meta, dict) else None
 
 
 def newest_checkpoint(run: Run) -> Path | None:

@@ -26,6 +26,7 @@ from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError
 from ...core.module_state import own_loading
 from ...core.random_state import rng_state
+from ...core.supervision import job
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
@@ -73,6 +74,7 @@ def save(
         "seed": runner.seed,
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
         **{key: state["loop"][key] for key in ("epoch", "iter")},
+        **({"job": job()} if job() else {}),
         **(meta or {}),
     }
     hooks = hook_states(runner)

@@ -52,6 +52,11 @@ def detect_launch(launcher: str | None = None, env: Mapping[str, str] | None = N
 
 def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
     """Raise LaunchError if another launcher started several processes, each of which would train alone."""
+    if read_int(env, "HOROVOD_SIZE", 1) > 1:
+        raise LaunchError(
+            f"launcher: HOROVOD_SIZE={env['HOROVOD_SIZE']} says that horovodrun started several processes with gloo, which "
+            "does not say where they meet; start the script with horovodrun --mpi, mpirun or torchrun"
+        )
     if read_int(env, "PMI_SIZE", 1) > 1:
         said = f"PMI_SIZE={env['PMI_SIZE']}"
     elif (rank := env.get("PMIX_RANK", "0")) != "0":

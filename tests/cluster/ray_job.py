@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class FailOnce(Hook):
 
     priority = "VERY_HIGH"
 
-    def __init__(self, notes: str, removed: str = "") -> None:
-        self.notes, self.removed = Path(notes), removed
+    def __init__(self, notes: str, removed: str = "", awaited: str = "") -> None:
+        self.notes, self.removed, self.awaited = Path(notes), removed, awaited
         self.is_first = not self.notes.exists()
 
     def before_train(self, runner: Any) -> None:
@@ -54,6 +55,8 @@ class FailOnce(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         if self.is_first and runner.iter == FAILS_AT and runner.rank == runner.world_size - 1:
+            while self.awaited and not Path(self.awaited).exists():
+                time.sleep(0.05)
             if self.removed:
                 Path(self.removed).rename(f"{self.removed}.lost")
             os._exit(1)
@@ -88,18 +91,47 @@ def build(config: dict[str, Any]) -> Any:
     given = arguments(config)
     given["custom_hooks"] = [RayReportHook(interval=INTERVAL, interval_s=0)]
     if config.get("notes"):
-        given["custom_hooks"].append(FailOnce(config["notes"], config.get("removed", "")))
+        given["custom_hooks"].append(FailOnce(config["notes"], config.get("removed", ""), config.get("awaited", "")))
     if config.get("work_dir"):
         given["work_dir"] = config["work_dir"]
     return FlexibleRunner(**given) if config.get("as_runner") else given
 
 
-def main(folder: Path, scenario: str) -> dict[str, Any]:
-    import ray
+def trainer_of(folder: Path, scenario: str) -> Any:
+    from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from flextrain.ray import train_loop
+
+    storage = folder / "storage"
+    storage.mkdir()
+    config: dict[str, Any] = dict(notes=str(folder / "notes"))
+    stored: dict[str, Any] = dict(storage_path=str(storage))
+    backend = "gloo"
+    if scenario == "remote":
+        # A storage that is no folder, and a work directory that is lost together with a machine. Ray makes a group without a
+        # back end for CPU tensors, as it does with "nccl" for GPUs.
+        stored = dict(storage_path="", storage_filesystem=SubTreeFileSystem(str(storage), LocalFileSystem()))
+        config |= dict(work_dir=str(folder / "work"), removed=str(folder / "work"), as_runner=True)
+        config |= dict(awaited=str(storage / "run" / "checkpoint_manager_snapshot.json"))
+        backend = "cuda:gloo"
+    return TorchTrainer(
+        train_loop(build),
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=2),
+        torch_config=TorchConfig(backend=backend, timeout_s=60),
+        run_config=RunConfig(
+            name="run",
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            **stored,
+        ),
+    )
+
+
+def main(folder: Path, scenario: str) -> dict[str, Any]:
+    import ray
 
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as session:  # names of sockets must be short
@@ -109,22 +141,10 @@ def main(folder: Path, scenario: str) -> dict[str, Any]:
             _node_ip_address="127.0.0.1",
             _temp_dir=session,
             object_store_memory=100 * 2**20,
-            runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         )
         try:
-            trainer = TorchTrainer(
-                train_loop(build),
-                train_loop_config=dict(notes=str(folder / "notes")),
-                scaling_config=ScalingConfig(num_workers=2),
-                torch_config=TorchConfig(backend="gloo", timeout_s=60),
-                run_config=RunConfig(
-                    storage_path=str(folder / "storage"),
-                    name="run",
-                    failure_config=FailureConfig(max_failures=1),
-                    checkpoint_config=CheckpointConfig(num_to_keep=2),
-                ),
-            )
-            result = trainer.fit()
+            result = trainer_of(folder, scenario).fit()
             return dict(
                 starts=[json.loads(line) for line in (folder / "notes").read_text().splitlines()],
                 metrics=result.metrics,

@@ -97,3 +97,19 @@ def test_a_lost_worker(tmp_path: Path, workers2: WorkerGroup) -> None:
 
     started = workers2.run(resumed, result["checkpoint"], str(tmp_path / "elsewhere"))
     assert started == [(MAX_ITERS, MAX_ITERS + 5)] * 2
+
+
+def test_a_work_directory_that_is_lost_with_its_machine(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """The storage is no folder: Ray copies finished checkpoints to it, from which a new work directory goes on."""
+    result = run_on_ray(tmp_path, "remote")
+    assert result["starts"] == [[0, 2], [FAILS_AT // INTERVAL * INTERVAL, 2]]
+    stored = [tmp_path / "storage" / path for path, _ in result["kept"]]
+    assert [len(list(path.glob("rank-*.safetensors"))) for path in stored] == [2, 2]
+    assert [path.name for path in (tmp_path / "work").glob("iter_*")] == ["iter_30"]
+    assert list((tmp_path / "work" / ".reported").iterdir()) == [], "Ray has copied and deleted what was linked for it"
+
+    workers2.run(undisturbed, str(tmp_path / "undisturbed"))
+    expected = losses(tmp_path / "undisturbed")
+    assert losses(tmp_path / "work") == {number: loss for number, loss in expected.items() if number > INTERVAL}
+    started = workers2.run(resumed, str(tmp_path / "storage" / result["checkpoint"]), str(tmp_path / "elsewhere"))
+    assert started == [(MAX_ITERS, MAX_ITERS + 5)] * 2

@@ -86,6 +86,13 @@ def test_gan(run_example: RunExample, tmp_path: Path, processes: int) -> None:
     assert {path.name for path in (tmp_path / "work_dirs" / "gan").glob("*.png")} == {"samples_1.png", "samples_2.png"}
 
 
+def test_horovod_style(run_example: RunExample) -> None:
+    """Alone; tests/cluster/test_horovod_style.py runs it under mpirun."""
+    done = run_example("horovod_style.py", "--epochs", "2")
+    assert accuracies(done.stdout)[-1] > 80
+    assert "The weights' norm is 7." in done.stdout
+
+
 def test_hugging_face(run_example: RunExample) -> None:
     pytest.importorskip("transformers")
     done = run_example("hugging_face.py", "--max-iters", "40")

@@ -129,6 +129,7 @@ MEET = "launcher: mpirun runs on several machines and does not say where the fir
         (None, dict(WORLD_SIZE="2"), LaunchError, "launcher: WORLD_SIZE=2 is set and RANK is not; start the script with torchrun"),
         (None, dict(LOCAL_RANK="1"), LaunchError, "launcher: LOCAL_RANK=1 is set and RANK is not; start the script with torchrun"),
         (None, dict(PMI_SIZE="4", PMI_RANK="2"), LaunchError, "launcher: PMI_SIZE=4 says that several processes were started, by a launcher that is not known here"),
+        (None, dict(HOROVOD_SIZE="2", HOROVOD_RANK="1"), LaunchError, "launcher: HOROVOD_SIZE=2 says that horovodrun started several processes with gloo"),
         (None, dict(PMIX_RANK="2"), LaunchError, "launcher: PMIX_RANK=2 says that several processes were started, by a launcher that is not known here"),
         (None, TORCHRUN | dict(RANK="4"), LaunchError, "launcher: RANK=4, LOCAL_RANK=1 and WORLD_SIZE=4 do not fit"),
         (None, TORCHRUN | dict(WORLD_SIZE="0"), LaunchError, "launcher: RANK=3, LOCAL_RANK=1 and WORLD_SIZE=0 do not fit"),

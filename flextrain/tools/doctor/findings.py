@@ -8,6 +8,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from ...core import horovod
 from .machine import AUTOLOAD, OPTIONAL, REQUIRED, Machine
 
 INSTALL_CANN = "install CANN and source its set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh)"
@@ -31,7 +32,7 @@ class Finding:
 def find_problems(machine: Machine) -> list[Finding]:
     """All problems, errors and warnings."""
     findings = [*_torch(machine), *_missing(machine), *_too_old(machine), *_torch_npu(machine), *_torchvision(machine)]
-    return [*findings, *_deepspeed(machine), *_hardware(machine)]
+    return [*findings, *_deepspeed(machine), *_horovod(machine), *_hardware(machine)]
 
 
 def _torch(machine: Machine) -> list[Finding]:
@@ -122,6 +123,12 @@ def _deepspeed(machine: Machine) -> list[Finding]:
     if said.startswith("KeyError") and "ASCEND_HOME_PATH" in said:
         return [Finding("error", "DeepSpeed needs ASCEND_HOME_PATH, which is not set", "source CANN's set_env.sh")]
     return [Finding("error", f"deepspeed {version} cannot be used: {said}", "pip install 'flextrain[deepspeed]'")]
+
+
+def _horovod(machine: Machine) -> list[Finding]:
+    if not machine.horovod:
+        return []
+    return [Finding("warning", f"no strategy uses Horovod ({machine.horovod}): {horovod.WHY}", horovod.INSTEAD)]
 
 
 def _hardware(machine: Machine) -> list[Finding]:

@@ -43,6 +43,7 @@ class Machine:
         cann: the version of CANN, or its folder; None if CANN was not found.
         hardware: names of device files in /dev, whether or not torch finds the device: "nvidia", "davinci".
         plug_ins: types of devices that installed packages add to flextrain.
+        horovod: where Horovod was found, its package or a variable; empty if it was not.
     """
 
     versions: Mapping[str, str | None]
@@ -56,6 +57,7 @@ class Machine:
     cann: str | None = None
     hardware: tuple[str, ...] = ()
     plug_ins: tuple[str, ...] = ()
+    horovod: str = ""
 
     @property
     def torch(self) -> Facts:
@@ -117,6 +119,7 @@ def look(variables: Mapping[str, str]) -> Machine:
         cann=_cann(variables),
         hardware=tuple(name for name in ("nvidia", "davinci") if any(Path("/dev").glob(f"{name}[0-9]*"))),
         plug_ins=tuple(point.name for point in importlib.metadata.entry_points(group="flextrain.devices")),
+        horovod=_horovod(variables),
     )
 
 
@@ -149,6 +152,13 @@ def _wanted_torch(package: str) -> str | None:
         if requirement.name == "torch":
             return str(requirement.specifier) or None
     return None
+
+
+def _horovod(variables: Mapping[str, str]) -> str:
+    """The installed version of Horovod, or the first of its variables; empty if there is neither."""
+    version = _version("horovod")
+    named = sorted(name for name in variables if name.startswith("HOROVOD_"))
+    return f"version {version} is installed" if version else f"{named[0]} is set" if named else ""
 
 
 def _cann(variables: Mapping[str, str]) -> str | None:

@@ -1,0 +1,1 @@
+"""What `flextrain run` does: torchrun's agent with an eye on the progress of training."""

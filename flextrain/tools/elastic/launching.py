@@ -1,0 +1,190 @@
+"""Run a script in processes that torchrun's agent starts, watches and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError, LaunchError, counted
+from ...core.events import append_event, read_events
+from ...core.supervision import JOB, PROGRESS, RESTARTS, read_progress
+from .command_line import DEFAULT_SIGNALS, Options
+from .starts import Fault, History, failure_of, signal_name
+
+_FAILED = 1
+
+
+class Supervisor:
+    """Follows the starts of a job on one machine, and says when another one makes no sense.
+
+    Args:
+        work_dir: folder of ``events.jsonl``; empty: the work directory of the runner.
+        folder: an empty folder for progress files.
+    """
+
+    def __init__(self, work_dir: str, folder: Path) -> None:
+        self.history = History()
+        self.futile: str | None = None
+        """Why there was no restart though one was left."""
+        self.is_first_machine = True
+        self._work_dir, self._folder, self._job = work_dir, folder, ""
+        self._waiting: list[dict[str, Any]] = []  # events, while the work directory is not known
+        self._began_at = time.time()
+
+    @property
+    def work_dir(self) -> str:
+        """The folder of ``events.jsonl``; empty while it is not known."""
+        return self._work_dir
+
+    def starting(self, group: Any) -> None:
+        """Prepare the environment of the processes; see WatchesAgent."""
+        number, self._job = self._agree(group)
+        os.environ[JOB] = self._job
+        os.environ[PROGRESS] = str(self._folder / f"{number}.json")
+        if number:
+            os.environ[RESTARTS] = str(number)
+        self.is_first_machine = group.group_rank == 0
+        processes = group.workers[0].world_size
+        before = self.history.current if self.history.starts else None
+        self.history.begin(processes, group.group_world_size, number)
+        self._began_at = time.time()
+        if before is None and number == 0:
+            self._tell("launched", job=self._job, processes=processes, machines=group.group_world_size)
+            return
+        reason = "this machine joined"
+        if before is not None:
+            reason = "the number of machines changed" if before.failure is None else before.failure.reason
+        facts: dict[str, Any] = {} if before is None else {"iter": before.iter}
+        if before is not None and before.failure is not None and before.failure.samples:
+            facts["samples"] = list(before.failure.samples)
+        counts = {"processes": processes, "machines": group.group_world_size}
+        self._tell("restarted", job=self._job, restarts=number, reason=reason, **facts, **counts)
+        self._say(f"restart {number} on {counted(processes, 'process', 'processes')}: {reason}")
+
+    def looked(self, exits: Mapping[int, int] | None) -> None:
+        """Follow the progress; see WatchesAgent."""
+        progress = read_progress(os.environ[PROGRESS])
+        self.history.saw(progress.began, progress.iter, time.time())
+        if progress.work_dir and not self._work_dir:
+            self._work_dir = progress.work_dir
+        if self._work_dir and self._waiting:
+            self._flush()
+        if exits is not None:  # torch names no process if its whole group is unhealthy
+            self.history.current.failure = self._reason(exits or {0: _FAILED})
+
+    def may_restart(self) -> bool:
+        """Whether the last start gained something; see WatchesAgent."""
+        self.futile = self.history.futile()
+        return self.futile is None
+
+    def ended(self, event: str, **facts: Any) -> None:
+        """Note the end of the job."""
+        if PROGRESS in os.environ:
+            self.looked(None)
+        self.history.end(time.time())
+        self._tell(event, **facts)
+        self._flush()
+
+    def _agree(self, group: Any) -> tuple[int, str]:
+        """The number of starts that the job has had, and its identifier: the same on all machines."""
+        own = {"starts": 0 if not self.history.starts else self.history.current.number + 1, "job": self._job}
+        if not self._job:
+            own["job"] = uuid.uuid4().hex
+        store, key = group.store, "flextrain/agents/{}".format
+        store.set(key(group.group_rank), json.dumps(own))
+        all_of_them = [json.loads(store.get(key(rank))) for rank in range(group.group_world_size)]
+        oldest = max(all_of_them, key=lambda one: one["starts"])  # the first of those that are equal
+        return int(oldest["starts"]), str(oldest["job"])
+
+    def _reason(self, exits: Mapping[int, int]) -> Fault:
+        events = read_events(self._work_dir) if self._work_dir else []
+        own = [event for event in events if event["time"] >= self._began_at and "agent" not in event]
+        return failure_of(exits, own)
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        if self.is_first_machine:  # others would write the same
+            self._waiting.append({"event": event, "time": time.time(), "agent": True, **facts})
+            if self._work_dir:
+                self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting and self._work_dir and Path(self._work_dir).is_dir():
+            for facts in waiting:
+                append_event(self._work_dir, **facts)
+
+    def _say(self, text: str) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(f"flextrain run: {text}\n")
+        sys.stderr.flush()
+
+
+def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
+    """Run the script until it has ended well, or another start makes no sense.
+
+    Returns:
+        The exit status, how it ended in words, and what happened meanwhile.
+
+    Raises:
+        ConfigError: torch's version has no such option, or a value is not allowed.
+        LaunchError: the machines did not find each other.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from ...core.torch_private import watched_agent
+
+    arguments = _parsed(torchrun, options)
+    if options.is_elastic:
+        # torch 2.15 waits for ever when a machine joins, because the agents share a store that is made but once.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each process would start a thread per core, or torchrun one alone with a banner.
+        processes = int(arguments.nproc_per_node) if str(arguments.nproc_per_node).isdigit() else os.cpu_count() or 1
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    for name in (RESTARTS, JOB, PROGRESS):  # this may itself run under another one
+        os.environ.pop(name, None)
+    with tempfile.TemporaryDirectory(prefix="flextrain-run-") as folder:
+        watcher = Supervisor(options.work_dir, Path(folder))
+        try:
+            with watched_agent(watcher):
+                torchrun.run(arguments)  # type: ignore[no-untyped-call]
+        except SignalException as error:
+            number = int(signal.Signals(error.sigval))
+            watcher.ended("ended", reason=f"{signal_name(number)} to flextrain run", status=128 + number)
+            return 128 + number, f"ended by {signal_name(number)}", watcher
+        except ChildFailedError:
+            failure = watcher.history.current.failure or Fault("a process failed", _FAILED)
+            why = watcher.futile or f"no restart of {arguments.max_restarts} is left"
+            facts = {"samples": list(failure.samples)} if failure.samples else {}
+            watcher.ended("gave_up", reason=failure.reason, why=why, status=failure.status, **facts)
+            return failure.status, f"failed, {failure.reason}; not restarted: {why}", watcher
+        except (RendezvousError, TimeoutError) as error:
+            watcher.ended("gave_up", reason=str(error), status=_FAILED)
+            raise LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}") from error
+        watcher.ended("ended", reason="finished", status=0)
+        return 0, "finished", watcher
+
+
+def _parsed(torchrun: Any, options: Options) -> Any:
+    parser = torchrun.get_args_parser()
+    known = {name for action in parser._actions for name in action.option_strings}
+    words = options.for_torchrun()
+    for name in options.given.keys() - known - {"--work-dir"}:
+        raise ConfigError(f"run: this version of torch has no {name}")
+    if "--signals-to-handle" in known and "--signals-to-handle" not in options.given:
+        words.insert(0, f"--signals-to-handle={DEFAULT_SIGNALS}")
+    try:
+        return parser.parse_args(words)
+    except SystemExit:  # argparse has said why
+        raise ConfigError("run: torchrun refuses the options") from None

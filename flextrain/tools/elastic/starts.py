@@ -1,0 +1,162 @@
+"""History: the starts of a job, what each gained, and whether another one makes sense."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a start ended.
+
+    Attributes:
+        reason: in words, such as "rank 1 failed: ValueError: ...".
+        status: the exit status of the process that failed; 128 + its number after a signal.
+        samples: indices of the batch that was being read; None if they are not known.
+    """
+
+    reason: str
+    status: int = 1
+    samples: Sequence[int] | None = None
+
+
+@dataclass
+class Start:
+    """The time from one start of the processes to their end.
+
+    Attributes:
+        number: 0 for the first.
+        processes, machines: how many of each.
+        began: the iteration from which training went on; None if it was not reached.
+        iter: updates done in the end, counted from the beginning of training.
+        failure: why it ended; None if it ended well, or goes on.
+    """
+
+    number: int
+    processes: int
+    machines: int
+    began: int | None = None
+    iter: int = 0
+    failure: Fault | None = None
+
+    @property
+    def gained_nothing(self) -> bool:
+        """Whether it made no update."""
+        return self.began is None or self.iter <= self.began
+
+
+@dataclass
+class History:
+    """The starts of a job, and the time in which it did not come further.
+
+    Attributes:
+        starts: in their order.
+        lost_s: seconds from the last update before a failure until training is further than that, over all failures.
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    lost_s: float = 0.0
+    _furthest: int = 0
+    _reached_at: float | None = None
+    _is_behind: bool = False
+
+    @property
+    def current(self) -> Start:
+        """The start that is under way."""
+        return self.starts[-1]
+
+    def begin(self, processes: int, machines: int, number: int) -> None:
+        """Note that processes start; ``number`` is how many starts the job had before, which began elsewhere perhaps."""
+        self.starts.append(Start(number, processes, machines))
+        self._is_behind = len(self.starts) > 1
+
+    def saw(self, began: int | None, done: int, now: float) -> None:
+        """Note the progress at the time ``now``, in seconds."""
+        start = self.current
+        if began is None:
+            return
+        start.began, start.iter = began, done
+        if done > self._furthest or self._reached_at is None:
+            if self._is_behind and self._reached_at is not None:
+                self.lost_s += now - self._reached_at
+            self._is_behind = False
+            self._furthest, self._reached_at = done, now
+
+    def end(self, now: float) -> None:
+        """Note that there will be no further start."""
+        if self._is_behind and self._reached_at is not None:
+            self.lost_s += now - self._reached_at
+            self._is_behind = False
+
+    @property
+    def repeated(self) -> int:
+        """Updates that were done before and had to be done again."""
+        return sum(
+            max(0, before.iter - after.began)
+            for before, after in zip(self.starts, self.starts[1:], strict=False)
+            if after.began is not None
+        )
+
+    def futile(self) -> str | None:
+        """Why another start would end like the last one; None if it may not.
+
+        It would if the last restart made no update, or if two starts in a row ended in the same iteration.
+        """
+        if len(self.starts) < 2:
+            return None
+        last, before = self.starts[-1], self.starts[-2]
+        if last.failure is None or before.failure is None:  # the number of machines changed
+            return None
+        if last.began is None and before.began is None:
+            return "training was not reached twice"
+        if last.iter == before.iter and last.began is not None:
+            return f"iteration {last.iter + 1} failed twice{_of_samples(last.failure, before.failure)}"
+        if last.gained_nothing:
+            where = "training was not reached" if last.began is None else f"iteration {last.iter + 1} failed at once"
+            return f"the restart made no update, {where}"
+        return None
+
+
+def _of_samples(*failures: Fault) -> str:
+    found = next((failure.samples for failure in failures if failure.samples), None)
+    return f", with samples {', '.join(map(str, found))} of the dataset" if found else ""
+
+
+def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) -> Fault:
+    """Find the reason why processes ended.
+
+    Args:
+        exits: exit status by rank, negative after a signal, in the order in which the processes ended; not empty.
+        events: the lines that they have left in ``events.jsonl``.
+    """
+    # The process that was killed has left none; others say only that they lost it.
+    told = [event for event in events if event.get("event") in ("failed", "stalled", "preempted")]
+    killed = {rank: -code for rank, code in exits.items() if code < 0 and code != -_TERM}
+    if killed:
+        rank, number = next(iter(killed.items()))
+        return Fault(f"rank {rank} was ended by {signal_name(number)}", 128 + number)
+    rank, code = next(iter(exits.items()))
+    status = code if code > 0 else 128 - code
+    if not told:
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}{_KNOWN.get(code, '')}"
+        return Fault(f"rank {rank} {how}", status)
+    first = min(told, key=lambda event: (event.get("follows", False), event["time"]))
+    rank = int(first.get("rank", rank))
+    if exits.get(rank, 0) > 0:
+        status = exits[rank]
+    if first.get("follows"):
+        return Fault(f"rank {rank} lost another process", status)
+    said = first.get("reason")
+    return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; its number if it has none."""
+    return signal.Signals(number).name if number in [int(one) for one in signal.Signals] else f"signal {number}"
+
+
+_TERM = int(signal.SIGTERM)
+_KNOWN = {75: " (a stall)", 143: " (preempted)"}

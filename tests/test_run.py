@@ -1,0 +1,320 @@
+"""flextrain run: options, what a history says of another start, and a job that comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from flextrain.cli import main
+from flextrain.core.errors import ConfigError
+from flextrain.core.events import append_event, read_events
+from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
+from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
+from flextrain.tools.elastic.launching import Supervisor
+from flextrain.tools.elastic.starts import Fault, History, failure_of
+
+# Options
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def test_what_follows_the_script_is_the_script_s(script: str) -> None:
+    found = read_options(["--nproc_per_node=2", "-t", "3", script, "--max-restarts", "9", "--", "-x", "--help"])
+    assert found.given == {"--nproc-per-node": "2", "--tee": "3"}
+    assert (found.script, found.arguments) == (script, ["--max-restarts", "9", "--", "-x", "--help"])
+    assert found.for_torchrun()[-5:] == ["--max-restarts", "9", "--", "-x", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--nproc-per-nod", "2"], '"--nproc-per-nod" is not an option, did you mean "--nproc-per-node"?'),
+        (["--max-restart=2"], 'did you mean "--max-restarts"?'),
+        (["--max-restarts", "-1"], '--max-restarts "-1" is not allowed, give a whole number from 0 on'),
+        (["--max-restarts"], "--max-restarts needs a value, N"),
+        (["--standalone=1"], "--standalone takes no value, '1' was given"),
+        (["--nnodes", "4:1"], '--nnodes "4:1" is not allowed, 1 <= MIN <= MAX'),
+        (["--nnodes", "two"], '--nnodes "two" is not allowed, give a number or MIN:MAX'),
+        (["--nnodes", "1:4"], "--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
+        (["--start-method", "fork"], "--start-method has no meaning here"),
+        (["--work-dir", ""], "no script was given"),
+    ],
+)
+def test_bad_options(script: str, given: list[str], message: str) -> None:
+    rest = [] if "needs a value" in message or "no script" in message else [script]
+    with pytest.raises(ConfigError) as caught:
+        read_options([*given, *rest])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--nproc-per-node", "2", "nowhere.py"]) == 2
+    assert "nowhere.py is not a file" in capsys.readouterr().err
+
+
+def test_options_are_torchrun_s(script: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    newer = {"--virtual-local-rank", "--numa-binding", "--signals-to-handle", "--shutdown-timeout"} | {
+        "--duplicate-stdout-filters",
+        "--duplicate-stderr-filters",
+    }
+    assert OPTIONS.keys() - newer - {"--work-dir"} <= known
+    parsed = get_args_parser().parse_args(read_options([script, "--lr", "1"]).for_torchrun())
+    assert parsed.max_restarts == DEFAULT_RESTARTS
+    assert parsed.training_script_args == ["--lr", "1"]
+    elastic = read_options(["--nnodes=1:4", "--rdzv-endpoint", "node1:29400", script])
+    assert elastic.is_elastic
+    assert get_args_parser().parse_args(elastic.for_torchrun()).rdzv_backend == "c10d"
+
+
+def test_help_explains_what_a_restart_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in OPTIONS)
+    assert "newest checkpoint that this job has saved" in shown
+
+
+# Progress
+
+
+def test_progress_is_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    assert read_progress(path) == Progress()
+    file = ProgressFile(path)
+    assert read_progress(path) == Progress()
+    for progress in (Progress("a" * 60, 5, 100000), Progress("b", 5, 7)):  # nothing is left of the longer one
+        file.write(progress)
+        assert read_progress(path) == progress
+    file.close()
+
+
+# History
+
+
+def history(*starts: tuple[int | None, int, Fault | None]) -> History:
+    found = History()
+    for number, (began, done, failure) in enumerate(starts):
+        found.begin(2, 1, number)
+        found.saw(began, done, float(number))
+        found.current.failure = failure
+    return found
+
+
+KILLED = Fault("rank 1 was ended by SIGKILL", 137)
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        ([(0, 64, KILLED)], None),
+        ([(None, 0, KILLED)], None),  # the first may have met a bad moment
+        ([(0, 64, KILLED), (50, 60, KILLED)], None),
+        ([(0, 64, KILLED), (50, 70, KILLED)], None),
+        ([(0, 64, None), (50, 50, KILLED)], None),  # machines changed
+        ([(0, 64, KILLED), (50, 64, KILLED)], "iteration 65 failed twice"),
+        ([(0, 64, KILLED), (50, 50, KILLED)], "the restart made no update, iteration 51 failed at once"),
+        ([(0, 64, KILLED), (None, 0, KILLED)], "the restart made no update, training was not reached"),
+        ([(None, 0, KILLED), (None, 0, KILLED)], "training was not reached twice"),
+        ([(0, 0, KILLED), (0, 0, KILLED)], "iteration 1 failed twice"),
+    ],
+)
+def test_no_restart_when_the_last_one_gained_nothing(starts: Any, reason: str | None) -> None:
+    assert history(*starts).futile() == reason
+
+
+def test_the_iteration_that_fails_twice_is_named_with_its_samples() -> None:
+    broken = Fault("rank 0 failed: ValueError: broken", 1, (7, 77))
+    found = history((0, 64, broken), (50, 64, broken)).futile()
+    assert found == "iteration 65 failed twice, with samples 7, 77 of the dataset"
+
+
+def test_repeated_updates_and_lost_time() -> None:
+    found = History()
+    found.begin(2, 1, 0)
+    for now, done in ((0.0, 0), (10.0, 64)):
+        found.saw(0, done, now)
+    found.current.failure = KILLED
+    found.begin(2, 1, 1)
+    for now, done in ((17.0, 50), (18.0, 60), (20.0, 65), (30.0, 100)):
+        found.saw(50, done, now)
+    found.end(30.0)
+    assert found.repeated == 14
+    assert found.lost_s == 10.0  # from update 64 until 65
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("exits", "events", "reason", "status"),
+    [
+        ({1: -9, 0: 1}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 1 was ended by SIGKILL", 137),
+        ({0: 1, 1: 1}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True},
+                        {"event": "failed", "rank": 1, "reason": "ValueError: no", "follows": False}], "rank 1 failed: ValueError: no", 1),
+        ({0: 1}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 0 lost another process", 1),
+        ({0: 75}, [], "rank 0 ended with status 75 (a stall)", 75),
+        ({1: -15}, [], "rank 1 was ended by SIGTERM", 143),
+        ({0: 143, 1: 143}, [{"event": "preempted", "rank": 0}], "rank 0 preempted", 143),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failure(exits: dict[int, int], events: list[Any], reason: str, status: int) -> None:
+    found = failure_of(exits, [{"time": float(i), **event} for i, event in enumerate(events)])
+    assert (found.reason, found.status) == (reason, status)
+
+
+# The agent's side, with a store and without processes
+
+
+def group(store: Any, rank: int = 0, machines: int = 1) -> Any:
+    workers = [SimpleNamespace(world_size=2 * machines)] * 2
+    return SimpleNamespace(store=store, group_rank=rank, group_world_size=machines, workers=workers)
+
+
+def test_what_the_processes_of_each_start_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (JOB, PROGRESS, RESTARTS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    folder, work_dir = tmp_path / "progress", tmp_path / "work"
+    folder.mkdir()
+    work_dir.mkdir()
+    watched = Supervisor("", folder)
+    watched.starting(group(HashStore()))
+    first = os.environ[JOB]
+    assert RESTARTS not in os.environ
+    file = ProgressFile(os.environ[PROGRESS])
+    file.write(Progress(str(work_dir), 0, 12))
+    append_event(work_dir, "failed", rank=0, iter=12, reason="ValueError: broken", samples=[3, 4], follows=False)
+    watched.looked(None)
+    watched.looked({0: 1})
+    assert watched.may_restart()
+    watched.starting(group(HashStore()))
+    assert (os.environ[JOB], os.environ[RESTARTS]) == (first, "1")
+    assert read_progress(os.environ[PROGRESS]) == Progress()  # a file of its own
+    restarted = read_events(work_dir)[-1]
+    assert restarted["event"] == "restarted"
+    assert (restarted["reason"], restarted["samples"]) == ("rank 0 failed: ValueError: broken", [3, 4])
+    watched.looked({0: 1})
+    assert not watched.may_restart()
+    watched.ended("gave_up", why=watched.futile)
+    assert [event["event"] for event in read_events(work_dir)] == ["failed", "launched", "restarted", "gave_up"]
+
+
+def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (JOB, PROGRESS, RESTARTS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    old, new, store = Supervisor("", tmp_path), Supervisor("", tmp_path), HashStore()
+    old.starting(group(HashStore()))
+    job = os.environ.pop(JOB)
+    # Both come to the next start; what one waits for, the other has put into the store.
+    store.set("flextrain/agents/1", json.dumps({"starts": 1, "job": job}))
+    new.starting(group(store, 0, 2))
+    assert (os.environ.pop(JOB), os.environ.pop(RESTARTS)) == (job, "1")
+    old.starting(group(store, 1, 2))
+    assert (os.environ[JOB], os.environ[RESTARTS]) == (job, "1")
+
+
+# Real processes
+
+JOB_SCRIPT = """
+    import os, signal, sys
+    import torch
+    from torch import nn
+    from flextrain import FlexibleRunner, Hook
+
+    work_dir, kind, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, i):
+            if kind == "raise" and i == 33:
+                raise ValueError("sample 33 is broken")
+            return dict(x=torch.full((4,), float(i)))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+        def forward(self, x):
+            return dict(loss=self.layer(x / 64).square().mean())
+
+    class Killer(Hook):
+        def after_train_iter(self, runner, *args, **kwargs):
+            if kind == "kill" and runner.iter + 1 == 7 and rank == 1 and "FLEXTRAIN_RESUME" not in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    runner = FlexibleRunner(
+        model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2, collate_fn="default_collate"),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=12),
+        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3), logger=dict(interval=1)),
+        custom_hooks=[Killer()], randomness=dict(seed=0))
+    runner.train()
+    if rank == 0:
+        print("weights", [round(float(p), 6) for p in runner.strategy.module.parameters() for p in p.flatten()])
+"""
+
+
+def run(tmp_path: Path, name: str, kind: str) -> tuple[int, str, list[dict[str, Any]]]:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(JOB_SCRIPT))
+    command = [
+        sys.executable,
+        "-m",
+        "flextrain",
+        "run",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path / name),
+        kind,
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    return done.returncode, done.stdout, read_events(tmp_path / name)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_killed_process_comes_back_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The script says neither resume=True nor anything of a second start."""
+    status, shown, events = run(tmp_path, "killed", "kill")
+    assert status == 0, shown
+    assert [event["event"] for event in events if event.get("agent")] == ["launched", "restarted", "ended"]
+    assert [event["iter"] for event in events if event["event"] == "started"] == [0, 6]
+    assert "resumes this job's newest checkpoint" in shown
+    assert "2 starts, 1 restart" in shown
+    assert "rank 1 was ended by SIGKILL" in shown
+    calm = run(tmp_path, "calm", "")[1]
+    assert [line for line in shown.splitlines() if line.startswith("weights")] == [
+        line for line in calm.splitlines() if line.startswith("weights")
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_broken_sample_is_named_after_the_second_time(tmp_path: Path) -> None:
+    status, shown, events = run(tmp_path, "broken", "raise")
+    assert status == 1, shown
+    last = events[-1]
+    assert last["event"] == "gave_up"
+    assert 33 in last["samples"]
+    assert "failed twice, with samples" in last["why"]
+    assert last["why"] in shown
