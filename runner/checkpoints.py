@@ -105,6 +105,10 @@ class Checkpoints(Parts):
         """True if the last save of the checkpoint ``path`` failed; one before may have been complete."""
         return path in self._saver.failed
 
+    def saved_here(self) -> Path | None:
+        """The complete checkpoint of the present position in training, if this run saved one to go on from."""
+        return self._saver.saved_here(self)
+
     def load_checkpoint(
         self,
         filename: str | Path,

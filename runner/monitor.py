@@ -64,6 +64,18 @@ class Monitor:
                         _logger.warning(f"{name} ended by {type(error).__name__}: {error}", exc_info=error)
 
 
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a watcher that calls a bound method as long as its object is used elsewhere."""
+    reference = weakref.WeakMethod(method)
+
+    def watcher() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    watcher.__qualname__ = method.__qualname__
+    return watcher
+
+
 _started: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 

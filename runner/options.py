@@ -55,6 +55,31 @@ class Group(Config):
     """Seconds that a process waits for others; None: the strategy's default."""
 
 
+class PreemptionOptions(Config):
+    """``env_cfg.preemption``: what a signal, or the end of the allowed time, does to a run; see Preemption."""
+
+    signals: tuple[str, ...] = ("TERM", "USR1")
+    """Signals that end the run; a handler that the program has set before stays."""
+    save: bool = True
+    """Save what was trained, in the folder of the CheckpointHook."""
+    status: int = pydantic.Field(default=143, ge=0, le=255)
+    """Exit status of the processes."""
+    requeue: bool = False
+    """Let Slurm start the job again after the end."""
+    max_time: str | float | int | None = None
+    """Time after which the run ends by itself, from the making of the runner on: seconds, "HH:MM:SS", "D-HH:MM:SS", or
+    "slurm": ``margin_s`` before the end of Slurm's job."""
+    margin_s: float | int = pydantic.Field(default=120, ge=0)
+    """Seconds before the end of Slurm's job at which the run ends."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _as_tuple(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("signals"), list):  # from a file, which has no tuples
+            return {**data, "signals": tuple(data["signals"])}
+        return data
+
+
 class Environment(Config):
     """``env_cfg``."""
 
@@ -70,6 +95,15 @@ class Environment(Config):
     """Reaction to a loss or gradient norm that is NaN or infinite; see NonFiniteHook."""
     dry_run: bool | PositiveInt = True
     """Number of validation batches of the dry pass before training, see DryPass; True: 2, False: no dry pass."""
+    preemption: bool | PreemptionOptions | None = True
+    """What SIGTERM and SIGUSR1 do; True: the defaults, False or None: what they do without flextrain."""
+
+    @property
+    def preemption_options(self) -> PreemptionOptions | None:
+        """``preemption`` as PreemptionOptions; None: signals are left alone."""
+        if isinstance(self.preemption, PreemptionOptions):
+            return self.preemption
+        return PreemptionOptions() if self.preemption else None
 
     @property
     def dry_batches(self) -> int:

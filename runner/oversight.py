@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ..core.comm.bulletin import Bulletin
 from .monitor import Monitor
+from .options import Environment
+from .preemption import Preemption
 
 if TYPE_CHECKING:
     from .run import Run
@@ -23,13 +25,14 @@ class Oversight:
     which would then never end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Environment) -> None:
         self.bulletin: Bulletin | None = None
         """Made by ``start`` if there are several processes. Only watchers may use it, because it belongs to their thread."""
         self.monitor: Monitor | None = None
         """Made by ``start`` if there are watchers."""
         self._watchers: list[Callable[[], None]] = []
         self._group: object = None
+        self.preemption = Preemption(options.preemption_options)
 
     def add(self, watcher: Callable[[], None]) -> None:
         """Let ``watcher`` be called several times a second, in the order of adding; before ``start``, on every process."""
@@ -37,10 +40,13 @@ class Oversight:
 
     def start(self, run: Run) -> None:
         """Start the thread if there are watchers; every process calls it at the same point, and has the same watchers."""
+        self.preemption.start(run)
+        if self.preemption.needs_thread:
+            self._watchers.insert(0, self.preemption.watch)
         if not self._watchers:
             return
         if run.world_size > 1:
-            self.bulletin = Bulletin()
+            self.bulletin = self.preemption.bulletin = Bulletin()
             self._group = dist.group.WORLD
         self.monitor = Monitor([self._end_with_the_group, *self._watchers])
         self.monitor.start()

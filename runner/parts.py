@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Parts(MissingNames):
         self.strategy: Strategy = checked.strategy
         self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = checked.optim_wrapper
         self.hook_calls = HookDispatcher()
+        self.stop_check: Callable[[str], None] | None = None
         self.schedulers: dict[str, list[Any]] = {}
         self.late_parameters: list[str] = []  # those named in the log so far
         self._model: nn.Module | None = None

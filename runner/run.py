@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -84,6 +84,8 @@ class Run(Protocol):
     """
 
     seed: int
+    stop_check: Callable[[str], None] | None
+    """Called after every update ("update") and every batch of an evaluation ("batch"), once somebody asks for the end."""
     late_parameters: list[str]
     """Parameters that appeared during training and were named in the log."""
 
@@ -267,6 +269,9 @@ class Run(Protocol):
 
     def save_failed(self, path: str | Path) -> bool:
         """True if the last save of the checkpoint ``path`` failed."""
+
+    def saved_here(self) -> Path | None:
+        """The complete checkpoint of the present position in training, if this run saved one to go on from."""
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order."""

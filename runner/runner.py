@@ -27,7 +27,7 @@ from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
-from .termination import tell_how_it_ended, terminable
+from .termination import tell_how_it_ended
 from .told_progress import told_progress
 
 
@@ -117,7 +117,7 @@ class FlexibleRunner(Checkpoints):
         super().__init__(given, checked)
         options = checked.options
         apply_environment(options.env_cfg)
-        self.oversight = Oversight()
+        self.oversight = Oversight(options.env_cfg)
         self.strategy.setup_environment()
         self.strategy.meet("FlexibleRunner()")
         self.oversight.start(self)
@@ -172,7 +172,7 @@ class FlexibleRunner(Checkpoints):
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
                     loop.is_torn = False
-                with told_progress(self):
+                with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
         return self.strategy.module
 
@@ -215,7 +215,8 @@ class FlexibleRunner(Checkpoints):
             yield
             return
         self._depth = 1
-        with terminable() as termination:
+        preemption = self.oversight.preemption
+        with preemption.running():
             try:
                 self._begin()
                 yield
@@ -224,7 +225,7 @@ class FlexibleRunner(Checkpoints):
                 self.visualizer.close()  # a hook after LoggerHook may have added something, or there is no LoggerHook
                 self._saver.failed.raise_last()
             except BaseException as error:
-                reason = termination.end(error)
+                reason = preemption.reason_of(error)
                 tell_how_it_ended(self, reason, has_begun=self._started)
                 if reason is error:
                     raise

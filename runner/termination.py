@@ -1,15 +1,11 @@
-"""The early end of a run: handling of SIGTERM, and what the log says about the end."""
+"""The early end of a run: what the log says about it, and the end of hooks."""
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint import find_latest
@@ -23,49 +19,16 @@ if TYPE_CHECKING:
 
 
 class Terminated(SystemExit):
-    """Raised on SIGTERM; a program that does not catch it exits with the conventional status 143."""
+    """Ends a run, and the program unless it is caught, with the status of ``env_cfg.preemption``.
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+    Attributes:
+        what: what came, and to which process.
+        saved: what became of the training so far.
+    """
 
-
-class Termination:
-    """The handler of SIGTERM during a run: the first signal ends the run, later ones do not disturb its end."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._came = self._ends = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise Terminated in the main thread."""
-        if os.getpid() != self._pid:  # a forked child has nothing to finish
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self._came = True
-        # torchrun forwards a signal that the scheduler may have sent to every process already.
-        if not self._ends:
-            raise Terminated
-
-    def end(self, error: BaseException) -> BaseException:
-        """Return what ended the run: ``error`` may only follow from the signal, which dataloader workers got too."""
-        self._ends = True
-        return Terminated() if self._came and isinstance(error, Exception) else error
-
-
-@contextmanager
-def terminable() -> Iterator[Termination]:
-    """Make SIGTERM raise Terminated, if this is the main thread and the program has no handler of its own."""
-    termination = Termination()
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield termination
-        return
-    signal.signal(signal.SIGTERM, termination.handle)
-    try:
-        yield termination
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def __init__(self, status: int = 128 + signal.SIGTERM, what: str = "Ended by SIGTERM", saved: str = "") -> None:
+        super().__init__(status)
+        self.what, self.saved = what, saved
 
 
 def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
@@ -99,7 +62,8 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
     """
     level, what, reason = logging.INFO, f"Ended by {type(error).__name__}", ""
     if isinstance(error, Terminated):
-        level, what = logging.WARNING, "Terminated (SIGTERM)"
+        level, what = logging.WARNING, error.what
+        reason = f"; {error.saved}" if error.saved else ""
     elif isinstance(error, KeyboardInterrupt):
         what = "Interrupted"
         _print_no_traceback(error)
@@ -116,7 +80,8 @@ def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
         reason = f": {found.said}{f'; {found.advice}' if found.advice else ''}"
         if found.advice and hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed{where or ' here'}; {found.advice}")
-    if run.world_size > 1 and run.rank == 0:  # lines of other ranks begin with their number
+    # Lines of other ranks begin with their number; what ended all says itself where it came.
+    if run.world_size > 1 and run.rank == 0 and not isinstance(error, Terminated):
         what += " on rank 0"
     if has_begun:
         what += f" after epoch {run.epoch}, iteration {run.iter}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
 import uuid
 import weakref
@@ -47,8 +48,17 @@ class Bulletin:
             shared = default_store()
             # Named by chance, because a store may outlive the processes: that of torchrun's agent does.
             name = shared.compare_set(f"flextrain bulletin {counter['bulletins']}", "", uuid.uuid4().hex)
-            own = _own_connection(shared, datetime.timedelta(seconds=timeout_s))
-            self._store: Any = dist.PrefixStore(f"flextrain/bulletin/{name.decode()}", own)  # type: ignore[attr-defined]
+            self._timeout = datetime.timedelta(seconds=timeout_s)
+            self._prefix = f"flextrain/bulletin/{name.decode()}"
+            own = _own_connection(shared, self._timeout)
+            self._store: Any = dist.PrefixStore(self._prefix, own)  # type: ignore[attr-defined]
+
+    def for_another_thread(self) -> Bulletin:
+        """Return the same bulletin with a connection of its own."""
+        other = copy.copy(self)
+        with _store_errors():
+            other._store = dist.PrefixStore(self._prefix, _own_connection(self._store, self._timeout))  # type: ignore[attr-defined]
+        return other
 
     def put(self, key: str, text: str) -> None:
         """Set ``key``, whatever it was before."""

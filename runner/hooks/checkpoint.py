@@ -248,6 +248,29 @@ class CheckpointHook(Hook):
         awaited = _Awaited(folder / name, lambda: self._kept.sort_in(runner, folder, step), failed)
         self._write(runner, awaited, self.save_optimizer, self.save_param_scheduler, meta)
 
+    def save_now(self, runner: Run) -> Path:
+        """Save what was trained so far, unless that has just been done, and return the complete checkpoint to resume from.
+
+        A hook that counts epochs calls it ``iter_<n>``. Raises CheckpointError if it cannot be saved.
+        """
+        self._settle(runner)
+        if (saved := runner.saved_here()) is not None:
+            return saved
+        done, folder = runner.train_loop.iter, self.out_dir(runner)
+        name = f"iter_{done}" if self.by_epoch else self.filename_tmpl.format(done)
+        undo = None if self.by_epoch else self._kept.add(done)
+        show_before = _show(runner, {"last_ckpt": str(folder / name)})
+        try:
+            runner.save_checkpoint(folder, name, verify=self.verify)
+        except BaseException:
+            if undo is not None:
+                undo()
+            show_before()
+            raise
+        if not self.by_epoch:
+            self._kept.sort_in(runner, folder, done)
+        return folder / name
+
     def _write(
         self, runner: Run, awaited: _Awaited, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
     ) -> None:

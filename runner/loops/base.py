@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 METHODS = ("run", "run_epoch", "run_iter", "batches")
 """The methods of a loop that a subclass may define anew."""
+
+
+class EvaluationCut(BaseException):
+    """Leaves a validation in which all processes end; the training loop catches it."""
 
 
 class BaseLoop:
@@ -39,6 +43,8 @@ class BaseLoop:
         self.has_own_methods = bool(overridden(self, *METHODS))
         self.runner: Any = RunnerOfLoop(self) if self.has_own_methods else runner
         self.dataloader: Any = LoaderOfLoop(self) if self.has_own_methods else self.loader
+        self.after_batch: Callable[[], None] | None = None
+        """Called after every batch of an evaluation, equally often on every process; set by the training loop."""
         self._data: EvaluationData | None = None
         self._last_mode = self.mode
 
@@ -57,6 +63,10 @@ class BaseLoop:
                 yield batch
             else:  # forward may run collectives, so every process runs it equally often
                 self._forward(batch)
+            if self.after_batch is not None:
+                self.after_batch()
+            if self._runner.stop_check is not None:
+                self._runner.stop_check("batch")
 
     def dry_run(self, num_batches: int) -> None:
         """Evaluate the first ``num_batches`` so that nothing has changed afterwards, see DryPass.

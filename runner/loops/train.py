@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ...core.comm.joint_errors import raising_together
 from ...core.config import PositiveInt
 from ...core.errors import ConfigError, counted
+from ...core.random_state import load_rng_state, rng_state
 from ..data.dataloaders import TrainData
-from .base import BaseLoop
+from .base import BaseLoop, EvaluationCut
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -63,6 +64,8 @@ class TrainLoop(BaseLoop):
         self._done = 0
         self._inner = 0  # updates of the current epoch
         self._validated = 0  # epochs or iterations done at the last validation
+        self.is_validating = False
+        self._evaluated = 0  # batches of validations
         self._has_tried = False  # True after the dry pass
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
@@ -80,6 +83,11 @@ class TrainLoop(BaseLoop):
     def iter(self) -> int:
         """Updates completed."""
         return self._iter
+
+    @property
+    def position(self) -> int:
+        """Updates and batches of validations so far, which are as many on every process."""
+        return self._done + self._evaluated
 
     @property
     def inner(self) -> int:
@@ -135,10 +143,26 @@ class TrainLoop(BaseLoop):
         if done % self.val_interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
             runner.strategy.meet("validation")
             was_training = runner.model.training
-            loop.run()
+            self._evaluate(loop)
             if runner.model.training != was_training:  # a loop of the user's may leave it so
                 runner.model.train(was_training)
             self._validated = done
+
+    def _evaluate(self, loop: Any) -> None:
+        """Run a validation; if all processes end in its course, it counts as not begun."""
+        random_state = rng_state(self._runner.strategy.device)
+        self.is_validating, loop.after_batch = True, self._count_batch
+        try:
+            loop.run()
+        except EvaluationCut:
+            load_rng_state(random_state, self._runner.strategy.device)
+            assert self._runner.stop_check is not None
+            self._runner.stop_check("cut")
+        finally:
+            self.is_validating, loop.after_batch = False, None
+
+    def _count_batch(self) -> None:
+        self._evaluated += 1
 
     def _decide_current_val_interval(self, done: int | None = None) -> None:
         """Set ``val_interval``; as in MMEngine, an interval holds from the next epoch or iteration on."""
@@ -169,6 +193,8 @@ class TrainLoop(BaseLoop):
         for hook in hooks.after_train_iter:
             hook(runner, idx, data_batch, outputs)
         self._iter = self._done
+        if runner.stop_check is not None and not self.has_own_methods:
+            runner.stop_check("update")
 
     # Batches, and updates by methods of a subclass
 
@@ -200,6 +226,8 @@ class TrainLoop(BaseLoop):
                     "optim_wrapper=self.runner.optim_wrapper)"
                 )
             self._iter = done
+            if self._runner.stop_check is not None:
+                self._runner.stop_check("update")
 
     def _update(self, data_batch: Any) -> Any:
         try:

@@ -24,6 +24,9 @@ class Saver:
         self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
         self._saved: set[str] = set()  # absolute paths or URLs
         self._last_is_good = True
+        # The last save from which a run can go on, and where in training it was; first in progress, then complete.
+        self._begun: tuple[Path, Any] | None = None
+        self._resumable: tuple[Path, Any] | None = None
         self._goes_on = False  # after a failure of the save in progress
         self.failed = FailedSaves()
 
@@ -36,6 +39,8 @@ class Saver:
         """
         self.finish(run)
         self._goes_on = on_error == "continue"
+        is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
+        self._begun = (path, run.train_loop.state_dict()) if is_whole else None
         options["logs_failure"] = not self._goes_on  # the warning says it
         try:
             self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
@@ -75,6 +80,12 @@ class Saver:
         """True if this run saved the checkpoint ``path``."""
         return str(path) in self._saved
 
+    def saved_here(self, run: Run) -> Path | None:
+        """The complete checkpoint of the present position in training, if this run saved one to go on from."""
+        if self._resumable is None or self._resumable[1] != run.train_loop.state_dict():
+            return None
+        return self._resumable[0]
+
     def _note_failed(self, run: Run, path: Path, error: CheckpointError) -> None:
         """Raise the error of a save, unless training goes on without the checkpoint."""
         if not self._goes_on or not isinstance(error, StorageError):
@@ -85,6 +96,7 @@ class Saver:
     def _note_saved(self, run: Run, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
         self._saved.add(str(path))
+        self._resumable = self._begun or self._resumable
         self.failed.saved(path)
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys

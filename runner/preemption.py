@@ -1,0 +1,378 @@
+"""Preemption: a signal to any process, or the end of the allowed time, ends all processes after the same update, saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..core.comm.bulletin import Bulletin, StoreLostError
+from ..core.comm.matched_calls import roll_call
+from ..core.device import synchronize
+from ..core.errors import CheckpointError
+from ..core.events import append_event
+from . import signals, time_limit
+from .hooks.checkpoint import CheckpointHook
+from .loops.base import EvaluationCut
+from .monitor import Monitor, weakly
+from .options import PreemptionOptions
+from .termination import Terminated
+
+if TYPE_CHECKING:
+    from .loops.train import TrainLoop
+    from .run import Run
+
+_logger = logging.getLogger("flextrain")
+
+FORMING_S = 5.0
+"""Seconds that a process with a signal waits for the others to come to the process group, so that all end together."""
+TOGETHER_S = 2.0
+"""Seconds that a process waits for the others to know before it leaves."""
+MAIN_S = 0.5
+"""Seconds after which a main thread that does not return to Python is left behind."""
+
+
+class Preemption:
+    """Ends a run when a signal comes to any of its processes.
+
+    Training ends after the same update on every process, or after the same batch of a validation, which a resumed run
+    repeats. It is saved, and all processes leave with the same status. Where nothing would be lost, before the first
+    update and outside of train(), they leave at once.
+
+    How they agree: who gets the signal writes so in the Bulletin, in which the thread of every process looks. From then
+    on every process looks after each update, and says once where it is. When all have done so, rank 0 names a position
+    that it has yet to come to with the others. Until somebody asks, an update costs one attribute test.
+
+    Args:
+        options: None leaves signals alone; ``ask`` works nevertheless.
+    """
+
+    def __init__(self, options: PreemptionOptions | None) -> None:
+        self._signals = options.signals if options else ()
+        self._options = options or PreemptionOptions()
+        self.bulletin: Bulletin | None = None
+        """That of the thread which calls ``watch``; None for a single process."""
+        self._run: Callable[[], Run | None] = lambda: None
+        self._rank, self._size = 0, 0  # 0: the group is still to form
+        self._loop: TrainLoop | None = None  # while it trains
+        self._first = 0  # updates done before
+        self._in_run, self._thread = False, threading.current_thread()
+        self._turn = 0  # of asking, if a program goes on after the end of a run
+        self._deadline = self._find_deadline()
+        if self._options.requeue:
+            time_limit.check_requeue("env_cfg.preemption.requeue")
+        self._forget()
+        self._early: Monitor | None = None
+        if self._signals:
+            kept = signals.listen(self, self._signals)
+            self._said = f"{', '.join(f'SIG{name}' for name in kept)}: the program's own handler stays" if kept else ""
+            self._early = Monitor([weakly(self._watch_forming)])
+            self._early.start()
+
+    def _find_deadline(self) -> float | None:
+        """Return the time (time.monotonic) at which the run ends by itself."""
+        limit, where = self._options.max_time, "env_cfg.preemption.max_time"
+        if limit is None:
+            return None
+        if limit == time_limit.SLURM:
+            return time.monotonic() + time_limit.slurm_end(where) - time.time() - self._options.margin_s
+        return time.monotonic() + time_limit.seconds_of(limit, where)
+
+    def _forget(self) -> None:
+        self._asked: str | None = None
+        self._asked_at = 0.0
+        self._word: dict[str, Any] | None = None  # what came, and to which process; the same on all
+        self._is_now = False  # True: nothing is to be saved
+        self._calls_main = self._has_raised = self._is_over = False
+        self._all_leave = threading.Event()
+        self._board: Bulletin | None = None  # the training thread's
+        self._has_answered = False
+        self._target: int | None = None
+        self._saved = ""
+
+    def start(self, run: Run) -> None:
+        """Begin to watch, after all processes have met."""
+        self._run, self._rank, self._size = weakref.ref(run), run.rank, run.world_size
+        if self._early is not None:
+            self._early.stop()
+        if self._size == 1 and self._asked is not None:
+            self.came(signal.SIGTERM)
+
+    @property
+    def needs_thread(self) -> bool:
+        """True if a thread has to call ``watch``."""
+        return self._size > 1 or self._deadline is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """False if the run has gone."""
+        return self._size == 0 or self._run() is not None
+
+    # Asking
+
+    def came(self, number: int) -> None:
+        """Hear of a signal, in the main thread."""
+        if self._calls_main:
+            if not self._has_raised and not self._is_elsewhere:
+                self._has_raised = True
+                if self._size > 1:
+                    self._all_leave.wait(TOGETHER_S)
+                raise self._terminated()
+            return  # a later signal does not disturb the end
+        self.ask(signal.Signals(number).name)
+        if self._size == 1 and self._is_now and not self._is_elsewhere and not self._has_raised:
+            raise self._terminated()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """True if the run is in progress in another thread than the main one, where the next check ends it."""
+        return self._in_run and self._thread is not threading.main_thread()
+
+    def ask(self, what: str) -> None:
+        """Ask for the end of the run, from any thread; further calls have no effect."""
+        if self._asked is None:
+            self._asked_at, self._asked = time.monotonic(), what
+        if self._size == 1 and self._word is None:
+            self._word = {"what": self._asked}
+            self._is_now = not self._has_updates()
+            if (run := self._run()) is not None:
+                run.stop_check = self.check
+
+    def _has_updates(self) -> bool:
+        """Whether this process has made an update in the current train()."""
+        loop = self._loop
+        return loop is not None and loop.iter > self._first
+
+    # In the thread
+
+    def _watch_forming(self) -> None:
+        """Do not wait long for a group that does not form."""
+        if self._asked is None or time.monotonic() - self._asked_at < FORMING_S:
+            return
+        self._word = {"what": self._asked}
+        _logger.warning(f"Ended by {self._asked} before all processes had come")
+        self._call_main()
+        if self._early is not None:
+            self._early.stop()
+
+    def watch(self) -> None:
+        """Look whether somebody has asked, and what follows; called several times a second."""
+        run = self._run()
+        if run is None or self._is_over:
+            return
+        if self._word is not None:
+            return
+        if self._deadline is not None and time.monotonic() > self._deadline and self._rank == 0:
+            self.ask("max_time")
+        board = self.bulletin
+        if board is None:
+            if self._is_now:
+                self._call_main()
+            return
+        key = f"stop {self._turn}"
+        if self._asked is None:
+            word = board.read_first(key)
+        else:
+            facts = {"what": self._asked, "rank": self._rank, "host": platform.node()}
+            word = board.put_first(key, json.dumps(facts))
+        if word is None:
+            return
+        self._word = json.loads(word)
+        # Decided by the first one to know: the others cannot be far from it.
+        is_now = board.put_first(f"{key} how", "" if self._has_updates() else "now") == "now"
+        self._is_now = is_now or self._loop is None
+        run.stop_check = self.check
+        if self._is_now:
+            self._leave(board, together=is_now)
+
+    def _leave(self, board: Bulletin, together: bool) -> None:
+        """Make this process leave when all know that they have to, lest one takes the end of another for a failure."""
+        key = f"stop {self._turn}"
+        if together:
+            self._count(board, f"{key} know")
+        if not self._in_run:
+            self._tell("outside of train(), where there is nothing to save")
+        self._call_main(lambda: self._count(board, f"{key} leave"))
+
+    def _count(self, board: Bulletin, key: str) -> None:
+        """Count this process, and wait for the others."""
+        deadline = time.monotonic() + TOGETHER_S
+        try:
+            number = board.count(key)
+            while number < self._size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                number = board.count(key, 0)
+        except StoreLostError:  # then somebody has left
+            return
+
+    def _call_main(self, before_the_end: Callable[[], None] = lambda: None) -> None:
+        """Raise Terminated in the main thread; end the process if that thread is in a call that does not return."""
+        number = signals.heard(self._signals)
+        if number is None or signals.hearing() is not self or self._is_elsewhere:
+            return  # the next check raises it
+        self._calls_main = True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, number)
+        deadline = time.monotonic() + MAIN_S
+        while not self._has_raised and time.monotonic() < deadline:
+            time.sleep(0.01)
+        is_stuck = not self._has_raised
+        if is_stuck:
+            self._has_raised = True
+            self._tell("in a call that waits for another process", on_every_rank=True)
+        before_the_end()
+        self._all_leave.set()
+        if is_stuck:
+            for handler in _logger.handlers:
+                handler.flush()
+            sys.stdout.flush()
+            os._exit(self._options.status)
+
+    def _tell(self, where: str, on_every_rank: bool = False) -> None:
+        if self._rank == 0 or on_every_rank:
+            _logger.warning(f"{self._what()} {where}")
+        if self._rank == 0 and (run := self._run()) is not None:
+            self._note(run)
+
+    # In the thread that trains
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around train(), val() and test()."""
+        if self._is_over:  # a program that has caught the end goes on
+            self._turn += 1
+            self._forget()
+        self._raise_if_over()
+        self._in_run, self._thread = True, threading.current_thread()
+        signals.begin(self)
+        try:
+            yield
+        finally:
+            signals.end(self)
+            self._in_run = False
+
+    @contextmanager
+    def training(self, loop: TrainLoop) -> Iterator[None]:
+        """Around the loop of train()."""
+        self._first, self._loop = loop.iter, loop
+        run = self._run()
+        assert run is not None
+        try:
+            yield
+        finally:
+            self._loop = None
+            run.stop_check = None
+        if self._word is not None:  # no update was left at which all could have ended
+            self._saved = "training was complete"
+            self._note(run)
+            raise self._terminated()
+
+    def check(self, where: str) -> None:
+        """Called after every update and every batch of an evaluation, once somebody has asked.
+
+        Args:
+            where: "update", "batch", or "cut": after a validation that EvaluationCut has left.
+        """
+        run, loop = self._run(), self._loop
+        if run is None:
+            return
+        self._raise_if_over()
+        if loop is None or (where == "batch" and not loop.is_validating):
+            return  # a hook evaluates in the course of an update
+        if where == "cut" or self._size == 1 or self._is_there(run, loop.position):
+            if where == "batch":
+                raise EvaluationCut
+            self._end(run)
+
+    def _raise_if_over(self) -> None:
+        if self._word is not None and self._is_now:
+            raise self._terminated()
+
+    def _is_there(self, run: Run, here: int) -> bool:
+        """Whether all processes end at this position: the number of updates and batches of validations so far.
+
+        Rank 0 names the position before it goes on from ``here``. Nobody can have finished ``here + 2`` before that: an
+        update needs all processes, and of a validation a process reads one batch ahead. An accelerator is waited for,
+        because its host may be many updates ahead of what is done.
+        """
+        shared = self.bulletin
+        assert shared is not None
+        key = f"stop {self._turn}"
+        synchronize(run.strategy.device)
+        try:
+            if self._board is None:
+                self._board = shared.for_another_thread()
+            if not self._has_answered:
+                self._has_answered = True
+                self._board.put(f"{key} at {self._rank}", str(here))
+                self._board.count(f"{key} answers")
+            if self._target is None and self._rank == 0 and self._board.count(f"{key} answers", 0) == self._size:
+                answers = self._board.read([f"{key} at {rank}" for rank in range(self._size)])
+                target = max(here + 2, *(int(answer or 0) + 1 for answer in answers))
+                self._board.put_first(f"{key} target", str(target))
+                self._target = target
+            if self._target is None and (text := self._board.read_first(f"{key} target")) is not None:
+                self._target = int(text)
+        except StoreLostError:  # rank 0 has left train() already
+            run.stop_check = None
+            return False
+        return self._target is not None and here >= self._target
+
+    def _end(self, run: Run) -> None:
+        """Save, and raise Terminated."""
+        run.stop_check = None
+        where = f"the end at iteration {run.iter}"
+        if problem := roll_call(where, float(run.strategy.config.timeout_s)):
+            self._saved = f"not saved, the processes are at different updates: {problem}"
+        elif self._options.save:
+            self._saved = self._save(run)
+        else:
+            self._saved = "not saved (env_cfg.preemption.save=False)"
+        if self._options.requeue and self._rank == 0:
+            self._saved += f"; {time_limit.requeue()}"
+        self._note(run)
+        raise self._terminated()
+
+    def _save(self, run: Run) -> str:
+        hook = next((hook for hook in run.hooks if isinstance(hook, CheckpointHook)), None)
+        if hook is None:
+            return "not saved, there is no CheckpointHook"
+        try:
+            path = hook.save_now(run)
+        except CheckpointError as error:
+            return f"not saved: {error}"
+        return f"saved as {path.name}"
+
+    def _note(self, run: Run) -> None:
+        if self._rank == 0 and self._word is not None:
+            facts = dict(by=self._word["what"], on_rank=self._word.get("rank", 0), status=self._options.status)
+            append_event(
+                run.work_dir, "preempted", rank=0, epoch=run.epoch, iter=run.iter, end=self._saved or "at once", **facts
+            )
+
+    # The end
+
+    def reason_of(self, error: BaseException) -> BaseException:
+        """Return what ended a run: ``error`` may only follow from the signal, which dataloader workers got too."""
+        is_asked = self._word is not None or self._asked is not None
+        self._is_over = is_asked or isinstance(error, Terminated)
+        return self._terminated() if is_asked and isinstance(error, Exception) else error
+
+    def _terminated(self) -> Terminated:
+        self._has_raised = self._calls_main = True
+        return Terminated(self._options.status, self._what(), self._saved)
+
+    def _what(self) -> str:
+        word = self._word or {"what": self._asked}
+        where = f", which came to rank {word['rank']} on {word['host']}" if self._size > 1 and "rank" in word else ""
+        return f"Ended by {word['what']}{where}"
