@@ -38,7 +38,8 @@ def refuse_unused(thing: Any, reasons: Mapping[str, str], where: str) -> None:
     """
     kind = thing if isinstance(thing, type) else type(thing)
     for name, reason in reasons.items():
-        if name in getattr(thing, "__dict__", {}) or any(name in vars(base) for base in kind.__mro__):
+        own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != _LIBRARY]
+        if name in getattr(thing, "__dict__", {}) or any(name in vars(base) for base in own):
             raise ConfigError(f"{where}: {kind.__name__}.{name} is never called here, {reason}")
 
 

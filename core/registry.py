@@ -116,6 +116,12 @@ class Registry:
         """Name classes of other libraries that have no counterpart here, each with what to do instead, for the message."""
         self._refused.update(names)
 
+    @property
+    def module_dict(self) -> dict[str, Factory]:
+        """What is registered so far, by name; the names of other libraries, found on demand, are not in it."""
+        self._load()
+        return self._modules
+
     def __contains__(self, key: object) -> bool:
         """Whether this is a name of the registry, or a class that is registered; no import path is."""
         if isinstance(key, str):

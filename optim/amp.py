@@ -43,6 +43,11 @@ class LossScaler:
         self._scaler: GradScaler = GroupedGradScaler(_by_layout, device_type, **arguments)
         self._applied = False
 
+    @property
+    def scaler(self) -> GradScaler:
+        """The optimizer's own scaler, or torch's."""
+        return self._scaler
+
     def suit(self, own: Callable[..., GradScaler] | None, where: str) -> None:
         """Use the optimizer's own class of scaler, if it has one; call it before the first ``scale``.
 
@@ -147,6 +152,11 @@ class AmpOptimWrapper(OptimWrapper):
     def loss_scale(self) -> float | dict[str, Any] | Literal["dynamic"] | None:
         """The ``loss_scale`` argument as given."""
         return self._loss_scale
+
+    @property
+    def loss_scaler(self) -> GradScaler | None:
+        """The scaler of float16 losses, whose ``get_scale()`` is the factor; None before set-up, and for bfloat16."""
+        return self._scaler.scaler if self._scaler else None
 
     @property
     def precision(self) -> Precision:

@@ -32,10 +32,9 @@ def build_optim_wrapper(cfg: Any, where: str = "optim_wrapper") -> OptimWrapper 
     Raises:
         ConfigError: any mistake that can be found without the model.
     """
-    if isinstance(cfg, OptimWrapperDict):
-        return cfg
-    if isinstance(cfg, OptimWrapper):
-        refuse_unused(cfg, _NEVER_CALLED, where)
+    if isinstance(cfg, (OptimWrapper, OptimWrapperDict)):
+        for each in (cfg, *cfg.wrappers.values()):
+            refuse_unused(each, _NEVER_CALLED, where)
         return cfg
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg, where=where)

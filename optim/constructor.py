@@ -75,6 +75,8 @@ class DefaultOptimWrapperConstructor:
         where: str = "optim_wrapper",
     ) -> None:
         self.where = where
+        if not isinstance(optim_wrapper_cfg, Mapping):
+            raise ConfigError(f"{where}: {optim_wrapper_cfg!r} is not allowed, give a dict")
         optimizer = optim_wrapper_cfg.get("optimizer")
         self.optimizer_cfg = dict(optimizer) if isinstance(optimizer, Mapping) else {"type": optimizer}
         self.optim_wrapper_cfg = {key: value for key, value in optim_wrapper_cfg.items() if key != "optimizer"}

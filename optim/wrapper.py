@@ -112,6 +112,7 @@ class OptimWrapper:
         self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._index, self._size, self._driven = 0, self.accumulate, False
+        self._left: int | None = None  # micro-batches from the window's first on; None: no end is known
 
     # Called by the strategy, in this order
 
@@ -277,7 +278,23 @@ class OptimWrapper:
         if self.should_update():
             self.finish()
         if not self._driven:
-            self._index = (self._index + 1) % self._size
+            self._count()
+
+    def _count(self) -> None:
+        """Go on to the next micro-batch, when no training loop announces it."""
+        self._index = (self._index + 1) % self._size
+        if self._index == 0 and self._left is not None:
+            self._left -= self._size
+            self._size = min(self.accumulate, self._left) if self._left > 0 else self.accumulate
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Let ``update_params`` count micro-batches from ``init_counts`` to ``max_counts``, in a loop of one's own.
+
+        The last window may then be shorter. It changes nothing where the training loop announces every micro-batch.
+        """
+        self._index = init_counts % self.accumulate
+        self._left = max_counts - init_counts + self._index
+        self._size = max(1, min(self.accumulate, self._left))
 
     def finish(self) -> StepInfo:
         """Make the update and drop the gradients, also if a subclass's ``step`` keeps them, as in MMEngine."""

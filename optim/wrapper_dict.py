@@ -66,6 +66,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return self._wrappers
 
     @property
+    def optim_wrappers(self) -> dict[str, OptimWrapper]:
+        """MMEngine's name of ``wrappers``."""
+        return self._wrappers
+
+    @property
     def precision(self) -> Precision:
         """The precision, equal for all wrappers."""
         return self._first.precision
@@ -119,6 +124,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """See OptimWrapper."""
         for wrapper in self._wrappers.values():
             wrapper.begin(index, size)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """See OptimWrapper."""
+        for wrapper in self._wrappers.values():
+            wrapper.initialize_count_status(model, init_counts, max_counts)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper."""

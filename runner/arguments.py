@@ -64,8 +64,13 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
             validates=validates,
         )
     else:
-        for key in ("param_scheduler", "auto_scale_lr", "resume"):
-            if given[key] or isinstance(given[key], Mapping):
+        scales = options.auto_scale_lr is not None and options.auto_scale_lr.enable
+        for key, is_given in (
+            ("param_scheduler", given["param_scheduler"] or isinstance(given["param_scheduler"], Mapping)),
+            ("auto_scale_lr", scales),  # configurations for testing have it with enable=False
+            ("resume", given["resume"] or isinstance(given["resume"], Mapping)),
+        ):
+            if is_given:
                 raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
     if trains and (merging := configuration.merging_model(given["model"])) is not None:
         # A configuration of training whose model was replaced for runner.test(); runner.train() raises.

@@ -73,6 +73,8 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
         found["custom_hooks"] = [
             adapted_hook(hook, f"custom_hooks[{i}]") for i, hook in enumerate(found["custom_hooks"])
         ]
+    if isinstance(scale := found.get("auto_scale_lr"), Mapping):
+        found["auto_scale_lr"] = {"enable": False, **scale}  # MMEngine's default
     visualizer = found.pop("visualizer")
     return {**_ordinary(found), "visualizer": visualizer}
 

@@ -110,6 +110,11 @@ class DefaultSampler(ShardedSampler):
     def __len__(self) -> int:
         return self.length_from(0)
 
+    @property
+    def total_size(self) -> int:
+        """Number of samples of an epoch over all processes together, repeated ones included."""
+        return self._end(0)
+
     def length_from(self, start: int) -> int:
         """Return the number of samples for this process in an epoch that continues at the global position ``start``."""
         return max(0, math.ceil((self._end(start) - start - self.index) / self.count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .checkpoint import CheckpointHook
-from .dispatch import POINTS, HookDispatcher
+from .dispatch import HookDispatcher
 from .early_stopping import EarlyStoppingHook
 from .ema import EMAHook
 from .empty_cache import EmptyCacheHook
@@ -14,6 +14,7 @@ from .iter_timer import IterTimerHook
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
 from .param_scheduler import ParamSchedulerHook
+from .points import POINTS
 from .prepare_tta import PrepareTTAHook
 from .priority import Priority, get_priority
 from .profiler import ProfilerHook

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, nearest, suggest
 from .hook import Hook
+from .points import HOOK_POINTS, NOWHERE, POINTS, depth
 from .priority import Priority, get_priority
 
 if TYPE_CHECKING:
@@ -15,23 +16,7 @@ if TYPE_CHECKING:
 
 HookCall = Callable[..., None]
 
-_MODES = ("train", "val", "test")
-# Each hook point with the group forms that it falls back to.
-_POINTS: dict[str, tuple[str, ...]] = {
-    **{f"{when}_run": () for when in ("before", "after")},
-    **{f"{when}_{mode}": () for when in ("before", "after") for mode in _MODES},
-    **{
-        f"{when}_{mode}_{what}": (f"_{when}_{what}", f"{when}_{what}")
-        for when in ("before", "after")
-        for mode in _MODES
-        for what in ("epoch", "iter")
-    },
-    "on_exception": (),
-    "before_save_checkpoint": (),
-    "after_load_checkpoint": (),
-}
-POINTS = tuple(_POINTS)
-_NAMES = (*POINTS, *dict.fromkeys(name for groups in _POINTS.values() for name in groups))
+_NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for name in groups))
 
 
 def check_points(hook: Hook, where: str) -> None:
@@ -104,7 +89,7 @@ class HookDispatcher:
         """Find again which hook points are overridden; a hook may have a function as a new attribute."""
         self._table = {
             point: tuple(call for _, hook in self._entries for call in _calls(hook, point, groups))
-            for point, groups in _POINTS.items()
+            for point, groups in HOOK_POINTS.items()
         }
         # These two are called in every training iteration.
         self.before_train_iter = self._table["before_train_iter"]
@@ -117,21 +102,9 @@ def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall
     Hook's own method calls the group forms, so a hook that overrides the point does not reach them. A subclass of it
     that overrides a group form gets both calls, as in MMEngine.
     """
-    group = min((_depth(hook, name) for name in groups), default=_NOWHERE)
-    own = _depth(hook, point)
-    if own < _NOWHERE:
+    group = min((depth(hook, name, Hook) for name in groups), default=NOWHERE)
+    own = depth(hook, point, Hook)
+    if own < NOWHERE:
         yield getattr(hook, point)
     if group < own:
         yield MethodType(getattr(Hook, point), hook)
-
-
-def _depth(hook: Hook, name: str) -> int:
-    """Return the position in the method resolution order that defines ``name``; ``_NOWHERE`` if only Hook does."""
-    if name in vars(hook):
-        return 0
-    return next(
-        (i for i, kind in enumerate(type(hook).__mro__, 1) if kind is not Hook and name in vars(kind)), _NOWHERE
-    )
-
-
-_NOWHERE = 1000

@@ -25,7 +25,7 @@ class EarlyStoppingHook(Hook):
         min_delta: smallest difference that counts as an improvement.
         strict: raise if the metric is missing; otherwise warn.
         check_finite: stop when the metric is NaN or infinite.
-        patience: number of validations without improvement after which training stops.
+        patience: number of validations without improvement after which training stops; 0 is the same as 1.
         stopping_threshold: stop as soon as the metric is better than this.
     """
 
@@ -47,8 +47,8 @@ class EarlyStoppingHook(Hook):
                 f"{where}.min_delta: {min_delta} is not allowed, give the smallest difference that counts, 0 or more; rule "
                 "says whether greater or less is better"
             )
-        if patience < 1:
-            raise ConfigError(f"{where}.patience: {patience} is not allowed, give 1 or more validations")
+        if patience < 0:
+            raise ConfigError(f"{where}.patience: {patience} is not allowed, give a number of validations")
         self.monitor = monitor
         self.rule = infer_rule(monitor, f"{where}.rule") if rule is None else check_rule(rule, f"{where}.rule")
         self.min_delta = min_delta

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .points import overridden_points
 from .priority import Priority
 
 if TYPE_CHECKING:
@@ -188,6 +189,10 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of ``state_dict``."""
+
+    def get_triggered_stages(self) -> list[str]:
+        """Return the hook points at which this hook does something."""
+        return overridden_points(self, Hook)
 
     # Helpers for intervals
 

@@ -61,16 +61,24 @@ class LoggerHook(Hook):
         progress_bar: bool | None = None,
     ) -> None:
         refuse("LoggerHook", file_client_args=file_client_args, backend_args=backend_args)
-        for name, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
-            if value is not None and value < 1:
-                raise ConfigError(f"LoggerHook.{name}: {value} is not allowed, give 1 or more")
+        suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
+        checks: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+            ("interval", interval, _is_count, "1 or more"),
+            ("interval_exp_name", 1 if interval_exp_name is None else interval_exp_name, _is_count, "1 or more"),
+            ("ignore_last", ignore_last, lambda given: isinstance(given, bool), "True or False"),
+            ("out_dir", out_dir or "", lambda given: isinstance(given, (str, Path)), "a folder"),
+            ("out_suffix", suffixes, lambda given: all(isinstance(each, str) for each in given), "endings of names"),
+        ]
+        for name, value, fits, allowed in checks:
+            if not fits(value):
+                raise ConfigError(f"LoggerHook.{name}: {value!r} is not allowed, give {allowed}")
         if not keep_local and out_dir is None:
             raise ConfigError("LoggerHook.keep_local: False has no meaning without out_dir")
         self.interval = interval
         self.ignore_last = ignore_last
         self.interval_exp_name = interval_exp_name
         self.out_dir = None if out_dir is None else Path(out_dir)
-        self.out_suffix = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
+        self.out_suffix = suffixes
         self.keep_local = keep_local
         self.log_metric_by_epoch = log_metric_by_epoch
         self._wants_bar = progress_bar
@@ -224,3 +232,7 @@ class LoggerHook(Hook):
                 if not self.keep_local:
                     path.unlink()
         runner.logger.info("Logs were copied to %s", target)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1

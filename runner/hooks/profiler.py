@@ -74,7 +74,7 @@ class ProfilerHook(Hook):
             "with_flops": with_flops,
         }
         self.json_trace_path = json_trace_path
-        self._profiler: profiler.profile | None = None
+        self.profiler: profiler.profile | None = None
         self._done = 0
         self._traces = 0
 
@@ -84,13 +84,13 @@ class ProfilerHook(Hook):
         if self.profile_times > limit:
             raise ConfigError(f"{_WHERE}.profile_times: {self.profile_times} is not allowed, training has {limit}")
         self._done = self._traces = 0
-        self._profiler = profiler.profile(
+        self.profiler = profiler.profile(
             activities=self._activities,
             schedule=self._schedule,
             on_trace_ready=self._trace_handler(runner),
             **self._options,
         )
-        self._profiler.start()
+        self.profiler.start()
         runner.logger.info("The profiler is recording, which slows training down")
 
     def after_train_iter(
@@ -101,10 +101,10 @@ class ProfilerHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Mark the end of an iteration."""
-        if self._profiler is None:
+        if self.profiler is None:
             return
         self._done += 1
-        self._profiler.step()
+        self.profiler.step()
         if not self.by_epoch and self._done == self.profile_times:
             self._stop()
 
@@ -122,8 +122,8 @@ class ProfilerHook(Hook):
         self._stop()
 
     def _stop(self) -> None:
-        if self._profiler is not None:
-            running, self._profiler = self._profiler, None
+        if self.profiler is not None:
+            running, self.profiler = self.profiler, None
             running.stop()
 
     def _trace_handler(self, runner: Run) -> Callable[[Any], None]:

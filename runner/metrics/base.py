@@ -39,6 +39,7 @@ class BaseMetric(ABC):
         prefix: str | None = None,
         collect_dir: str | None = None,
     ) -> None:
+        self.collect_device = collect_device
         self.prefix = prefix or self.default_prefix
         self.results: list[Any] = []
         self.dataset_meta: dict[str, Any] | None = None

@@ -73,6 +73,11 @@ class HistoryBuffer:
         maxlen = self._values.maxlen
         return length if maxlen is None else min(length, maxlen)
 
+    @property
+    def max_length(self) -> int | None:
+        """Number of values kept; None: all."""
+        return self._values.maxlen
+
     def grow(self, maxlen: int | None) -> None:
         """Keep at least ``maxlen`` values from now on; None: keep all."""
         now = self._values.maxlen

@@ -41,6 +41,11 @@ class MessageHub(Shared):
         history: int = 100,
         topology: Topology | None = None,
     ) -> None:
+        for key, value in (log_scalars or {}).items():
+            if not isinstance(value, HistoryBuffer):
+                raise ConfigError(f"MessageHub.log_scalars.{key}: {value!r} is not allowed, give a HistoryBuffer")
+        for key in (resumed_keys or {}).keys() - (log_scalars or {}).keys() - (runtime_info or {}).keys():
+            raise ConfigError(f"MessageHub.resumed_keys.{key}: is neither in log_scalars nor in runtime_info")
         super().__init__(name)
         self._history = history
         self.topology = topology or Topology()

@@ -187,6 +187,8 @@ def test_registering_as_mmengine_does() -> None:
     things.register_module(name=("a", "b"), module=functools.partial(Lamp, watts=2))
     assert things.build(dict(type="b")).watts == 2
     assert list(things) == ["a", "b", "lamp", "light", "make_lamp"]
+    assert things.module_dict.pop("light") is Lamp
+    assert "light" not in things
 
 
 @pytest.mark.parametrize(

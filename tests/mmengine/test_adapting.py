@@ -74,6 +74,20 @@ def validation(**changes: Any) -> dict[str, Any]:
 # Configurations
 
 
+@pytest.mark.parametrize(("enable", "lr"), [(dict(), 0.1), (dict(enable=True), 0.05)])
+def test_learning_rates_are_scaled_only_on_request(tmp_path: Path, enable: dict[str, Any], lr: float) -> None:
+    runner = FlexibleRunner(**arguments(tmp_path, auto_scale_lr=dict(base_batch_size=4, **enable)))
+    runner.train()
+    assert runner.optim_wrapper.get_lr()["lr"] == [pytest.approx(lr)]
+
+
+def test_the_switch_for_scaling_does_not_matter_without_training(tmp_path: Path) -> None:
+    given = arguments(tmp_path, train_dataloader=None, optim_wrapper=None, train_cfg=None)
+    test = {key.replace("val_", "test_", 1): value for key, value in validation().items()}
+    runner = FlexibleRunner(**given, **test, auto_scale_lr=dict(base_batch_size=4, enable=False))
+    assert runner.test().keys() == {"a/mean"}
+
+
 def test_extra_names_are_kept_and_reachable(tmp_path: Path) -> None:
     cfg = configuration(tmp_path, backend=dict(args=[1, 2]), num_classes=3)
     runner = FlexibleRunner.from_cfg(cfg)

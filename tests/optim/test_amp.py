@@ -115,6 +115,14 @@ def test_arguments_of_the_scaler() -> None:
     assert scales == [64.0, 128.0, 128.0, 32.0]
 
 
+def test_the_scaler_can_be_asked_for_its_scale() -> None:
+    _, wrapper, _ = prepared(dtype="float16", loss_scale=512)
+    assert wrapper.loss_scaler is not None
+    assert wrapper.loss_scaler.get_scale() == 512
+    assert prepared(dtype="bfloat16")[1].loss_scaler is None
+    assert AmpOptimWrapper(dict(type="SGD", lr=0.1), dtype="float16").loss_scaler is None  # set-up makes it
+
+
 def test_the_state_continues_and_is_plain() -> None:
     model, wrapper, _ = prepared(dtype="float16")
     update(model, wrapper, math.inf)

@@ -86,6 +86,11 @@ class ByModule(DefaultOptimWrapperConstructor):
             self.add_params(params, child, prefix=f"{prefix}{name}.")
 
 
+def test_a_configuration_that_is_no_dict() -> None:
+    with pytest.raises(ConfigError, match=r"^optim_wrapper: \[\] is not allowed, give a dict$"):
+        DefaultOptimWrapperConstructor([])  # type: ignore[arg-type]
+
+
 def built(model: nn.Module, **cfg: Any) -> OptimWrapper:
     wrapper = OptimWrapper(**cfg)
     wrapper.build(model)

@@ -111,6 +111,34 @@ def test_alone_it_counts_its_micro_batches() -> None:
     close(weights(model), weights(large))
 
 
+def test_alone_the_last_window_may_be_shorter_if_the_end_is_known() -> None:
+    model, large = net(), net()
+    wrapper = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+    wrapper.initialize_count_status(model, 0, 5)
+    updates = []
+    for x in batch(10).split(2):
+        updates.append(wrapper.should_update())
+        wrapper.update_params(loss_of(model, x))
+    assert updates == [False, True, False, True, True]
+    parts = batch(10).split(2)
+    windows = [torch.cat(parts[:2]), torch.cat(parts[2:4]), parts[4]]
+    train(large, built(large, optimizer=dict(type="SGD", lr=0.1)), [[x] for x in windows])
+    close(weights(model), weights(large))
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"), [(3, [False, False, True, True]), (4, [False, True, True]), (6, [True]), (7, [False])]
+)
+def test_alone_counting_continues_within_a_window(start: int, expected: list[bool]) -> None:
+    wrapper = OptimWrapper(optimizer=SGD(net().parameters(), lr=0.1), accumulative_counts=3)
+    wrapper.initialize_count_status(net(), start, 7)
+    updates = []
+    for _ in range(max(1, 7 - start)):
+        updates.append(wrapper.should_update())
+        wrapper.update_params(loss_of(net(), batch(2)))
+    assert updates == expected
+
+
 # One update
 
 

@@ -54,6 +54,15 @@ def test_it_is_a_mapping() -> None:
     )
 
 
+def test_mmengines_names_of_the_wrappers_and_of_their_counting() -> None:
+    model = nn.Linear(1, 1)
+    wrapper = OptimWrapper(SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+    both = OptimWrapperDict(only=wrapper)
+    assert both.optim_wrappers == {"only": wrapper}
+    both.initialize_count_status(model, 1, 3)
+    assert wrapper.should_update()
+
+
 def test_a_built_optimizer_may_hold_any_of_the_models_parameters() -> None:
     model = Gan()
     parameters = [*model.generator.parameters(), *model.shared.parameters()]

@@ -72,6 +72,7 @@ def test_rounding_up_repeats_from_the_beginning(count: int) -> None:
     assert {len(part) for part in parts} == {len(samplers[0])} == {-(-10 // count)}
     order = samplers[0].order(0).tolist()
     assert in_turn(parts) == (order * 2)[: count * len(parts[0])]
+    assert {sampler.total_size for sampler in samplers} == {count * len(parts[0])}
 
 
 def test_each_epoch_has_another_order_that_follows_the_seed() -> None:

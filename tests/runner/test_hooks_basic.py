@@ -274,6 +274,7 @@ def stops_after(hook: EarlyStoppingHook, runner: Any, scores: list[float]) -> in
         ({"monitor": "val_loss", "patience": 2, "min_delta": 0.0}, [3.0, 2.0, 2.5, 2.1], 4),
         ({"monitor": "val_loss", "patience": 2, "min_delta": 0.25}, [3.0, 2.75, 2.6, 2.55], 4),
         ({"monitor": "score", "rule": "less", "patience": 1, "min_delta": 0.0}, [1.0, 1.5], 2),
+        ({"monitor": "accuracy", "patience": 0, "min_delta": 0.0}, [1.0, 2.0, 1.5], 3),
         ({"monitor": "accuracy", "patience": 9}, [0.1, math.nan], 2),
         ({"monitor": "accuracy", "patience": 9}, [0.1, math.inf], 2),
         ({"monitor": "accuracy", "patience": 3, "check_finite": False}, [0.1, math.nan, math.nan, math.nan], 4),

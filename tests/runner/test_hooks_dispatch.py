@@ -59,6 +59,21 @@ def test_a_point_that_nobody_overrides_is_empty() -> None:
     assert len(POINTS) == 23
 
 
+def test_a_hook_says_at_which_points_it_does_something() -> None:
+    class Own(Hook):
+        def after_train(self, runner: Any) -> None: ...
+
+        def before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None: ...
+
+    assert Hook().get_triggered_stages() == []
+    assert sorted(Own().get_triggered_stages()) == [
+        "after_train",
+        "before_test_iter",
+        "before_train_iter",
+        "before_val_iter",
+    ]
+
+
 def test_a_hook_that_is_registered_later_is_called_from_then_on() -> None:
     log: list[str] = []
     dispatcher = HookDispatcher()

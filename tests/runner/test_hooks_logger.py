@@ -123,6 +123,22 @@ def test_other_ranks_write_nothing(new_runner: Callable[..., Any]) -> None:
     assert not Path(runner.log_dir).exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(interval="100"), "LoggerHook.interval: '100' is not allowed, give 1 or more"),
+        (dict(interval=0), "LoggerHook.interval: 0 is not allowed, give 1 or more"),
+        (dict(interval_exp_name="1"), "LoggerHook.interval_exp_name: '1' is not allowed, give 1 or more"),
+        (dict(ignore_last="no"), "LoggerHook.ignore_last: 'no' is not allowed, give True or False"),
+        (dict(out_dir=1), "LoggerHook.out_dir: 1 is not allowed, give a folder"),
+        (dict(out_suffix=[1]), r"LoggerHook.out_suffix: \(1,\) is not allowed, give endings of names"),
+    ],
+)
+def test_wrong_arguments_are_named_where_the_hook_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        LoggerHook(**options)
+
+
 def test_metrics_of_a_test_are_left_as_a_file(runner: Any) -> None:
     runner.message_hub.update_scalar("test/accuracy", 0.5)
     runner.message_hub.update_info("test/table", torch.eye(2))

@@ -104,7 +104,7 @@ _FACT = "a fact for others to ask, which follows from what other methods do"
 _USER = "only the user calls it"
 QUESTIONS = dict.fromkeys(
     ("end_of_epoch", "every_n_epochs", "every_n_inner_iters", "every_n_train_iters", "is_last_train_epoch"), _ASKED
-) | {"is_last_train_iter": _ASKED}
+) | {"is_last_train_iter": _ASKED, "get_triggered_stages": _USER}
 WRAPPER = {
     "get_momentum": _USER,
     "has_stepped": _FACT,
@@ -112,6 +112,7 @@ WRAPPER = {
     "spread": "a strategy calls it whose processes hold different parameters",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
+COUNTS = ("initialize_count_status",)
 TRAIN_LOOP = {"inner": _FACT} | dict.fromkeys(("num_batches", "dry_run"), "evaluation loops are asked")
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
@@ -152,23 +153,32 @@ CASES: list[Case] = [
         id="BaseTTAModel",
     ),
     Case(BaseDataPreprocessor, lambda kind: dict(model=lambda: Net(kind()))),
-    Case(OptimWrapper, lambda kind: dict(optim_wrapper=kind(MINE, clip_grad=CLIP), strategy=DDP), WRAPPER),
+    Case(
+        OptimWrapper,
+        lambda kind: dict(optim_wrapper=kind(MINE, clip_grad=CLIP), strategy=DDP),
+        WRAPPER,
+        refused=COUNTS,
+    ),
     Case(
         AmpOptimWrapper,
         lambda kind: dict(optim_wrapper=kind(MINE, dtype="float16", clip_grad=CLIP), strategy=DDP),
-        without(WRAPPER, loss_scale="DeepSpeedStrategy alone asks, which takes no subclass"),
+        without(WRAPPER, loss_scale="DeepSpeedStrategy alone asks, which takes no subclass", loss_scaler=_USER),
+        refused=COUNTS,
         again=True,
     ),
     Case(
         ApexOptimWrapper,
         lambda kind: dict(optim_wrapper=kind(MINE, opt_level="O2", loss_scale=8.0), strategy=DDP),
         without(WRAPPER, "is_built"),
+        refused=COUNTS,
         again=True,
     ),
     Case(
         OptimWrapperDict,
         lambda kind: dict(model=Gan, optim_wrapper=kind(generator=OptimWrapper(SGD), critic=OptimWrapper(SGD))),
-        dict.fromkeys(("backward", "step", "update_params", "zero_grad"), MODEL_SAYS_WHICH) | {"get_momentum": _USER},
+        dict.fromkeys(("backward", "step", "update_params", "zero_grad"), MODEL_SAYS_WHICH)
+        | {"get_momentum": _USER, "optim_wrappers": _USER},
+        refused=COUNTS,
     ),
     Case(
         OptimWrapper,
@@ -182,6 +192,7 @@ CASES: list[Case] = [
             should_sync="gradients of several optimizers are averaged as each is updated",
             wrappers="OptimWrapperDict has its own",
         ),
+        refused=COUNTS,
         id="OptimWrapper-of-several",
         again=True,
     ),
@@ -194,6 +205,7 @@ CASES: list[Case] = [
             make_another="a trial that torch's own optimizers are spared",
             **dict.fromkeys(("master", "model_parameter"), "the engine has the masters"),
         ),
+        refused=COUNTS,
         marks=(pytest.mark.deepspeed,),
         again=True,
     ),
@@ -247,7 +259,7 @@ CASES: list[Case] = [
         ),
     ),
     Case(LogProcessor, lambda kind: dict(log_processor=dict(type=kind))),
-    Case(DefaultSampler, lambda kind: dict(train_dataloader=loader(sampler=dict(type=kind)))),
+    Case(DefaultSampler, lambda kind: dict(train_dataloader=loader(sampler=dict(type=kind))), {"total_size": _USER}),
     Case(
         InfiniteSampler,
         lambda kind: dict(

@@ -124,6 +124,22 @@ def test_what_is_put_into_a_history_that_grew_is_kept() -> None:
     assert history.values == [1.0, 2.0, 3.0]
 
 
+def test_what_a_hub_begins_with_is_checked() -> None:
+    with pytest.raises(ConfigError, match="^MessageHub.log_scalars.a: 1 is not allowed, give a HistoryBuffer$"):
+        MessageHub("hub", log_scalars=dict(a=1))  # type: ignore[dict-item]
+    with pytest.raises(
+        ConfigError, match="^MessageHub.resumed_keys.iters: is neither in log_scalars nor in runtime_info$"
+    ):
+        MessageHub("hub", runtime_info=dict(iter=1), resumed_keys=dict(iters=False))
+
+
+def test_a_history_says_how_much_it_keeps() -> None:
+    buffer = HistoryBuffer(max_length=3)
+    assert buffer.max_length == 3
+    buffer.grow(5)
+    assert (buffer.max_length, HistoryBuffer().max_length) == (5, None)
+
+
 def test_history_is_bounded_and_grows_on_request() -> None:
     hub = MessageHub(history=3)
     hub.retain("train/all", None)
