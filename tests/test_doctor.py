@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from flextrain.core import horovod
-from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, examine, look
+from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, examine
 from flextrain.tools.doctor.package_probe import strategy_facts
 
 ROOT = Path(__file__).parents[1]
@@ -49,35 +49,6 @@ def strategies(report: dict[str, Any]) -> dict[str, tuple[bool, str]]:
 
 def said(report: dict[str, Any]) -> list[str]:
     return [f"{finding['level']}: {finding['what']}; {finding['advice']}" for finding in report["findings"]]
-
-
-@pytest.mark.processes
-@needs_no_torch_npu
-def test_a_machine_without_accelerators() -> None:
-    status, report = doctor(CUDA_VISIBLE_DEVICES="", HOROVOD_CYCLE_TIME="1")
-    assert status == 0
-    assert [line for line in said(report) if "orovod" in line] == [
-        f"warning: no strategy uses Horovod (HOROVOD_CYCLE_TIME is set): {horovod.WHY}; {horovod.INSTEAD}"
-    ]
-    assert report["broken"] is False
-    found = strategies(report)
-    assert found["SingleDeviceStrategy"] == (True, "on the CPU")
-    assert found["DDPStrategy"] == found["FSDPStrategy"] == (True, "on the CPU, any number of processes")
-    usable, reason = found["NPUStrategy"]
-    assert not usable
-    assert reason.startswith("torch_npu is not installed: pip install 'flextrain[npu]'")
-    assert report["versions"]["torch"]
-    assert report["versions"]["torch_npu"] is None
-
-
-@pytest.mark.processes
-@needs_deepspeed
-def test_deepspeed_is_asked_where_it_works_and_what_it_lacks(tmp_path: Path) -> None:
-    bare = dict(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path))
-    _, report = doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", **bare)
-    usable, reason = strategies(report)["DeepSpeedStrategy"]
-    assert usable
-    assert reason.startswith('on cpu; offloading to device="nvme" lacks a C++ compiler (apt-get install g++)')
 
 
 def package(folder: Path, name: str, version: str, source: str, metadata: str = "", entry_points: str = "") -> Path:
@@ -192,12 +163,53 @@ class Theirs(DDPStrategy):
 """
 
 
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a third party's strategies, whose engine is not there."""
+    points = "[flextrain.strategies]\nTheirs = theirs:Theirs\nBroken = theirs:Missing\n"
+    return package(tmp_path_factory.mktemp("theirs"), "theirs", "1.0", THEIRS, entry_points=points)
+
+
+@pytest.fixture(scope="module")
+def without_accelerators(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """The doctor, on a machine without accelerators and compilers: once, because it takes seconds."""
+    empty = str(tmp_path_factory.mktemp("empty"))
+    bare = dict(PATH=empty, TORCH_EXTENSIONS_DIR=empty)
+    bare |= dict(HOROVOD_CYCLE_TIME="1")
+    return doctor(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", PYTHONPATH=str(theirs), **bare)
+
+
 @pytest.mark.processes
 @needs_no_torch_npu
-def test_a_strategy_of_a_third_party_says_what_it_needs(tmp_path: Path) -> None:
-    points = "[flextrain.strategies]\nTheirs = theirs:Theirs\nBroken = theirs:Missing\n"
-    path = str(package(tmp_path, "theirs", "1.0", THEIRS, entry_points=points))
-    _, report = doctor(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+def test_a_machine_without_accelerators(without_accelerators: tuple[int, dict[str, Any]]) -> None:
+    status, report = without_accelerators
+    assert status == 0
+    assert [line for line in said(report) if "orovod" in line] == [
+        f"warning: no strategy uses Horovod (HOROVOD_CYCLE_TIME is set): {horovod.WHY}; {horovod.INSTEAD}"
+    ]
+    assert report["broken"] is False
+    found = strategies(report)
+    assert found["SingleDeviceStrategy"] == (True, "on the CPU")
+    assert found["DDPStrategy"] == found["FSDPStrategy"] == (True, "on the CPU, any number of processes")
+    usable, reason = found["NPUStrategy"]
+    assert not usable
+    assert reason.startswith("torch_npu is not installed: pip install 'flextrain[npu]'")
+    assert report["versions"]["torch"]
+    assert report["versions"]["torch_npu"] is None
+
+
+@pytest.mark.processes
+@needs_deepspeed
+def test_deepspeed_is_asked_where_it_works_and_what_it_lacks(without_accelerators: tuple[int, dict[str, Any]]) -> None:
+    usable, reason = strategies(without_accelerators[1])["DeepSpeedStrategy"]
+    assert usable
+    assert reason.startswith('on cpu; offloading to device="nvme" lacks a C++ compiler (apt-get install g++)')
+
+
+@pytest.mark.processes
+@needs_no_torch_npu
+def test_a_strategy_of_a_third_party_says_what_it_needs(without_accelerators: tuple[int, dict[str, Any]]) -> None:
+    _, report = without_accelerators
     (theirs,) = [status for status in report["strategies"] if status["name"] == "Theirs"]
     assert theirs["short_names"] == ["theirs", "theirs-static"]
     assert theirs["needs"] == "torch, their_engine (pip install their-engine), patience"
@@ -205,10 +217,20 @@ def test_a_strategy_of_a_third_party_says_what_it_needs(tmp_path: Path) -> None:
     usable, reason = strategies(report)["Broken"]
     assert not usable
     assert reason.startswith("it cannot be loaded: AttributeError")
+
+
+@pytest.mark.processes
+@needs_no_torch_npu
+def test_what_appears_is_found(theirs: Path, tmp_path: Path) -> None:
+    """A third party's engine, and CANN's version in its folder."""
     package(tmp_path, "their_engine", "2.0", "")
-    _, report = doctor(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text("Version=8.2.RC1\ntimestamp=20250101\n")
+    path = os.pathsep.join([str(theirs), str(tmp_path)])
+    _, report = doctor(PYTHONPATH=path, ASCEND_TOOLKIT_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert strategies(report)["Theirs"] == (True, "on the CPU")
     assert report["versions"]["their_engine"] == "2.0"
+    assert report["versions"]["CANN"] == "8.2.RC1"
 
 
 @pytest.mark.processes
@@ -381,10 +403,3 @@ def test_torch_npu_and_torch_belong_together(torch_npu: str, wants: str | None, 
         torch_npu_wants=wants,
     )
     assert report.exit_status == int(not fits)
-
-
-@pytest.mark.processes
-def test_the_version_of_cann_is_read_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "compiler").mkdir()
-    (tmp_path / "compiler" / "version.info").write_text("Version=8.2.RC1\ntimestamp=20250101\n")
-    assert look({**os.environ, "ASCEND_TOOLKIT_HOME": str(tmp_path)}).cann == "8.2.RC1"

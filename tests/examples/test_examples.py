@@ -132,16 +132,12 @@ def rows(output: str) -> list[tuple[str, str, str]]:
 @pytest.mark.deepspeed
 def test_demo_in_short(run_example: RunExample, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    done = run_example("demo.py", "--epochs", "2", "--only", "SingleDevice", "FSDP", "ZeRO-2", check=False)
+    done = run_example("demo.py", "--epochs", "1", "--only", "SingleDevice", "ZeRO-2", check=False)
     found = rows(done.stdout)
-    assert [row[:2] for row in found] == [("SingleDevice", "1"), ("FSDP", "2"), ("ZeRO-2", "2")], (
-        done.stdout + done.stderr
-    )
+    assert [row[:2] for row in found] == [("SingleDevice", "1"), ("ZeRO-2", "2")], done.stdout + done.stderr
     assert all(float(difference) < 1e-3 for _, _, difference in found[1:])
     assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
-    assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, FSDP, ZeRO-2\n", (
-        "two epochs are few"
-    )
+    assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, ZeRO-2\n", "one epoch is little"
     assert done.returncode == 1
 
 

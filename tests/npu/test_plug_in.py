@@ -95,6 +95,7 @@ def test_the_doctor_sees_what_deepspeed_lacks_on_an_npu(simulated_npu: Path, mon
     assert "error: DeepSpeed needs ASCEND_HOME_PATH, which is not set; source CANN's set_env.sh" in found
 
 
+@pytest.mark.full
 def test_the_doctor_sees_a_device_that_nobody_registered(simulated_npu: Path) -> None:
     _, found = doctor(NPU_SIM_TYPE="toy")
     assert any(line.startswith("warning: torch finds a device of type toy, which flextrain") for line in found)

@@ -53,7 +53,14 @@ def test_conformance_of_one_process(npu1: Any) -> None:
         assert check_strategy("NPUStrategy", world_size=1, workers=workers, only=ON_DEVICE).passed
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(dict(type="FSDPStrategy", device="npu"), id="fsdp"), *SHARDED[1:]])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(dict(type="FSDPStrategy", device="npu"), id="fsdp"),
+        *(pytest.param(*p.values, id=p.id, marks=[*p.marks, pytest.mark.full]) for p in SHARDED[1:-1]),
+        SHARDED[-1],
+    ],
+)
 def test_conformance_of_sharded_strategies(npu2: Any, strategy: Any) -> None:
     with npu2.visible() as workers:
         assert check_strategy(strategy, workers=workers, only=ON_DEVICE).passed
