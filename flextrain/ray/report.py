@@ -63,7 +63,7 @@ class RayReportHook(Hook):
         self._validation: dict[str, float] = {}
         self._is_training = False
         self._owed = 0  # reports to make at the next opportunity, equal on every process
-        self._decision: Callable[[], int] | None = None  # whether a report is due by rank 0's clock
+        self._decision: Callable[[], int] | None = None  # whether a report is due, as rank 0 says
         self._reported_at = 0.0
         self._saved_as: Any = None  # the newest checkpoint whose saving has begun
         self._waiting: list[_Saved] = []  # checkpoints that are not reported yet
@@ -102,9 +102,11 @@ class RayReportHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Ask rank 0's clock at log lines, and note that a checkpoint was saved."""
+        """Ask rank 0 at log lines whether a report is due, and note that a checkpoint was saved."""
         if (runner.iter + 1) % self._every == 0:
-            due = runner.rank == 0 and time.monotonic() - self._reported_at >= self.interval_s
+            due = runner.rank == 0 and (
+                self._is_ready(runner) or time.monotonic() - self._reported_at >= self.interval_s
+            )
             self._decision = start_reduce(int(due), "max", side_group(purpose="ray"))
         self._note_saved(runner)
 
@@ -142,7 +144,8 @@ class RayReportHook(Hook):
         if self._saved_as is None or (known is not None and Path(known.path).name == Path(self._saved_as).name):
             return
         self._owed = 1
-        self._waiting = [_Saved(Path(self._saved_as), is_complete=True)]
+        self._waiting = []
+        self._await(runner, _Saved(Path(self._saved_as), is_complete=True))
 
     def _note_saved(self, runner: Run) -> None:
         """Owe a report if saving has begun since the last call; every process sees it alike.
@@ -153,7 +156,11 @@ class RayReportHook(Hook):
         if newest != self._saved_as:
             self._saved_as = newest
             self._owed += 1
-            self._waiting.append(_Saved(Path(newest)))
+            self._await(runner, _Saved(Path(newest)))
+
+    def _await(self, runner: Run, saved: _Saved) -> None:
+        if runner.rank == 0:  # which reports it
+            self._waiting.append(saved)
 
     def _report(self, runner: Run, ends: bool = False) -> None:
         """Make the reports that are owed; a collective of Ray's."""
@@ -176,9 +183,13 @@ class RayReportHook(Hook):
         progress = {"epoch": runner.epoch, "iter": runner.train_loop.state_dict()["iter"] or 0}
         return {**self._lines.scalars, **self._validation, **progress}
 
+    def _is_ready(self, runner: Run) -> bool:
+        """True if a checkpoint that waits is complete; rank 0 alone is asked."""
+        return bool(self._waiting) and (self._waiting[0].is_complete or runner.has_saved(self._waiting[0].path))
+
     def _next_complete(self, runner: Run) -> _Saved | None:
         """Return the oldest checkpoint that waits, if it is complete."""
-        while self._waiting and (self._waiting[0].is_complete or runner.has_saved(self._waiting[0].path)):
+        while self._is_ready(runner):
             saved = self._waiting.pop(0)
             if is_local(saved.path) and is_checkpoint(saved.path) and not runner.was_marked(saved.path):
                 return saved
@@ -198,7 +209,7 @@ class RayReportHook(Hook):
         )
         folder = next((h.out_dir(runner) for h in runner.hooks if isinstance(h, CheckpointHook)), Path(runner.work_dir))
         path = runner.save_checkpoint(folder, f"iter_{done}", meta={"epoch": runner.epoch, "iter": done})
-        self._waiting.append(_Saved(Path(path)))
+        self._await(runner, _Saved(Path(path)))
         self._owed += 1
 
 

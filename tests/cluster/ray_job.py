@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ class FailOnce(Hook):
 
     priority = "VERY_HIGH"
 
-    def __init__(self, notes: str, removed: str = "", awaited: str = "") -> None:
+    def __init__(self, notes: str, removed: str = "", awaited: str = "", fails: bool = True) -> None:
         self.notes, self.removed, self.awaited = Path(notes), removed, awaited
-        self.is_first = not self.notes.exists()
+        self.is_first = fails and not self.notes.exists()
 
     def before_train(self, runner: Any) -> None:
         runner.strategy.meet("FailOnce.before_train()")  # all have looked for the notes
@@ -60,6 +61,18 @@ class FailOnce(Hook):
             if self.removed:
                 Path(self.removed).rename(f"{self.removed}.lost")
             os._exit(1)
+
+
+class Slow(Hook):
+    """Makes iterations last long enough for something to happen meanwhile; ``reached`` has how many are done."""
+
+    def __init__(self, step_s: float, reached: str) -> None:
+        self.step_s, self.reached = step_s, Path(reached)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        time.sleep(self.step_s)
+        if runner.rank == 0:
+            self.reached.write_text(str(runner.iter + 1))
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +102,12 @@ def build(config: dict[str, Any]) -> Any:
     from flextrain.ray import RayReportHook
 
     given = arguments(config)
-    given["custom_hooks"] = [RayReportHook(interval=INTERVAL, interval_s=0)]
+    given["custom_hooks"] = [RayReportHook(interval=INTERVAL // 2)]
     if config.get("notes"):
         given["custom_hooks"].append(FailOnce(config["notes"], config.get("removed", ""), config.get("awaited", "")))
+    if config.get("step_s"):
+        given["custom_hooks"] = [RayReportHook(interval=1, interval_s=0.5), Slow(config["step_s"], config["reached"])]
+        given["custom_hooks"].append(FailOnce(config["notes"], fails=False))
     if config.get("work_dir"):
         given["work_dir"] = config["work_dir"]
     return FlexibleRunner(**given) if config.get("as_runner") else given
@@ -109,6 +125,10 @@ def trainer_of(folder: Path, scenario: str) -> Any:
     config: dict[str, Any] = dict(notes=str(folder / "notes"))
     stored: dict[str, Any] = dict(storage_path=str(storage))
     backend = "gloo"
+    workers: int | tuple[int, int] = 2
+    if scenario == "machine":
+        config |= dict(step_s=0.3, reached=str(folder / "reached"))
+        workers = (1, 2)
     if scenario == "remote":
         # A storage that is no folder, and a work directory that is lost together with a machine. Ray makes a group without a
         # back end for CPU tensors, as it does with "nccl" for GPUs.
@@ -119,7 +139,7 @@ def trainer_of(folder: Path, scenario: str) -> Any:
     return TorchTrainer(
         train_loop(build),
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=workers),
         torch_config=TorchConfig(backend=backend, timeout_s=60),
         run_config=RunConfig(
             name="run",
@@ -130,21 +150,39 @@ def trainer_of(folder: Path, scenario: str) -> Any:
     )
 
 
+def take_away(cluster: Any, node: Any, folder: Path) -> None:
+    """Announce that a machine will go, as a cloud does, and let it go when a checkpoint was saved for that."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    reached, runs = folder / "reached", folder / "storage" / "run"
+    while not reached.exists() or int(reached.read_text() or 0) < INTERVAL + 2:
+        time.sleep(0.05)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + 300) * 1000)
+    ray._raylet.GcsClient(address=cluster.address).drain_node(node.node_id, reason, "test", deadline_ms)
+    while all(path.name.endswith("0") for path in runs.glob("iter_*")):
+        time.sleep(0.05)
+    cluster.remove_node(node, allow_graceful=False)
+
+
 def main(folder: Path, scenario: str) -> dict[str, Any]:
     import ray
+    from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    os.environ["RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as session:  # names of sockets must be short
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=session,
-            object_store_memory=100 * 2**20,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-        )
+        machine = dict(num_cpus=1, object_store_memory=100 * 2**20)
+        cluster = Cluster(initialize_head=True, head_node_args=dict(machine, include_dashboard=False, temp_dir=session))
         try:
-            result = trainer_of(folder, scenario).fit()
+            second = cluster.add_node(**machine)
+            ray.init(address=cluster.address)
+            trainer = trainer_of(folder, scenario)
+            if scenario == "machine":
+                threading.Thread(target=take_away, args=(cluster, second, folder), daemon=True).start()
+            result = trainer.fit()
             return dict(
                 starts=[json.loads(line) for line in (folder / "notes").read_text().splitlines()],
                 metrics=result.metrics,
@@ -154,6 +192,7 @@ def main(folder: Path, scenario: str) -> dict[str, Any]:
             )
         finally:
             ray.shutdown()
+            cluster.shutdown()
 
 
 if __name__ == "__main__":

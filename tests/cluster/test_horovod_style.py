@@ -17,7 +17,7 @@ LIMIT_S = 300
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (apt-get install openmpi-bin)"),
+    pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="needs mpirun (apt-get install openmpi-bin)"),
 ]
 
 
@@ -40,7 +40,7 @@ def figures(folder: Path, *start: str, batch_size: int) -> list[str]:
 
 def test_two_processes_of_mpirun_train_as_one(tmp_path: Path) -> None:
     alone = figures(tmp_path / "one", batch_size=64)
-    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
     together = figures(tmp_path / "two", *mpirun, batch_size=32)
     assert len(alone) == 13, "four lines with a loss and a norm, two of the hook, two validations and the best"
     assert [float(value) for value in together] == pytest.approx([float(value) for value in alone], rel=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,17 @@ def test_a_work_directory_that_is_lost_with_its_machine(tmp_path: Path, workers2
     assert losses(tmp_path / "work") == {number: loss for number, loss in expected.items() if number > INTERVAL}
     started = workers2.run(resumed, str(tmp_path / "storage" / result["checkpoint"]), str(tmp_path / "elsewhere"))
     assert started == [(MAX_ITERS, MAX_ITERS + 5)] * 2
+
+
+def test_a_machine_that_is_taken_away(tmp_path: Path) -> None:
+    """A checkpoint is saved when Ray announces it, and the run goes on from there with the worker that is left."""
+    ray = pytest.importorskip("ray.train")
+    if not hasattr(ray, "get_preemption_info"):
+        pytest.skip("this Ray announces nothing")
+    result = run_on_ray(tmp_path, "machine")
+    (first, size), (again, left) = result["starts"]
+    assert (first, size, left) == (0, 2, 1)
+    logs = "".join(path.read_text() for path in sorted(Path(result["path"]).glob("*/*.log")))
+    saved = re.findall(r"Ray will take away the machines of rank \d: saving at iteration (\d+)", logs)
+    assert [int(number) for number in saved] == [again]
+    assert result["metrics"]["iter"] == MAX_ITERS
