@@ -9,6 +9,7 @@ a network for scikit-learn's handwritten digits.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ def arguments(iters: int, interval: int) -> dict[str, Any]:
     """The arguments of the runner, but its work directory."""
     from sklearn.datasets import load_digits
 
+    # SIGTERM and SIGUSR1 end all processes after the same update, saved. In Slurm the end of the job's time does so too, and the
+    # job is handed in again.
+    preemption = dict(max_time="slurm", requeue=True) if "SLURM_JOB_ID" in os.environ else True
+
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
     return dict(
@@ -40,6 +45,7 @@ def arguments(iters: int, interval: int) -> dict[str, Any]:
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),
         train_cfg=dict(by_epoch=False, max_iters=iters),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=interval, max_keep_ckpts=2)),
+        env_cfg=dict(preemption=preemption),
         randomness=dict(seed=0),
         resume=True,  # from the newest checkpoint in the work directory, if there is one
     )

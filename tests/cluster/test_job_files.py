@@ -77,6 +77,31 @@ def test_slurm(slurm: Slurm, tmp_path: Path, expected: dict[int, float]) -> None
     assert losses(tmp_path / "work") == expected
 
 
+def test_slurm_hands_the_job_in_again_after_a_signal(slurm: Slurm, tmp_path: Path) -> None:
+    """No update is lost, and none is made twice."""
+    iters = 6000
+    options = ("--parsable", "--ntasks-per-node=1", f"--output={tmp_path}/log", f"--chdir={FOLDER}")
+    arguments = ("--work-dir", tmp_path / "work", "--iters", iters, "--interval", iters)
+    job = int(slurm.run("sbatch", *options, FOLDER / "slurm.sbatch", *arguments, **PYTHON))
+    await_in(tmp_path / "log", r"\[ *[1-9]\d\d/6000\]")
+    slurm.run("scancel", "--signal=USR1", job)
+    await_in(tmp_path / "log", r"\[6000/6000\]")
+    assert re.search(r"Resumed from \S+: epoch \d+, iteration \d+", (tmp_path / "log").read_text())
+    records = [
+        record["iter"]
+        for path in sorted((tmp_path / "work").glob("*/vis_data/scalars.json"))
+        for record in map(json.loads, path.read_text().splitlines())
+    ]
+    assert records == list(range(10, iters + 1, 10))
+
+
+def await_in(log: Path, pattern: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not (log.exists() and re.search(pattern, log.read_text())):
+        assert time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.1)
+
+
 def test_slurm_with_flextrain_run(slurm: Slurm, tmp_path: Path, expected: dict[int, float]) -> None:
     options = ("--nodes=2", "--cpus-per-task=1")
     text = in_slurm(slurm, "slurm_run.sbatch", tmp_path, *options, LEAST_NODES="2", PROCESSES="1")
