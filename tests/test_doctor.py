@@ -403,3 +403,17 @@ def test_torch_npu_and_torch_belong_together(torch_npu: str, wants: str | None, 
         torch_npu_wants=wants,
     )
     assert report.exit_status == int(not fits)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, "machines may join a job (--nnodes MIN:MAX) only under `flextrain run`, or with TORCH_DISABLE_SHARE"),
+        ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "restarts processes, and machines may join and leave"),
+    ],
+)
+def test_restarts_under_torchrun(variables: dict[str, str], says: str) -> None:
+    report = examine(HERE, variables)
+    assert says in report.restarts
+    assert f"restarts: {report.restarts}" in str(report)
+    assert report.as_json()["restarts"] == report.restarts

@@ -114,11 +114,11 @@ def history(*starts: tuple[int | None, int, Fault | None]) -> History:
     for number, (began, done, failure) in enumerate(starts):
         found.begin(2, 1, number)
         found.saw(began, done, float(number))
-        found.current.failure = failure
+        found.current.fault = failure
     return found
 
 
-KILLED = Fault("rank 1 was ended by SIGKILL", 137)
+KILLED, RAISED = Fault("rank 1 was ended by SIGKILL", 137), Fault("rank 1 failed: ValueError: no", 1)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,13 @@ KILLED = Fault("rank 1 was ended by SIGKILL", 137)
         ([(0, 64, KILLED), (50, 60, KILLED)], None),
         ([(0, 64, KILLED), (50, 70, KILLED)], None),
         ([(0, 64, None), (50, 50, KILLED)], None),  # machines changed
-        ([(0, 64, KILLED), (50, 64, KILLED)], "iteration 65 failed twice"),
+        ([(0, 64, KILLED), (50, 64, RAISED)], "iteration 65 failed twice"),
+        ([(0, 64, KILLED), (50, 64, KILLED)], None),  # by chance, perhaps
+        ([(0, 64, KILLED), (50, 64, KILLED), (50, 64, KILLED)], "iteration 65 failed three times"),
         ([(0, 64, KILLED), (50, 50, KILLED)], "the restart made no update, iteration 51 failed at once"),
         ([(0, 64, KILLED), (None, 0, KILLED)], "the restart made no update, training was not reached"),
         ([(None, 0, KILLED), (None, 0, KILLED)], "training was not reached twice"),
-        ([(0, 0, KILLED), (0, 0, KILLED)], "iteration 1 failed twice"),
+        ([(0, 0, RAISED), (0, 0, RAISED)], "iteration 1 failed twice"),
     ],
 )
 def test_no_restart_when_the_last_one_gained_nothing(starts: Any, reason: str | None) -> None:
@@ -151,7 +153,7 @@ def test_repeated_updates_and_lost_time() -> None:
     found.begin(2, 1, 0)
     for now, done in ((0.0, 0), (10.0, 64)):
         found.saw(0, done, now)
-    found.current.failure = KILLED
+    found.current.fault = KILLED
     found.begin(2, 1, 1)
     for now, done in ((17.0, 50), (18.0, 60), (20.0, 65), (30.0, 100)):
         found.saw(50, done, now)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from .findings import Finding, find_problems
 from .machine import Machine, look
+from .restarts import restarts_in_words
 from .strategies import StrategyStatus, judge_strategies
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Diagnosis:
     devices: dict[str, list[str]]
     strategies: list[StrategyStatus] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    restarts: str = ""
+    """What torchrun can do after failures."""
 
     @property
     def exit_status(self) -> int:
@@ -43,6 +46,7 @@ class Diagnosis:
         for status in self.strategies:
             answer = "runs here" if status.usable else "does not run here"
             lines.append(f"{status.name} {answer}: {status.reason}; it needs {status.needs}")
+        lines += [f"restarts: {self.restarts}"] if self.restarts else []
         lines += [f"{finding.level}: {finding.what}; {finding.advice}" for finding in self.findings]
         return "\n".join(lines)
 
@@ -65,7 +69,8 @@ class Diagnosis:
             )
             add_row(strategies, names, answer, status.reason, status.needs)
         lines = [Text.assemble((f"{f.level}: ", _STYLES[f.level]), f"{f.what}; {f.advice}") for f in self.findings]
-        return Group(versions, strategies, *(lines or [Text("No problem was found.", style="green")]))
+        restarts = [Text(f"Restarts: {self.restarts}")] if self.restarts else []
+        return Group(versions, strategies, *restarts, *(lines or [Text("No problem was found.", style="green")]))
 
 
 def diagnose(variables: Mapping[str, str] | None = None) -> Diagnosis:
@@ -74,12 +79,14 @@ def diagnose(variables: Mapping[str, str] | None = None) -> Diagnosis:
     Args:
         variables: environment variables to examine; default: ``os.environ``.
     """
-    return examine(look(os.environ if variables is None else variables))
+    given = os.environ if variables is None else variables
+    return examine(look(given), given)
 
 
-def examine(machine: Machine) -> Diagnosis:
-    """The report that follows from the facts."""
+def examine(machine: Machine, variables: Mapping[str, str] | None = None) -> Diagnosis:
+    """The report that follows from the facts, and from environment variables."""
     versions: dict[str, str | None] = {"flextrain": __version__, "python": platform.python_version()}
     versions |= {**machine.versions, "CUDA (of torch)": machine.torch.get("cuda"), "NCCL": machine.torch.get("nccl")}
     versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}
-    return Diagnosis(versions, machine.devices, judge_strategies(machine), find_problems(machine))
+    restarts = restarts_in_words(machine.versions["torch"], variables or {})
+    return Diagnosis(versions, machine.devices, judge_strategies(machine), find_problems(machine), restarts)

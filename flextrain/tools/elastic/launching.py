@@ -16,6 +16,7 @@ from typing import Any
 from ...core.errors import ConfigError, LaunchError, counted
 from ...core.events import append_event, read_events
 from ...core.supervision import JOB, PROGRESS, RESTARTS, read_progress
+from ..doctor.restarts import SHARED_STORE
 from .command_line import DEFAULT_SIGNALS, Options
 from .starts import Fault, History, failure_of, signal_name
 
@@ -61,10 +62,10 @@ class Supervisor:
             return
         reason = "this machine joined"
         if before is not None:
-            reason = "the number of machines changed" if before.failure is None else before.failure.reason
+            reason = "the number of machines changed" if before.fault is None else before.fault.reason
         facts: dict[str, Any] = {} if before is None else {"iter": before.iter}
-        if before is not None and before.failure is not None and before.failure.samples:
-            facts["samples"] = list(before.failure.samples)
+        if before is not None and before.fault is not None and before.fault.samples:
+            facts["samples"] = list(before.fault.samples)
         counts = {"processes": processes, "machines": group.group_world_size}
         self._tell("restarted", job=self._job, restarts=number, reason=reason, **facts, **counts)
         self._say(f"restart {number} on {counted(processes, 'process', 'processes')}: {reason}")
@@ -78,7 +79,7 @@ class Supervisor:
         if self._work_dir and self._waiting:
             self._flush()
         if exits is not None:  # torch names no process if its whole group is unhealthy
-            self.history.current.failure = self._reason(exits or {0: _FAILED})
+            self.history.current.fault = self._reason(exits or {0: _FAILED})
 
     def may_restart(self) -> bool:
         """Whether the last start gained something; see WatchesAgent."""
@@ -146,8 +147,7 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
 
     arguments = _parsed(torchrun, options)
     if options.is_elastic:
-        # torch 2.15 waits for ever when a machine joins, because the agents share a store that is made but once.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        os.environ[SHARED_STORE] = "1"  # else no machine could join, see restarts_in_words
     if "OMP_NUM_THREADS" not in os.environ:
         # Each process would start a thread per core, or torchrun one alone with a banner.
         processes = int(arguments.nproc_per_node) if str(arguments.nproc_per_node).isdigit() else os.cpu_count() or 1
@@ -164,11 +164,11 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
             watcher.ended("ended", reason=f"{signal_name(number)} to flextrain run", status=128 + number)
             return 128 + number, f"ended by {signal_name(number)}", watcher
         except ChildFailedError:
-            failure = watcher.history.current.failure or Fault("a process failed", _FAILED)
+            fault = watcher.history.current.fault or Fault("a process failed", _FAILED)
             why = watcher.futile or f"no restart of {arguments.max_restarts} is left"
-            facts = {"samples": list(failure.samples)} if failure.samples else {}
-            watcher.ended("gave_up", reason=failure.reason, why=why, status=failure.status, **facts)
-            return failure.status, f"failed, {failure.reason}; not restarted: {why}", watcher
+            facts = {"samples": list(fault.samples)} if fault.samples else {}
+            watcher.ended("gave_up", reason=fault.reason, why=why, status=fault.status, **facts)
+            return fault.status, f"failed, {fault.reason}; not restarted: {why}", watcher
         except (RendezvousError, TimeoutError) as error:
             watcher.ended("gave_up", reason=str(error), status=_FAILED)
             raise LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}") from error

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+STALLED = 75
+"""The exit status of processes that the watchdog ended."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -22,6 +25,11 @@ class Fault:
     status: int = 1
     samples: Sequence[int] | None = None
 
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether a signal ended the process, or a watchdog that stalled ones: what is trained on may be innocent."""
+        return self.status > 128 or self.status == STALLED
+
 
 @dataclass
 class Start:
@@ -32,7 +40,7 @@ class Start:
         processes, machines: how many of each.
         began: the iteration from which training went on; None if it was not reached.
         iter: updates done in the end, counted from the beginning of training.
-        failure: why it ended; None if it ended well, or goes on.
+        fault: why it ended; None if it ended well, or goes on.
     """
 
     number: int
@@ -40,7 +48,7 @@ class Start:
     machines: int
     began: int | None = None
     iter: int = 0
-    failure: Fault | None = None
+    fault: Fault | None = None
 
     @property
     def gained_nothing(self) -> bool:
@@ -103,25 +111,28 @@ class History:
     def futile(self) -> str | None:
         """Why another start would end like the last one; None if it may not.
 
-        It would if the last restart made no update, or if two starts in a row ended in the same iteration.
+        It would if the last restart made no update, or if two starts in a row ended in the same iteration. What comes
+        from outside, a signal or a stall, may hit one iteration twice by chance: then it takes three.
         """
         if len(self.starts) < 2:
             return None
-        last, before = self.starts[-1], self.starts[-2]
-        if last.failure is None or before.failure is None:  # the number of machines changed
+        before, last = self.starts[-2:]
+        if last.fault is None or before.fault is None:  # the number of machines changed
             return None
         if last.began is None and before.began is None:
             return "training was not reached twice"
-        if last.iter == before.iter and last.began is not None:
-            return f"iteration {last.iter + 1} failed twice{_of_samples(last.failure, before.failure)}"
+        patience = 3 if last.fault.is_from_outside else 2
+        if last.began is not None and [start.iter for start in self.starts[-patience:]] == [last.iter] * patience:
+            often = "twice" if patience == 2 else "three times"
+            return f"iteration {last.iter + 1} failed {often}{_of_samples(last.fault, before.fault)}"
         if last.gained_nothing:
             where = "training was not reached" if last.began is None else f"iteration {last.iter + 1} failed at once"
             return f"the restart made no update, {where}"
         return None
 
 
-def _of_samples(*failures: Fault) -> str:
-    found = next((failure.samples for failure in failures if failure.samples), None)
+def _of_samples(*faults: Fault) -> str:
+    found = next((fault.samples for fault in faults if fault.samples), None)
     return f", with samples {', '.join(map(str, found))} of the dataset" if found else ""
 
 
@@ -159,4 +170,4 @@ def signal_name(number: int) -> str:
 
 
 _TERM = int(signal.SIGTERM)
-_KNOWN = {75: " (a stall)", 143: " (preempted)"}
+_KNOWN = {STALLED: " (a stall)", 143: " (preempted)"}

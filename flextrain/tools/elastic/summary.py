@@ -12,8 +12,7 @@ def summary(status: int, how: str, watched: Supervisor) -> str:
     """What happened to a job, in a few lines: starts, restarts with their reasons, what they cost, and what to do."""
     history = watched.history
     reasons = Counter(
-        "the number of machines changed" if start.failure is None else start.failure.reason
-        for start in history.starts[:-1]
+        "the number of machines changed" if start.fault is None else start.fault.reason for start in history.starts[:-1]
     )
     lines = [f"{how}; exit status {status}"]
     if history.starts:
