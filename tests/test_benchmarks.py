@@ -83,3 +83,31 @@ def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
     (legend,) = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
     box = legend.get_window_extent()
     assert not any(box.overlaps(bar.get_window_extent()) for axes in figure.axes for bar in axes.patches)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.processes
+def test_chaos(tmp_path: Path) -> None:
+    """Training that is disturbed five times ends by itself, with the weights of an undisturbed run."""
+    flags = [
+        "--faults",
+        "5",
+        "--only",
+        "ddp",
+        "--kinds",
+        "kill_one",
+        "kill_all",
+        "slow_storage",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "chaos.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    report = json.loads((tmp_path / "chaos.json").read_text())
+    (run,) = report["runs"]
+    assert (run["faults"], run["restarts"], run["status"]) == (5, 5, 0)
+    assert run["is_equal"]
+    assert max(run["repeated"]) <= report["interval"]
+    assert run["events"]["restarted"] == 5
+    assert "| ddp | 0 | 5 | 5 |" in (tmp_path / "chaos.md").read_text()

@@ -172,9 +172,10 @@ def test_repeated_updates_and_lost_time() -> None:
         ({0: 1, 1: 1}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True},
                         {"event": "failed", "rank": 1, "reason": "ValueError: no", "follows": False}], "rank 1 failed: ValueError: no", 1),
         ({0: 1}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 0 lost another process", 1),
+        ({0: -6, 1: 1}, [{"event": "failed", "rank": 1, "reason": "ValueError: no", "follows": False}], "rank 1 failed: ValueError: no", 1),
         ({0: 75}, [], "rank 0 ended with status 75 (a stall)", 75),
         ({1: -15}, [], "rank 1 was ended by SIGTERM", 143),
-        ({0: 143, 1: 143}, [{"event": "preempted", "rank": 0}], "rank 0 preempted", 143),
+        ({0: 143, 1: 143}, [{"event": "preempted", "rank": 0, "on_rank": 1, "by": "SIGTERM"}], "rank 1 was preempted, SIGTERM", 143),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure(exits: dict[int, int], events: list[Any], reason: str, status: int) -> None:

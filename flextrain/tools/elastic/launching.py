@@ -141,7 +141,7 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     from ...core.torch_private import watched_agent
 
@@ -169,6 +169,9 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
             facts = {"samples": list(fault.samples)} if fault.samples else {}
             watcher.ended("gave_up", reason=fault.reason, why=why, status=fault.status, **facts)
             return fault.status, f"failed, {fault.reason}; not restarted: {why}", watcher
+        except RendezvousClosedError:
+            watcher.ended("ended", reason="the job has ended on another machine", status=_FAILED)
+            return _FAILED, "the job has ended on another machine, whose output says how", watcher
         except (RendezvousError, TimeoutError) as error:
             watcher.ended("gave_up", reason=str(error), status=_FAILED)
             raise LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}") from error

@@ -146,7 +146,7 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
     # The process that was killed has left none; others say only that they lost it.
     told = [event for event in events if event.get("event") in ("failed", "stalled", "preempted")]
     killed = {rank: -code for rank, code in exits.items() if code < 0 and code != -_TERM}
-    if killed:
+    if killed and all(event.get("follows") for event in told):  # a back end may abort processes whose peer has failed
         rank, number = next(iter(killed.items()))
         return Fault(f"rank {rank} was ended by {signal_name(number)}", 128 + number)
     rank, code = next(iter(exits.items()))
@@ -160,6 +160,8 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
         status = exits[rank]
     if first.get("follows"):
         return Fault(f"rank {rank} lost another process", status)
+    if first["event"] == "preempted":
+        return Fault(f"rank {first.get('on_rank', rank)} was preempted, {first.get('by', 'by a signal')}", status)
     said = first.get("reason")
     return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
 
