@@ -139,6 +139,11 @@ class Parts(MissingNames):
         return next((path for hook in self.hooks if (path := hook.checkpoint_dir(self))), Path(self.work_dir))
 
     @property
+    def fast_checkpoint_dir(self) -> Path | None:
+        """The folder of the second tier of checkpoints; None if no hook has one."""
+        return next((path for hook in self.hooks if (path := hook.fast_checkpoint_dir(self))), None)
+
+    @property
     def param_schedulers(self) -> Any:
         """The parameter schedulers: a list, or a dict of lists for several optimizers."""
         return self.schedulers if isinstance(self.optim_wrapper, OptimWrapperDict) else self.schedulers.get("", [])

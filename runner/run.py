@@ -123,6 +123,10 @@ class Run(Protocol):
     def checkpoint_dir(self) -> Path:
         """The folder for checkpoints."""
 
+    @property
+    def fast_checkpoint_dir(self) -> Path | None:
+        """The folder of the second tier of checkpoints; None if there is none."""
+
     # Output
 
     @property

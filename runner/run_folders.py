@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..core.checkpoint import is_local
@@ -36,9 +36,16 @@ def _is_new(folder: Path) -> bool:
     return True
 
 
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
 @contextmanager
-def occupied(folders: Sequence[Path]) -> Iterator[None]:
+def occupied(folders: Sequence[Path], fast: Path | None = None) -> Iterator[None]:
     """Lock the folders against other runs during the block; a collective, rank 0 holds the locks.
+
+    ``fast``, the folder of the second tier of checkpoints, is locked too, and removed if it is empty afterwards.
 
     Remote storage without a file system has no locks and is skipped.
 
@@ -48,7 +55,10 @@ def occupied(folders: Sequence[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         problem = None
         if is_main():
-            for folder in dict.fromkeys(folder for folder in folders if is_local(folder)):
+            if fast is not None:
+                stack.callback(_remove_if_empty, fast)
+            given = (*folders, fast) if fast is not None else folders
+            for folder in dict.fromkeys(folder for folder in given if is_local(folder)):
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     stack.callback(FolderLock(folder).release)

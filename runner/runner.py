@@ -166,7 +166,7 @@ class FlexibleRunner(Checkpoints):
             loop = self.train_loop
             self._setup_model()
             self._setup_schedulers()
-            with occupied([Path(self.work_dir), self.checkpoint_dir]), self._running():
+            with occupied([Path(self.work_dir), self.checkpoint_dir], self.fast_checkpoint_dir), self._running():
                 self._load_or_resume()
                 self._say_if_done()
                 if loop.is_torn:  # train() was called again after an update failed midway

@@ -8,11 +8,12 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..core.checkpoint import find_latest
+from ..core.checkpoint import find_latest, iteration_of
 from ..core.errors import CheckpointError
 from ..core.events import append_event
 from ..core.log_marks import TRACEBACK_IN_FILE
 from .failures.report import reason_of
+from .resume.tier_notes import newest_fast
 
 if TYPE_CHECKING:
     from .run import Run
@@ -126,6 +127,9 @@ def _print_no_traceback(error: KeyboardInterrupt) -> None:
 def _advice(run: Run) -> str:
     try:
         newest = find_latest(run.checkpoint_dir)
+        fast, iteration, _ = newest_fast(run)
+        if fast is not None and (newest is None or iteration > iteration_of(newest)):
+            return f"resume=True continues from {fast}"
     except CheckpointError as error:
         return str(error)
     return f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"

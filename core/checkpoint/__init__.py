@@ -7,7 +7,7 @@ from .export.weights import export_weights
 from .flat_shard import FlatShard
 from .load.checkpoint import Checkpoint
 from .load.weights import MatchReport, match_weights, open_weights
-from .newest import complete_ones, newest_complete
+from .newest import complete_ones, iteration_of, newest_complete
 from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
 from .paths import as_path, is_local, make_writable
 from .save.saving import PendingSave, Staging, save_checkpoint, save_in_background
@@ -25,6 +25,7 @@ __all__ = [
     "is_marked",
     "make_writable",
     "complete_ones",
+    "iteration_of",
     "mark_latest",
     "newest_complete",
     "match_weights",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, counted
 from .directory import read_manifest
-from .newest import complete_ones
+from .newest import complete_ones, iteration_of
 from .paths import as_path
 
 _NAMED = 3
@@ -30,7 +30,12 @@ def is_marked(path: str | os.PathLike[str]) -> bool:
 
 
 def passed_over(folder: str | os.PathLike[str], latest: Path | None) -> list[str]:
-    """Names of the marked checkpoints in ``folder`` that are newer than ``latest`` (None: of all), oldest first."""
-    written = complete_ones(folder)
-    since = written.pop(latest, None) if latest else None
-    return [path.name for path, when in written.items() if (since is None or when >= since) and is_marked(path)]
+    """Names of the marked checkpoints in ``folder`` that come after ``latest`` (None: all), in the order of iterations."""
+    found = complete_ones(folder)
+    newer = list(found)
+    if latest in found:
+        newer = newer[newer.index(latest) + 1 :]
+    elif latest is not None:  # in another folder
+        reached = iteration_of(latest)
+        newer = [path for path, iteration in found.items() if iteration > reached]
+    return [path.name for path in newer if is_marked(path)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.checkpoint import as_path, make_writable, what_is_not_finite
-from ...core.errors import CheckpointError, ConfigError, counted
+from ...core.errors import ConfigError, counted
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights
 from ..resume.failed_saves import check_on_error
+from .awaited_saves import AwaitedSaves
 from .best_scores import BestScores
+from .fast_tier import FastTier
 from .hook import Hook
 from .kept_checkpoints import KeptCheckpoints, remove
 from .other_runs import keep_others
@@ -44,6 +45,12 @@ class CheckpointHook(Hook):
     before it stay, and the next save is due as ever. If the last save failed, ``train()`` raises when all is done. A
     process that is lost, replicas that differ and state that cannot be saved raise in any case.
 
+    ``fast_dir`` is a second tier: frequent checkpoints in memory (``/dev/shm/run``) or on a fast disk, of which only the
+    newest is kept. ``resume=True`` takes the checkpoint of the higher iteration from both. The folder is for one run
+    alone, and all processes have to see it; so one in memory serves one machine. It takes room for two checkpoints. The
+    tier is removed when the run ends well, and kept when it fails. With ``async_save``, one of its checkpoints is left
+    out while another is still being written.
+
     Args:
         interval: epochs or iterations between two checkpoints; -1: none before the end.
         by_epoch: the interval counts epochs, otherwise iterations.
@@ -65,6 +72,8 @@ class CheckpointHook(Hook):
         greater_keys, less_keys: words in a metric's name that determine the rule.
         filename_tmpl: name with one ``{}`` for the number.
         save_begin: first epoch or iteration at which a checkpoint may be saved.
+        fast_dir: a local folder for the second tier; default: there is none.
+        fast_interval: iterations between two of its checkpoints.
         file_client_args, backend_args, published_keys: not supported.
     """
 
@@ -93,6 +102,8 @@ class CheckpointHook(Hook):
         verify: bool = False,
         overwrite: bool = False,
         on_error: Literal["raise", "continue"] = "raise",
+        fast_dir: str | Path | None = None,
+        fast_interval: int | None = None,
     ) -> None:
         where = "CheckpointHook"
         refuse(where, file_client_args=file_client_args, backend_args=backend_args, published_keys=published_keys)
@@ -101,6 +112,9 @@ class CheckpointHook(Hook):
         if save_begin < 0:
             raise ConfigError(f"{where}.save_begin: {save_begin} is not allowed, give 0 or more")
         check_on_error(on_error, f"{where}.on_error")
+        if (fast_dir is None) != (fast_interval is None):
+            missing, given = ("fast_interval", "fast_dir") if fast_interval is None else ("fast_dir", "fast_interval")
+            raise ConfigError(f"{where}.{missing}: missing, {given} needs it")
         self.interval = interval
         self.by_epoch = by_epoch
         self.save_optimizer = save_optimizer
@@ -118,9 +132,15 @@ class CheckpointHook(Hook):
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
+        self._last_failed = False
         self._is_training = False
         self._has_looked = False  # True once the folder may hold checkpoints of this run
-        self._awaited: list[_Awaited] = []  # to do when the save in progress is complete
+        self._has_ended = False  # True between a training that was saved to its end, and the end of the run
+        self._saves = AwaitedSaves(async_save, on_error)
+        self.fast_interval = fast_interval
+        self._fast: FastTier | None = None
+        if fast_dir is not None and fast_interval is not None:
+            self._fast = FastTier(fast_dir, fast_interval, where, self._saves, skips=async_save)
 
     @property
     def saves_best(self) -> bool:
@@ -145,17 +165,26 @@ class CheckpointHook(Hook):
         """See Hook."""
         return self.out_dir(runner)
 
+    def fast_checkpoint_dir(self, runner: Run) -> Path | None:
+        """See Hook."""
+        return self._fast.folder if self._fast else None
+
     def check_metrics(self, runner: Run, names: Collection[str]) -> None:
         """Raise ConfigError if ``save_best`` names no metric."""
         self._best.check_names(names)
 
     # When to save
 
+    def before_run(self, runner: Run) -> None:
+        """Check that all processes see the folder of the second tier, before it is looked into."""
+        if self._fast:
+            self._fast.check_shared(runner)
+
     def before_train(self, runner: Run) -> None:
         """Check that the folder is writable, and continue with the checkpoints that a resumed run had kept."""
         if self._parent is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
-        self._is_training, self._last = True, None
+        self._is_training, self._has_ended, self._last = True, False, None
         how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
         if doubt := beyond_the_end(runner, self.interval, self.save_begin, **how):
             runner.logger.warning(doubt)
@@ -164,9 +193,12 @@ class CheckpointHook(Hook):
             names = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
             names += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []
             last = runner.max_epochs if self.by_epoch else runner.max_iters
-            keep_others(runner, self.out_dir(runner), names, last, overwrite=self.overwrite)
+            own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
+            keep_others(runner, own[0], names, last, own=own, overwrite=self.overwrite)
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
+        if self._fast:
+            self._fast.begin(runner, overwrite=self.overwrite)
 
     def after_train_epoch(self, runner: Run) -> None:
         """Save a checkpoint if it is due."""
@@ -185,12 +217,14 @@ class CheckpointHook(Hook):
     ) -> None:
         """Save a checkpoint if it is due."""
         if self.async_save:
-            self._settle(runner, wait=False)
+            self._saves.settle(runner, wait=False)
         if not self.by_epoch and (
             self.every_n_train_iters(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_iter(runner))
         ):
             self._save_checkpoint(runner)
+        elif self._fast and self._fast.is_due(runner.iter + 1):
+            self._fast.save(runner, runner.iter + 1, runner.epoch)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Save a checkpoint for each metric that reached a new best value, during training only."""
@@ -207,12 +241,19 @@ class CheckpointHook(Hook):
         number = runner.epoch if self.by_epoch else runner.iter
         if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
             self._save_checkpoint_with_step(runner, number, self._position(runner))
-        self._settle(runner)
-        self._is_training = False
+        self._saves.settle(runner)
+        self._is_training, self._has_ended = False, not self._last_failed
+
+    def after_run(self, runner: Run) -> None:
+        """Remove the second tier, unless the last checkpoint of the first one is missing."""
+        if self._fast and self._has_ended:
+            self._fast.remove(runner)
+        self._has_ended = False
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Leave training: a later validation must not save."""
-        self._is_training = False
+        """Leave training: a later validation must not save. What the last complete checkpoint replaces is deleted."""
+        self._is_training = self._has_ended = False
+        self._saves.settle(runner, wait=False)
 
     def _position(self, runner: Run) -> dict[str, int]:
         return {"epoch": runner.epoch, "iter": runner.iter}
@@ -233,27 +274,32 @@ class CheckpointHook(Hook):
 
     def _save_checkpoint_with_step(self, runner: Run, step: int, meta: dict[str, int]) -> None:
         runner.logger.info("Saving checkpoint at %s", counted(step, self._unit))
-        self._settle(runner)
+        self._saves.settle(runner)
         undo, last = self._kept.add(step), self._last
         self._last = step
-        name = self.filename_tmpl.format(step)
         folder = self.out_dir(runner)
-        show_before = _show(runner, {"last_ckpt": str(folder / name)})
+        path = folder / self.filename_tmpl.format(step)
+        show_before = _show(runner, {"last_ckpt": str(path)})
+
+        def complete() -> None:
+            self._last_failed = False
+            self._kept.sort_in(runner, folder, step)
 
         def failed() -> None:
+            self._last_failed = True
             undo()
             self._last = last
             show_before()
 
-        awaited = _Awaited(folder / name, lambda: self._kept.sort_in(runner, folder, step), failed)
-        self._write(runner, awaited, self.save_optimizer, self.save_param_scheduler, meta)
+        what = dict(save_optimizer=self.save_optimizer, save_param_scheduler=self.save_param_scheduler)
+        self._saves.save(runner, path, complete, failed, **what, meta=meta, verify=self.verify)
 
     def save_now(self, runner: Run) -> Path:
         """Save what was trained so far, unless that has just been done, and return the complete checkpoint to resume from.
 
         A hook that counts epochs calls it ``iter_<n>``. Raises CheckpointError if it cannot be saved.
         """
-        self._settle(runner)
+        self._saves.settle(runner)
         if (saved := runner.saved_here()) is not None:
             return saved
         done, folder = runner.train_loop.iter, self.out_dir(runner)
@@ -271,45 +317,6 @@ class CheckpointHook(Hook):
             self._kept.sort_in(runner, folder, done)
         return folder / name
 
-    def _write(
-        self, runner: Run, awaited: _Awaited, save_optimizer: bool, save_param_scheduler: bool, meta: dict[str, int]
-    ) -> None:
-        self._awaited.append(awaited)
-        options: dict[str, Any] = {} if self.on_error == "raise" else {"on_error": self.on_error}
-        try:
-            runner.save_checkpoint(
-                awaited.path.parent,
-                awaited.path.name,
-                save_optimizer=save_optimizer,
-                save_param_scheduler=save_param_scheduler,
-                meta=meta,
-                async_save=self.async_save,
-                verify=self.verify,
-                **options,
-            )
-        except BaseException:  # also Ctrl-C, after which training may go on
-            self._awaited.remove(awaited)
-            awaited.if_failed()
-            raise
-        if not self.async_save:
-            self._conclude(runner)
-
-    def _settle(self, runner: Run, wait: bool = True) -> None:
-        """Do what waits for the save in progress, if that is over."""
-        try:
-            is_over = runner.finish_saving(wait)
-        except CheckpointError:
-            self._conclude(runner)
-            raise
-        if is_over:
-            self._conclude(runner)
-
-    def _conclude(self, runner: Run) -> None:
-        """Do what waited for saves that are over: delete what they replace, or undo what counted on them."""
-        awaited, self._awaited = self._awaited, []
-        for one in awaited:
-            (one.if_failed if runner.save_failed(one.path) else one.if_complete)()
-
     def _save_best(self, runner: Run, key: str, score: float, name: str) -> None:
         if marked := nonfinite_weights(runner):
             runner.logger.warning(
@@ -317,7 +324,7 @@ class CheckpointHook(Hook):
                 f"{what_is_not_finite(marked, 'parameter')}"
             )
             return
-        self._settle(runner)
+        self._saves.settle(runner)
         folder, previous, before = self.out_dir(runner), self._best.name(key), self._best.state_dict()
         self._best.set(key, score, name)
         suffix = "" if self._best.is_single else f"_{key}"
@@ -332,7 +339,8 @@ class CheckpointHook(Hook):
             self._best.load_state_dict(before)  # the next one only has to be better than what is there
             show_before()
 
-        self._write(runner, _Awaited(folder / name, complete, failed), False, False, self._position(runner))
+        what = dict(save_optimizer=False, save_param_scheduler=False, meta=self._position(runner), verify=self.verify)
+        self._saves.save(runner, folder / name, complete, failed, **what)
 
     # State
 
@@ -344,15 +352,6 @@ class CheckpointHook(Hook):
         """Continue from ``state_dict``."""
         self._kept.load_state_dict(state)
         self._best.load_state_dict(state["best"])
-
-
-@dataclass(frozen=True)
-class _Awaited:
-    """A checkpoint that is being saved, and what to do when that is over."""
-
-    path: Path
-    if_complete: Callable[[], None]
-    if_failed: Callable[[], None]
 
 
 def _show(runner: Run, infos: Mapping[str, Any]) -> Callable[[], None]:

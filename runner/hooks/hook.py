@@ -33,6 +33,10 @@ class Hook:
         """Return the folder of this hook's checkpoints, in which ``resume=True`` looks; None: it saves none."""
         return None
 
+    def fast_checkpoint_dir(self, runner: Any) -> Path | None:
+        """Return the folder of this hook's second tier of checkpoints, where ``resume=True`` looks too; None: no tier."""
+        return None
+
     def check_metrics(self, runner: Any, names: Collection[str]) -> None:
         """Raise ConfigError if a metric that this hook needs is not in ``names``; called by the dry pass of validation.
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ..run import Run
 
 
-def keep_others(runner: Run, folder: Path, templates: Sequence[str], last: int, *, overwrite: bool) -> None:
+def keep_others(
+    runner: Run, folder: Path, templates: Sequence[str], last: int, *, own: Sequence[Path], overwrite: bool
+) -> None:
     """Raise ConfigError if checkpoints of another run would be replaced without ``overwrite``; a collective.
 
     A run with ``resume`` that found no checkpoint to start from continues with its own folder.
@@ -25,9 +27,10 @@ def keep_others(runner: Run, folder: Path, templates: Sequence[str], last: int, 
         folder: where it saves.
         templates: the names that it will use, with one ``{}`` for the number; ``*`` stands for any text.
         last: the highest number.
+        own: folders with checkpoints of this run; resuming from one of them is no reason to ask.
         overwrite: warn instead.
     """
-    looks = runner.rank == 0 and (runner.iter == 0 or _comes_from_elsewhere(runner, folder))
+    looks = runner.rank == 0 and (runner.iter == 0 or comes_from_elsewhere(runner, *own))
     names = broadcast_object(_in_the_way(folder, templates, last) if looks else [])
     if not names:
         return
@@ -53,8 +56,8 @@ def _in_the_way(folder: Path, templates: Sequence[str], last: int) -> list[str]:
     return [name for name in reached if is_checkpoint(folder / name)]
 
 
-def _comes_from_elsewhere(runner: Run, folder: Path) -> bool:
-    """Return True if the run resumed from a checkpoint outside ``folder``, so those in ``folder`` are not its own."""
+def comes_from_elsewhere(runner: Run, *folders: Path) -> bool:
+    """Return True if the run resumed from a checkpoint outside ``folders``, so those in them are not its own."""
     resumed = runner.options.resume_options
     source = None if resumed is None else resumed.path or runner.options.load_from
-    return source is not None and as_path(source).parent.resolve() != folder.resolve()
+    return source is not None and as_path(source).parent.resolve() not in {folder.resolve() for folder in folders}

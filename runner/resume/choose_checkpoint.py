@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.checkpoint import Checkpoint, as_path, find_latest, newest_complete, passed_over
+from ...core.checkpoint import Checkpoint, as_path, find_latest, iteration_of, newest_complete, passed_over
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
 from ...core.checkpoint.paths import is_local, reaching
 from ...core.comm.collectives import broadcast_object
@@ -14,6 +14,7 @@ from ...core.comm.joint_errors import raising_together
 from ...core.errors import CheckpointError
 from ...core.supervision import RESTARTS, job, restarts
 from ..options import Resume
+from .tier_notes import RESUMED, newest_fast
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -53,14 +54,14 @@ def _job_of(path: Path) -> object:
 
 
 def newest_checkpoint(run: Run) -> Path | None:
-    """Return rank 0's newest checkpoint; other machines' view of a shared folder may be seconds old."""
-    found, wrong, marked, other = None, None, [], None
+    """Return rank 0's newest checkpoint of both tiers; other machines' view of a shared folder may be seconds old."""
+    found, wrong, marked, other, why = None, None, [], None, ""
     folder = run.checkpoint_dir
     if run.rank == 0:
         # An error that rank 0 kept to itself would leave the others waiting for its message.
         try:
             with reaching(folder):
-                found = _latest_or_newest(run)
+                found, why = newest_of_both_tiers(run)
                 marked = passed_over(folder, found)
                 other = None if found else _of_mmengine(folder)
         except CheckpointError as error:
@@ -71,6 +72,8 @@ def newest_checkpoint(run: Run) -> Path | None:
     name, wrong = broadcast_object((found and str(found), wrong))
     if wrong:
         raise CheckpointError(wrong)
+    if why and run.rank == 0:
+        run.logger.info(why)
     if marked:  # only on rank 0, which writes the log
         run.logger.warning(
             f"{', '.join(marked)} in {folder}: skipped, their weights hold NaN or infinity; "
@@ -82,6 +85,24 @@ def newest_checkpoint(run: Run) -> Path | None:
             "resumed, training begins anew"
         )
     return as_path(name) if name else None
+
+
+def newest_of_both_tiers(run: Run) -> tuple[Path | None, str]:
+    """The checkpoint that ``resume=True`` continues from, and one line why it is this one; empty without a fast tier."""
+    fast, iteration, why_not = newest_fast(run)
+    try:
+        ordinary = _latest_or_newest(run)
+        reached = -1 if ordinary is None else iteration_of(ordinary)
+    except CheckpointError as error:
+        if fast is None:
+            raise
+        return fast, f"Of both tiers {fast} is resumed, iteration {iteration}: {error}"
+    if fast is None:
+        return ordinary, f"{ordinary} is resumed, {why_not}" if ordinary and why_not else why_not
+    if ordinary is None or iteration > reached:
+        other = "there is none" if ordinary is None else f"{ordinary} has {reached}"
+        return fast, f"Of both tiers {fast} is resumed, with iteration {iteration}: {other}"
+    return ordinary, f"Of both tiers {ordinary} is resumed, with iteration {reached}: {fast} has {iteration}"
 
 
 def _of_mmengine(folder: Path) -> Path | None:
@@ -110,14 +131,10 @@ def _latest_or_newest(run: Run) -> Path | None:
         found, wrong = None, error
     if found is not None:
         return found
-    instead = newest_complete(folder, lambda checkpoint: _RESUMED in checkpoint.values and not checkpoint.nonfinite)
+    instead = newest_complete(folder, lambda checkpoint: RESUMED in checkpoint.values and not checkpoint.nonfinite)
     if instead is None and wrong is not None:
         raise wrong
     if instead is not None:
         reason = f"{folder / LATEST}: is missing" if wrong is None else str(wrong).removesuffix(ANOTHER_NAME)
         run.logger.warning(f"{reason}; {instead.name} is resumed, the newest complete checkpoint there")
     return instead
-
-
-_RESUMED = "optim.wrapper"
-"""An entry of every checkpoint that can be resumed; that of ``save_best`` has none."""

@@ -43,7 +43,8 @@ class FailedSaves:
         """Warn of a failure that every process knows, and write it down in ``events.jsonl``."""
         self.add(path)
         kind = _kind(path)
-        self._last[kind] = error
+        if path.parent != run.fast_checkpoint_dir:  # which nobody needs after the end
+            self._last[kind] = error
         times = self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1
         found = f"the last one saved is {self._newest}" if self._newest else "none was saved yet in this run"
         more = f", {counted(times, 'failure')} in a row" if times > 1 else ""

@@ -39,8 +39,13 @@ def check_can_be_saved(run: Run) -> None:
                 check_tensor(key, value)
             else:
                 to_json(value, key)
-        if run.rank == 0 and is_local(run.checkpoint_dir):
-            _check_space(run.checkpoint_dir, [value for value in state.values() if isinstance(value, Tensor)])
+        folders = {
+            "work_dir or CheckpointHook.out_dir": run.checkpoint_dir,
+            "CheckpointHook.fast_dir": run.fast_checkpoint_dir,
+        }
+        for key, folder in folders.items():
+            if run.rank == 0 and folder is not None and is_local(folder):
+                _check_space(folder, key, [value for value in state.values() if isinstance(value, Tensor)])
 
 
 def _state_of(run: Run, name: str, hook: Any) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def _state_of(run: Run, name: str, hook: Any) -> dict[str, Any]:
         return {}
 
 
-def _check_space(folder: Path, tensors: list[Tensor]) -> None:
+def _check_space(folder: Path, key: str, tensors: list[Tensor]) -> None:
     """Raise CheckpointError if the folder's file system has no room for the tensors that exist already."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     total, _, free = shutil.disk_usage(existing)
@@ -64,5 +69,5 @@ def _check_space(folder: Path, tensors: list[Tensor]) -> None:
     if total and free < needed:
         raise CheckpointError(
             f"{folder}: has {free / 2**20:,.0f} MiB free, and a checkpoint takes {needed / 2**20:,.0f} MiB or more; make room, or "
-            "give another folder as work_dir or CheckpointHook.out_dir"
+            f"give another folder as {key}"
         )

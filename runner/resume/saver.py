@@ -40,6 +40,7 @@ class Saver:
         self.finish(run)
         self._goes_on = on_error == "continue"
         is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
+        is_whole = is_whole and path.parent != run.fast_checkpoint_dir  # the run may come back on another machine
         self._begun = (path, run.train_loop.state_dict()) if is_whole else None
         options["logs_failure"] = not self._goes_on  # the warning says it
         try:
@@ -88,6 +89,8 @@ class Saver:
 
     def _note_failed(self, run: Run, path: Path, error: CheckpointError) -> None:
         """Raise the error of a save, unless training goes on without the checkpoint."""
+        if path.parent == run.fast_checkpoint_dir and isinstance(error, StorageError):
+            error = StorageError(f"Fast tier: {error}")
         if not self._goes_on or not isinstance(error, StorageError):
             self.failed.add(path)
             raise error

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -43,3 +48,26 @@ def turn_read_only(folder: Path) -> None:
 def turn_writable(folder: Path) -> None:
     """Undo ``turn_read_only``."""
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def with_other_memory(folder: Path, function: Callable[[], T]) -> T:
+    """Call a function in a thread that sees an empty file system of its own at ``folder``, as another machine would.
+
+    Raises:
+        OSError: only root may do this.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def alone() -> T:
+        if libc.unshare(_CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
+        return function()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(alone).result()
+
+
+_CLONE_NEWNS = 0x00020000
