@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flextrain
+import flextrain.ray
 import flextrain.testing
 
 from .private_names import own_attributes, private_names_of_torch
@@ -188,6 +189,7 @@ def private_torch_names(modules: Sources) -> list[str]:
 def public_names() -> list[str]:
     return [
         *(f"flextrain.{name}" for name in sorted(flextrain.__all__)),
+        *(f"flextrain.ray.{name}" for name in sorted(flextrain.ray.__all__)),
         *(f"flextrain.testing.{name}" for name in sorted(flextrain.testing.__all__)),
     ]
 

@@ -109,16 +109,17 @@ def _continue(runner: FlexibleRunner, ray: RayRun) -> None:
         runner.options = options.model_copy(update={"resume": True, "load_from": None})
     elif options.load_from is None and options.resume_options is None:
         runner.options = options.model_copy(update={"resume": True})
-    reported = ray.train.get_checkpoint()
-    if reported is None or (own is not None and ray.folder is not None):
-        return  # what is in the storage's folder is no newer than the checkpoint that it was made of
-    with reported.as_directory() as folder:
-        if dist.broadcast_object(own is None or _iteration(Path(folder)) > _iteration(own)):
-            runner.logger.info(
-                f"The run goes on from Ray's checkpoint {reported.path}, {runner.work_dir} has none as new"
-            )
-            runner.options = options.model_copy(update={"resume": True, "load_from": None})
-            runner.resume(folder)
+    is_newer = dist.broadcast_object(
+        runner.rank == 0 and ray.reported_iteration() > (-1 if own is None else _iteration(own))
+    )
+    if not is_newer:
+        return
+    runner.logger.info(
+        f"The run goes on from Ray's checkpoint {ray.checkpoint.path}, {runner.work_dir} has none as new"
+    )
+    runner.options = options.model_copy(update={"resume": True, "load_from": None})
+    with ray.checkpoint.as_directory() as folder:
+        runner.resume(folder)
 
 
 def _iteration(path: Path) -> int:

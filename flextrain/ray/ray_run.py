@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..core.checkpoint.manifest import VALUES
 from ..core.errors import ConfigError
 from ..runner.reporting.reporter import import_extra
 
@@ -49,6 +51,21 @@ class RayRun:
             self._storage: Any = context.get_storage()
         except NotImplementedError:  # ScalingConfig(num_workers=0) trains in the program itself
             self._storage = None
+
+    @property
+    def checkpoint(self) -> Any:
+        """The checkpoint that was reported last, of earlier starts too; None if there is none. Equal on every process."""
+        return self.train.get_checkpoint()
+
+    def reported_iteration(self) -> int:
+        """Updates after which the checkpoint was saved that was reported last; -1 if there is none that can be read."""
+        if (found := self.checkpoint) is None:
+            return -1
+        try:  # without fetching the rest of it, which may be large and far away
+            with found.filesystem.open_input_stream(f"{found.path}/{VALUES}") as file:
+                return int(json.loads(file.read())["loop"]["iter"])
+        except (OSError, KeyError, TypeError, ValueError):
+            return -1
 
     @property
     def has_storage(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.checkpoint import is_checkpoint, is_local
 from ..core.checkpoint.manifest import MANIFEST
-from ..core.comm.collectives import side_group, start_reduce
+from ..core.comm.collectives import broadcast_object, side_group, start_reduce
 from ..core.errors import ConfigError
 from ..runner.hooks import CheckpointHook, Hook, LoggerHook
 from ..runner.reporting.reporter import Reporter, numbers
@@ -140,8 +140,8 @@ class RayReportHook(Hook):
 
     def _report_again(self, runner: Run, ray: RayRun) -> None:
         """Owe a report of the checkpoint that the run continues from, if the failure came before Ray had read of it."""
-        known = ray.train.get_checkpoint()  # equal on every process
-        if self._saved_as is None or (known is not None and Path(known.path).name == Path(self._saved_as).name):
+        is_known = broadcast_object(runner.rank == 0 and ray.reported_iteration() >= runner.iter)
+        if self._saved_as is None or is_known:
             return
         self._owed = 1
         self._waiting = []
@@ -185,13 +185,14 @@ class RayReportHook(Hook):
 
     def _is_ready(self, runner: Run) -> bool:
         """True if a checkpoint that waits is complete; rank 0 alone is asked."""
-        return bool(self._waiting) and (self._waiting[0].is_complete or runner.has_saved(self._waiting[0].path))
+        return any(saved.is_complete or runner.has_saved(saved.path) for saved in self._waiting)
 
     def _next_complete(self, runner: Run) -> _Saved | None:
-        """Return the oldest checkpoint that waits, if it is complete."""
+        """Return the oldest checkpoint that is complete and waits; older ones have failed."""
         while self._is_ready(runner):
             saved = self._waiting.pop(0)
-            if is_local(saved.path) and is_checkpoint(saved.path) and not runner.was_marked(saved.path):
+            is_complete = saved.is_complete or runner.has_saved(saved.path)
+            if is_complete and is_local(saved.path) and is_checkpoint(saved.path) and not runner.was_marked(saved.path):
                 return saved
         return None
 
