@@ -131,23 +131,18 @@ class Training:
         except subprocess.TimeoutExpired:
             raise StuckError(f"the run did not end within {PATIENCE_S:g} s") from None
 
-    def kill(self) -> None:
-        """End everything that is left."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in self.pids() if (self.record / "pids" / str(PROCESSES - 1)).exists() else []:
-            if b"chaos_job" in _command_line(pid):
+    def end(self) -> None:
+        """End everything that is left; the agent ends its processes, which have sessions of their own."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.terminate()
+            self.process.wait(60)
+        if self.process.poll() is None:
+            self.process.kill()
+            for pid in self.pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.output.close()
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 # Faults. Each returns when training goes on.
@@ -250,7 +245,7 @@ def disturb(strategy: str, kinds: list[str], faults: int, seed: int) -> dict[str
             if (status := calm.finish()) != 0:
                 raise SystemExit((folder / "calm" / "output").read_text()[-3000:])
         finally:
-            calm.kill()
+            calm.end()
         expected = weights(calm.work_dir, iterations, calm.record)
 
         record = folder / "record"
@@ -272,7 +267,7 @@ def disturb(strategy: str, kinds: list[str], faults: int, seed: int) -> dict[str
         except StuckError as error:
             status, problem = training.process.poll() or -1, str(error)
         finally:
-            training.kill()
+            training.end()
         lines, events = training.lines(), read_events(training.work_dir) if training.work_dir.exists() else []
         again = repeated(lines)
         found: dict[str, Any] = dict(

@@ -14,6 +14,9 @@ from .monitor import Monitor
 if TYPE_CHECKING:
     from .run import Run
 
+_PERIOD_S = 0.05
+"""Seconds after which an update is written down: a process that is killed sooner seems to have made none."""
+
 
 @contextmanager
 def told_progress(run: Run) -> Iterator[None]:
@@ -40,7 +43,7 @@ def _written_down(run: Run) -> Iterator[None]:
     def write() -> None:
         file.write(Progress(run.work_dir, began, run.iter))
 
-    monitor = Monitor([write])
+    monitor = Monitor([write], period_s=_PERIOD_S)
     write()
     monitor.start()
     try:

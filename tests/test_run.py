@@ -67,6 +67,11 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nowhere.py is not a file" in capsys.readouterr().err
 
 
+def test_a_value_that_torch_refuses_is_one_line(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--nproc-per-node", "many", script]) == 2
+    assert capsys.readouterr().err == "flextrain: run: Unsupported nproc_per_node value: many\n"
+
+
 def test_options_are_torchrun_s(script: str) -> None:
     from torch.distributed.run import get_args_parser
 
@@ -124,18 +129,25 @@ KILLED, RAISED = Fault("rank 1 was ended by SIGKILL", 137), Fault("rank 1 failed
 @pytest.mark.parametrize(
     ("starts", "reason"),
     [
-        ([(0, 64, KILLED)], None),
-        ([(None, 0, KILLED)], None),  # the first may have met a bad moment
-        ([(0, 64, KILLED), (50, 60, KILLED)], None),
-        ([(0, 64, KILLED), (50, 70, KILLED)], None),
-        ([(0, 64, None), (50, 50, KILLED)], None),  # machines changed
+        ([(0, 64, RAISED)], None),
+        ([(None, 0, RAISED)], None),  # the first may have met a bad moment
+        ([(0, 64, RAISED), (50, 60, RAISED)], None),
+        ([(0, 64, RAISED), (50, 70, RAISED)], None),
+        ([(0, 64, None), (50, 50, RAISED)], None),  # machines changed
         ([(0, 64, KILLED), (50, 64, RAISED)], "iteration 65 failed twice"),
-        ([(0, 64, KILLED), (50, 64, KILLED)], None),  # by chance, perhaps
-        ([(0, 64, KILLED), (50, 64, KILLED), (50, 64, KILLED)], "iteration 65 failed three times"),
-        ([(0, 64, KILLED), (50, 50, KILLED)], "the restart made no update, iteration 51 failed at once"),
-        ([(0, 64, KILLED), (None, 0, KILLED)], "the restart made no update, training was not reached"),
-        ([(None, 0, KILLED), (None, 0, KILLED)], "training was not reached twice"),
+        ([(0, 64, RAISED), (50, 50, RAISED)], "the restart made no update, iteration 51 failed at once"),
+        ([(0, 64, RAISED), (None, 0, RAISED)], "the restart made no update, training was not reached"),
+        ([(None, 0, RAISED), (None, 0, RAISED)], "training was not reached twice"),
         ([(0, 0, RAISED), (0, 0, RAISED)], "iteration 1 failed twice"),
+        ([(0, 64, KILLED), (50, 64, KILLED)], None),  # by chance, perhaps
+        ([(0, 64, KILLED), (50, 50, KILLED)], None),
+        ([(0, 64, KILLED), (50, 64, KILLED), (50, 64, KILLED)], "iteration 65 failed three times"),
+        (
+            [(0, 64, KILLED), (50, 50, KILLED), (None, 0, KILLED)],
+            "two restarts made no update, training was not reached",
+        ),
+        ([(0, 64, KILLED), (50, 50, KILLED), (50, 52, KILLED)], None),
+        ([(None, 0, KILLED)] * 3, "training was not reached three times"),
     ],
 )
 def test_no_restart_when_the_last_one_gained_nothing(starts: Any, reason: str | None) -> None:

@@ -76,9 +76,9 @@ def _hook(failure: Failure) -> str:
 ANOTHER_ENDED = (
     "another process ended, or its connection broke: its own line in the log, which begins with its rank, says why"
 )
-rule(r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|recvValue failed|remote process exited")(
-    ANOTHER_ENDED
-)
+LOST = r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|recvValue failed|remote process exited"
+"""Pattern of errors that follow from the end of another process."""
+rule(LOST)(ANOTHER_ENDED)
 rule(r"[Tt]imed out (?:waiting|after)|[Ww]ait timeout|Watchdog caught collective|Socket Timeout|DistStoreError")(
     "another process did not come to the same call in time: it failed, hangs, or has more work there; "
     "env_cfg=dict(dist_cfg=dict(timeout=...)) sets the seconds"

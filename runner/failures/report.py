@@ -44,7 +44,7 @@ class Reason:
     @property
     def follows(self) -> bool:
         """Whether it only follows from the end of another process."""
-        return self.advice == process_advice.ANOTHER_ENDED
+        return re.search(process_advice.LOST, self.said) is not None
 
 
 def reason_of(run: Run, error: BaseException) -> Reason:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flextrain import Hook
+from flextrain import CheckpointError, Hook
 from flextrain.core.events import read_events
 from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, read_progress
 
@@ -103,12 +103,13 @@ def test_a_failure_is_an_event_with_its_samples(tmp_path: Path, workers: int) ->
     assert "ValueError: sample 5 is broken" in last["reason"]
 
 
-def test_a_connection_that_broke_only_follows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, CheckpointError])
+def test_a_connection_that_broke_only_follows(tmp_path: Path, error: type[Exception]) -> None:
     class Fails(Hook):
         def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1234")
+            raise error("gloo: Connection closed by peer [127.0.0.1]:1234")
 
     runner = make_runner(tmp_path, custom_hooks=[Fails()], **iterations(4))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(error):
         runner.train()
     assert read_events(tmp_path)[-1]["follows"]

@@ -169,6 +169,10 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
             facts = {"samples": list(fault.samples)} if fault.samples else {}
             watcher.ended("gave_up", reason=fault.reason, why=why, status=fault.status, **facts)
             return fault.status, f"failed, {fault.reason}; not restarted: {why}", watcher
+        except ValueError as error:  # of an option, which torch reads only now
+            if watcher.history.starts:
+                raise
+            raise ConfigError(f"run: {' '.join(str(error).split())}") from error
         except RendezvousClosedError:
             watcher.ended("ended", reason="the job has ended on another machine", status=_FAILED)
             return _FAILED, "the job has ended on another machine, whose output says how", watcher

@@ -112,27 +112,32 @@ class History:
         """Why another start would end like the last one; None if it may not.
 
         It would if the last restart made no update, or if two starts in a row ended in the same iteration. What comes
-        from outside, a signal or a stall, may hit one iteration twice by chance: then it takes three.
+        from outside, a signal or a stall, may hit twice by chance: then it takes two restarts, or three starts.
         """
-        if len(self.starts) < 2:
+        if len(self.starts) < 2 or any(
+            start.fault is None for start in self.starts[-2:]
+        ):  # the number of machines changed
             return None
-        before, last = self.starts[-2:]
-        if last.fault is None or before.fault is None:  # the number of machines changed
+        last = self.starts[-1]
+        assert last.fault is not None
+        times = 3 if last.fault.is_from_outside else 2
+        recent = self.starts[-times:]
+        if len(recent) < times:
             return None
-        if last.began is None and before.began is None:
-            return "training was not reached twice"
-        patience = 3 if last.fault.is_from_outside else 2
-        if last.began is not None and [start.iter for start in self.starts[-patience:]] == [last.iter] * patience:
-            often = "twice" if patience == 2 else "three times"
-            return f"iteration {last.iter + 1} failed {often}{_of_samples(last.fault, before.fault)}"
-        if last.gained_nothing:
+        often = "twice" if times == 2 else "three times"
+        if all(start.began is None for start in recent):
+            return f"training was not reached {often}"
+        if last.began is not None and all(start.iter == last.iter for start in recent):
+            return f"iteration {last.iter + 1} failed {often}{_of_samples(*(start.fault for start in recent))}"
+        if all(start.gained_nothing for start in recent[1:]):
+            restarts = "the restart" if times == 2 else "two restarts"
             where = "training was not reached" if last.began is None else f"iteration {last.iter + 1} failed at once"
-            return f"the restart made no update, {where}"
+            return f"{restarts} made no update, {where}"
         return None
 
 
-def _of_samples(*faults: Fault) -> str:
-    found = next((fault.samples for fault in faults if fault.samples), None)
+def _of_samples(*faults: Fault | None) -> str:
+    found = next((fault.samples for fault in faults if fault is not None and fault.samples), None)
     return f", with samples {', '.join(map(str, found))} of the dataset" if found else ""
 
 
