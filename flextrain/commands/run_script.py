@@ -17,7 +17,8 @@ its first start, and for restarts before the first checkpoint.
 
 There are at most --max-restarts restarts (default: {DEFAULT_RESTARTS}), as torchrun counts them: on every machine, and for failures
 only, not for machines that join. There is none after a restart that made no update, or when an iteration fails
-twice, which is named with its samples. SIGTERM to this command ends the job after a save.
+twice, which is named with its samples; after signals and stalls, which may come from outside, it takes one more.
+SIGTERM to this command ends the job after a save.
 
 events.jsonl in the work directory has a line for each event. The end of the output is a summary.
 
