@@ -161,6 +161,12 @@ def run_forward(model: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
     return model(data, **kwargs)
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class: FSDP replaces a module's class by one of its own, ``FSDPNet`` for ``Net``."""
+    kinds = type(module).__mro__
+    return next((kind for kind in kinds if not kind.__module__.startswith("torch.distributed.")), kinds[0]).__name__
+
+
 def takes_mode(module: nn.Module) -> bool:
     """Whether the module's forward has a parameter ``mode``; if it takes ``**kwargs``, its base class's decides."""
     for owner in (module, *type(module).__mro__):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -156,6 +157,26 @@ def end_loader_workers() -> None:
 def default_store() -> Any:
     """The store of the default process group. 2.6, 2.15."""
     return dist.distributed_c10d._get_default_store()
+
+
+def last_collective() -> str:
+    """The last collective that this process began, from torch's flight recorder, as ``all_reduce number 41``. 2.6, 2.15.
+
+    Empty if nothing is recorded: TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) turns the recorder
+    on for NCCL, and since torch 2.9 or so for gloo.
+    """
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        try:
+            entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
+        except (RuntimeError, ValueError):  # the recorder of a back end that this build lacks
+            continue
+        if entries:
+            last = entries[-1]
+            name = str(last.get("profiling_name", "")).rpartition(":")[2]
+            return f"{name} number {last.get('collective_seq_id', '')}".strip()
+    return ""
 
 
 def settle_unit(unit: nn.Module) -> None:

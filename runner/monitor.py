@@ -29,7 +29,8 @@ class Monitor:
     def __init__(self, watchers: Sequence[Callable[[], None]], period_s: float = 0.2) -> None:
         self._watchers = list(watchers)
         self._period_s = period_s
-        self._ends = threading.Event()
+        self._wakes = threading.Event()
+        self._ends = False
         self._round = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="flextrain-monitor", daemon=True)
 
@@ -45,21 +46,30 @@ class Monitor:
 
     def stop(self) -> None:
         """Make this the last round; do not wait for it, because the store may not answer any more."""
-        self._ends.set()
+        self._ends = True
+        self._wakes.set()
+
+    def wake(self) -> None:
+        """Begin the next round at once."""
+        self._wakes.set()
 
     def join(self, timeout_s: float) -> None:
         """Wait until the last round is over, at most ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._ends.wait(self._period_s):
+        while True:
+            self._wakes.wait(self._period_s)
+            self._wakes.clear()
+            if self._ends:
+                return
             self._round = time.monotonic()
             for watcher in list(self._watchers):
                 try:
                     watcher()
                 except Exception as error:
                     self._watchers.remove(watcher)
-                    if not self._ends.is_set():
+                    if not self._ends:
                         name = getattr(watcher, "__qualname__", type(watcher).__name__)
                         _logger.warning(f"{name} ended by {type(error).__name__}: {error}", exc_info=error)
 

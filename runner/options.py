@@ -15,6 +15,7 @@ from ..core.checkpoint.foreign.download import check_download, is_download, show
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
 from ..core.errors import CheckpointError, ConfigError
+from .watchdog.options import WatchdogOptions
 
 
 class AutoScaleLR(Config):
@@ -104,6 +105,16 @@ class Environment(Config):
         if isinstance(self.preemption, PreemptionOptions):
             return self.preemption
         return PreemptionOptions() if self.preemption else None
+
+    watchdog: bool | WatchdogOptions = True
+    """What ends a run of several processes that stands still; True: the defaults of WatchdogOptions, False: nothing."""
+
+    @property
+    def watchdog_options(self) -> WatchdogOptions | None:
+        """``watchdog`` as WatchdogOptions; None: no stall is looked for."""
+        if isinstance(self.watchdog, WatchdogOptions):
+            return self.watchdog
+        return WatchdogOptions() if self.watchdog else None
 
     @property
     def dry_batches(self) -> int:

@@ -57,6 +57,11 @@ class Oversight:
         if self.monitor is not None:
             self.monitor.stop()
 
+    def wake(self) -> None:
+        """Let the watchers be called at once."""
+        if self.monitor is not None:
+            self.monitor.wake()
+
     def _end_with_the_group(self) -> None:
         """Stop once this process has left the process group, with which the store may end."""
         if self._group is not None and not (dist.is_initialized() and dist.group.WORLD is self._group):

@@ -33,6 +33,7 @@ from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .missing_names import MissingNames
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
+from .watchdog import Watchdog
 
 _logger = logging.getLogger("flextrain")
 
@@ -64,6 +65,8 @@ class Parts(MissingNames):
         self.stop_check: Callable[[str], None] | None = None
         self.schedulers: dict[str, list[Any]] = {}
         self.late_parameters: list[str] = []  # those named in the log so far
+        self.watchdog: Watchdog | None = None
+        """What watches several processes; None for one."""
         self._model: nn.Module | None = None
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None
@@ -147,6 +150,25 @@ class Parts(MissingNames):
     def param_schedulers(self) -> Any:
         """The parameter schedulers: a list, or a dict of lists for several optimizers."""
         return self.schedulers if isinstance(self.optim_wrapper, OptimWrapperDict) else self.schedulers.get("", [])
+
+    def progress(self) -> tuple[int, int, int]:
+        """Numbers that change while the run gets on: updates, evaluation batches, micro-batches.
+
+        The watchdog's thread reads them, so nothing is built here.
+        """
+        evaluations = (loop for loop in (self._val_loop, self._test_loop) if loop is not None)
+        return (
+            0 if self._train_loop is None else self._train_loop._steps(),
+            sum(loop._steps() for loop in evaluations),
+            0 if self._stepper is None else self._stepper.micro_batch,
+        )
+
+    def all_have_failed(self) -> bool:
+        """Whether all processes end this run by errors of their own, so that on_exception may call a collective.
+
+        If one has failed alone, the others are not there, and a collective would wait for them. Waits up to a second.
+        """
+        return self.watchdog is None or self.watchdog.all_have_failed()
 
     # Parts
 

@@ -185,6 +185,15 @@ class Run(Protocol):
     def accumulate(self) -> int:
         """Micro-batches per update."""
 
+    def progress(self) -> tuple[int, int, int]:
+        """Numbers that change while the run gets on: updates, evaluation batches, micro-batches."""
+
+    def all_have_failed(self) -> bool:
+        """Whether all processes end this run by errors of their own, so that on_exception may call a collective.
+
+        If one has failed alone, the others are not there, and a collective would wait for them. Waits up to a second.
+        """
+
     # Parts
 
     @property

@@ -27,8 +27,9 @@ from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
-from .termination import tell_how_it_ended
+from .termination import tell_how_it_ended, tell_others
 from .told_progress import told_progress
+from .watchdog import Watchdog
 
 
 class FlexibleRunner(Checkpoints):
@@ -119,6 +120,8 @@ class FlexibleRunner(Checkpoints):
         apply_environment(options.env_cfg)
         self.oversight = Oversight(options.env_cfg)
         self.strategy.setup_environment()
+        if self.distributed:
+            self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
         self.strategy.meet("FlexibleRunner()")
         self.oversight.start(self)
         check_agreement(given, checked)
@@ -162,7 +165,7 @@ class FlexibleRunner(Checkpoints):
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
-        with self._as_current():
+        with self._as_current(), self._watched():
             loop = self.train_loop
             self._setup_model()
             self._setup_schedulers()
@@ -196,6 +199,10 @@ class FlexibleRunner(Checkpoints):
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
         self.strategy.meet(f"{mode}()")
+        with self._watched():
+            return self._evaluated(mode)
+
+    def _evaluated(self, mode: str) -> dict[str, Any]:
         with raising_together():  # only rank 0 looks at the folders that metrics write to
             loop = self.val_loop if mode == "val" else self.test_loop
         if loop is None:
@@ -208,6 +215,20 @@ class FlexibleRunner(Checkpoints):
                 self.load_checkpoint(source)  # _started stays False: train() may still resume from it
             metrics: dict[str, Any] = loop.run()
         return metrics
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
+        if self.watchdog is None:
+            yield
+            return
+        with self.watchdog.watching(self):
+            try:
+                yield
+            except BaseException as error:
+                if not self.watchdog.has_told:
+                    tell_others(self, error, self.watchdog)
+                raise
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -226,7 +247,7 @@ class FlexibleRunner(Checkpoints):
                 self._saver.failed.raise_last()
             except BaseException as error:
                 reason = preemption.reason_of(error)
-                tell_how_it_ended(self, reason, has_begun=self._started)
+                tell_how_it_ended(self, reason, has_begun=self._started, watchdog=self.watchdog)
                 if reason is error:
                     raise
                 raise reason from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,12 @@ from ..core.checkpoint import find_latest, iteration_of
 from ..core.errors import CheckpointError
 from ..core.events import append_event
 from ..core.log_marks import TRACEBACK_IN_FILE
-from .failures.report import reason_of
+from .failures.report import Reason, reason_of
 from .resume.tier_notes import newest_fast
 
 if TYPE_CHECKING:
     from .run import Run
+    from .watchdog import Watchdog
 
 
 class Terminated(SystemExit):
@@ -32,21 +34,24 @@ class Terminated(SystemExit):
         self.what, self.saved = what, saved
 
 
-def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
+def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool, watchdog: Watchdog | None = None) -> None:
     """Log the end of a run and call every hook's on_exception; errors of hooks are logged, not raised.
 
     Args:
         run: the run.
         error: the error that ended it.
         has_begun: True if training had loaded its start, so that epoch and iteration mean something.
+        watchdog: tells the other processes, and knows which of them has failed; None for one process.
     """
+    reason = reason_of(run, error) if isinstance(error, Exception) else None
+    because = "" if watchdog is None else _share(run, error, reason, watchdog)
     try:
         run.finish_saving()
     except CheckpointError as second:
         run.logger.error(str(second))
     except KeyboardInterrupt:  # Ctrl-C again, by somebody who does not want to wait
         run.logger.warning("Interrupted again: the checkpoint that was being written may stay incomplete")
-    _log_how_it_ended(run, error, has_begun)
+    _log_how_it_ended(run, error, reason, because, has_begun)
     for method in run.hook_calls["on_exception"]:
         try:
             method(run, exception=error)
@@ -55,24 +60,59 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
             run.logger.error(f"{kind.__name__}.on_exception: {second}", exc_info=second)
 
 
-def _log_how_it_ended(run: Run, error: BaseException, has_begun: bool) -> None:
+def tell_others(run: Run, error: BaseException, watchdog: Watchdog) -> None:
+    """Tell the other processes of an error before training, such as one in building the model, or log which had one."""
+    reason = reason_of(run, error) if isinstance(error, Exception) else None
+    if because := _share(run, error, reason, watchdog):
+        _log_how_it_ended(run, error, reason, because, has_begun=False)
+
+
+def _share(run: Run, error: BaseException, reason: Reason | None, watchdog: Watchdog) -> str:
+    """Tell the other processes why this one ends; return why another one did if this error only follows from that."""
+    if reason is None:
+        if watchdog.tell(run, "left", _told_as(error)) and not isinstance(error, Terminated):
+            append_event(run.work_dir, "left", rank=run.rank, iter=run.iter, reason=_told_as(error))
+        return ""
+    if (ending := watchdog.reason(error)) is not None:
+        because = ending.words(with_machine=watchdog.is_elsewhere(ending))
+        if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
+            error.add_note(f"flextrain: failed because {because}")
+        return because
+    watchdog.tell(run, "failed", f"{reason.said}{f' ({reason.where.strip()})' if reason.where else ''}")
+    return ""
+
+
+def _told_as(error: BaseException) -> str:
+    """What another process says that this one did: ``was interrupted``."""
+    said = _what(error)[1]
+    return f"{'' if said.startswith('Ended') else 'was '}{said[0].lower()}{said[1:]}"
+
+
+def _what(error: BaseException) -> tuple[int, str]:
+    """The level of the line that says how a run ended without an error, and what it says."""
+    if isinstance(error, Terminated):
+        return logging.WARNING, error.what
+    if isinstance(error, KeyboardInterrupt):
+        return logging.INFO, "Interrupted"
+    if isinstance(error, SystemExit):
+        return logging.INFO, f"Ended by sys.exit({'' if error.code is None else repr(error.code)})"
+    return logging.INFO, f"Ended by {type(error).__name__}"
+
+
+def _log_how_it_ended(run: Run, error: BaseException, found: Reason | None, because: str, has_begun: bool) -> None:
     """Log what ended the run and what to resume from; the traceback goes only to the log file, of each process to its own.
 
     On the console the interpreter prints that of a failure, or the program has caught the exception. After Ctrl-C the
     line stands last there.
     """
-    level, what, reason = logging.INFO, f"Ended by {type(error).__name__}", ""
-    if isinstance(error, Terminated):
-        level, what = logging.WARNING, error.what
-        reason = f"; {error.saved}" if error.saved else ""
-    elif isinstance(error, KeyboardInterrupt):
-        what = "Interrupted"
+    (level, what), where, reason = _what(error), "", ""
+    if isinstance(error, Terminated) and error.saved:
+        reason = f"; {error.saved}"
+    if isinstance(error, KeyboardInterrupt):
         _print_no_traceback(error)
-    elif isinstance(error, SystemExit):
-        what = f"Ended by sys.exit({'' if error.code is None else repr(error.code)})"
-    where = ""
-    if isinstance(error, Exception):
-        found = reason_of(run, error)
+    if because and found is not None:
+        level, what, where = logging.ERROR, f"Failed because {because}; noticed", found.where
+    elif found is not None:
         level, what, where = logging.ERROR, "Failed", found.where
         facts: dict[str, Any] = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}
         if found.samples:
@@ -109,9 +149,16 @@ _TOLD = "_flextrain_told"
 """Attribute of interruptions that the log has told of."""
 
 
+class _Told:
+    """Lives as long as the interruption that has it as an attribute."""
+
+
 def _print_no_traceback(error: KeyboardInterrupt) -> None:
-    """Make the interpreter end without a traceback if this interruption ends the program; the status stays 130."""
-    setattr(error, _TOLD, True)
+    """Make the interpreter end without a traceback if this interruption ends the program; the status stays 130.
+
+    If the program catches it, ``sys.excepthook`` is again what it was as soon as nobody has the interruption any more.
+    """
+    setattr(error, _TOLD, told := _Told())
     before = sys.excepthook
     if getattr(before, _TOLD, False):
         return
@@ -120,8 +167,13 @@ def _print_no_traceback(error: KeyboardInterrupt) -> None:
         if not getattr(value, _TOLD, False):
             before(kind, value, traceback)
 
+    def restore() -> None:
+        if sys.excepthook is excepthook:
+            sys.excepthook = before
+
     setattr(excepthook, _TOLD, True)
     sys.excepthook = excepthook
+    weakref.finalize(told, restore).atexit = False
 
 
 def _advice(run: Run) -> str:

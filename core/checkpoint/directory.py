@@ -28,6 +28,7 @@ import pydantic
 import xxhash
 
 from ..errors import CheckpointError
+from ..heartbeat import heartbeat
 from .manifest import FORMAT, MANIFEST, SHARD, VALUES, VERSION, FileEntry, Manifest
 from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
@@ -178,6 +179,7 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Fil
         for part in (content,) if isinstance(content, bytes) else content:
             with reaching(path):  # not around the loop: making a part may fail too, which is no fault of the storage
                 file.write(part)
+            heartbeat()
             checksum.update(part)
             size += len(part)
         with reaching(path):
@@ -199,6 +201,7 @@ def file_entry(path: Path) -> FileEntry:
         while count := file.readinto(block):
             checksum.update(block[:count])
             size += count
+            heartbeat()
     return FileEntry(size=size, xxh3=checksum.hexdigest())
 
 

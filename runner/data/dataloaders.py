@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ...core.comm.collectives import all_gather_object, is_alone
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError, counted
+from ...core.heartbeat import heartbeat
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
 from .checks import check_dataloader, check_dataset, check_has_batches, named_function, worker_facts
@@ -354,6 +355,8 @@ class TrainData:
                 yield window
                 window = []
                 number += 1
+            else:
+                heartbeat()
         if window:
             yield window
         if number != stop and number + len(window) != start:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...core.model import class_name
 from ..data.sample_seeds import samples_in_words
 from ..hooks import Hook
 
@@ -76,7 +77,7 @@ class Origin:
         part = self.part
         if self.module is not None and self.kind == "forward":
             name, module = self.module
-            part = f"{part} of {'.'.join(filter(None, ('model', name)))} ({type(module).__name__})"
+            part = f"{part} of {'.'.join(filter(None, ('model', name)))} ({class_name(module)})"
         stage = "the dry pass" if self.is_dry else _STAGES.get(self.mode, "")
         if stage and (self.is_dry or not part.startswith(self.mode)):
             part = f"{part} in {stage}" if part else stage
@@ -86,8 +87,21 @@ class Origin:
 
 def find_origin(error: BaseException, model: nn.Module | None) -> Origin:
     """Find the part of a run that an error came from; ``model`` is the user's module."""
+    return origin_of_frames(list(traceback.walk_tb(error.__traceback__)), model, error)
+
+
+def origin_of_frames(
+    frames: list[tuple[FrameType, int]], model: nn.Module | None, error: BaseException | None = None
+) -> Origin:
+    """Find the part of a run that a stack is in.
+
+    Args:
+        frames: the frames with their lines, from the outermost on.
+        model: the user's module.
+        error: the error that was raised in the last frame, if there is one.
+    """
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-    origin = Origin(list(traceback.walk_tb(error.__traceback__)), names=names)
+    origin = Origin(frames, names=names)
     following = [*(frame for frame, _ in origin.frames[1:]), None]
     for (frame, _), inner in zip(origin.frames, following, strict=True):
         own = frame.f_locals.get("self")
@@ -101,7 +115,7 @@ def find_origin(error: BaseException, model: nn.Module | None) -> Origin:
     return origin
 
 
-def _note_hook(origin: Origin, frame: FrameType, inner: FrameType | None, error: BaseException) -> None:
+def _note_hook(origin: Origin, frame: FrameType, inner: FrameType | None, error: BaseException | None) -> None:
     """Note that a hook is called: a function of the user's at a hook point, or one that cannot be called like this."""
     if not _module_of(frame).startswith("runner."):
         return

@@ -125,8 +125,15 @@ class EMAHook(Hook):
         self._swap_out(runner)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Restore the weights if validation or testing was interrupted."""
-        self._swap_out(runner)
+        """Restore the weights if validation or testing was interrupted.
+
+        Half-precision weights follow if all processes have failed: where weights are sharded that takes a collective,
+        in which others than this process may not be.
+        """
+        if self._average is not None and self._average.is_swapped_in:
+            self._average.swap_out()
+            if runner.all_have_failed():
+                _refresh(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
         """Restore the weights if a checkpoint is saved while the averages are in the model."""

@@ -97,6 +97,10 @@ class BaseLoop:
         """Make an update; only a training loop can."""
         raise ConfigError(f"{self.mode}_cfg.type: {type(self).__name__} evaluates, and must not call train_step")
 
+    def _steps(self) -> int:
+        """A number that changes while the loop gets on; the watchdog's thread reads it."""
+        return 0 if self._data is None else self._data.given
+
     def _at_hook(self, point: str) -> None:
         """Take note that a method of a subclass calls the hooks at ``point``."""
 

@@ -32,6 +32,7 @@ class EvaluationData:
         self._reader = Reader(loader) if own_way else None
         self._feed = None if own_way else Feed(loader, self._topology.shard)
         self._passed, self.done = 0, 0  # batches of the last pass, and of the current one
+        self.given = 0  # batches of all passes, also those of other processes
 
     @property
     def num_batches(self) -> int:
@@ -44,6 +45,7 @@ class EvaluationData:
         self._passed, self.done = self.done, 0
         for batch, is_own in self._pass():
             self.done += is_own
+            self.given += 1
             yield batch, is_own
 
     def _pass(self) -> Iterator[tuple[Any, bool]]:

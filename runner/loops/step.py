@@ -67,6 +67,8 @@ class Stepper:
             self._custom_step if self.custom_train else self._micro_batch
         )
         self.shares: Sequence[float | None] = _WHOLE
+        self.micro_batch = 0
+        """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
@@ -184,6 +186,7 @@ class Stepper:
     def begin(self, index: int) -> bool:
         """See TrainStep."""
         size = len(self.shares)
+        self.micro_batch = index
         self.optim.begin(index, size)  # type: ignore[union-attr]
         return index + 1 == size if self._should_sync is None else self._should_sync()
 

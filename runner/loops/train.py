@@ -239,6 +239,9 @@ class TrainLoop(BaseLoop):
         self._done += 1
         return outputs
 
+    def _steps(self) -> int:
+        return self._done
+
     def _iterate(self) -> Callable[[int, Any], object]:
         """Return ``run_iter``; a subclass's own may take the batch alone, as MMEngine's IterBasedTrainLoop does."""
         if not self.has_own_methods:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...heartbeat import heartbeat
 
 Slices = tuple[slice, ...]
 
@@ -37,3 +38,4 @@ class Fetch:
         if found.numel() != target.numel():
             raise CheckpointError(f"{self.path}: is damaged, it has another shape of {name}")
         target.copy_(found.view(target.shape))
+        heartbeat()

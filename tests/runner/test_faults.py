@@ -1,0 +1,118 @@
+"""Something goes wrong on one rank, and every rank that can says which, where and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flextrain.core.events import read_events
+from flextrain.testing import WorkerGroup
+
+from .faults import Outcome, scenario
+
+pytestmark = pytest.mark.processes
+
+ITS_OWN = "a fault of its own"
+
+
+def outcomes(folder: Path, workers1: WorkerGroup, fault: str, size: int = 2) -> list[Outcome]:
+    """The outcomes of a scenario, in processes forked from a worker, which has imported everything."""
+    found: list[Outcome] = workers1.run(scenario, str(folder), fault, size)[0]
+    return found
+
+
+def line(outcome: Outcome, begins: str) -> str:
+    """The line of the log that begins so, behind time, level and rank."""
+    lines = [line for line in outcome.output.splitlines() if " - ERROR - " in line]
+    found = [line for line in lines if line.partition(" - ERROR - ")[2].removeprefix("rank 1 - ").startswith(begins)]
+    assert found, outcome.output
+    return found[0]
+
+
+def test_a_hang_in_the_dataset_is_named_by_all(tmp_path: Path, workers1: WorkerGroup) -> None:
+    for rank, outcome in enumerate(outcomes(tmp_path, workers1, "dataset")):
+        assert outcome.status == 75, outcome.output
+        found = line(outcome, "The run stands still for")
+        assert "rank 1 waits for nobody in iteration 5, in train_dataloader.dataset (Data.__getitem__)" in found
+        assert "faults.py:" in found
+        assert f"rank {rank} waits for" in outcome.output
+    stalled = [event for event in read_events(tmp_path) if event["event"] == "stalled"]
+    assert [(event["iter"], "rank 1 waits for nobody" in event["reason"]) for event in stalled] == [(4, True)]
+    logs = [path.read_text() for path in sorted(tmp_path.rglob("*.log"))]
+    assert any("time.sleep(10000)  # stuck in the dataset" in log for log in logs)
+    assert any("loss.backward()" in log for log in logs)
+
+
+def test_an_error_of_one_rank_is_the_reason_of_the_others(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "raise")
+    assert (first.status, second.status) == (1, 1)
+    because = line(first, "Failed because rank 1 failed: ValueError: a fault of its own (in custom_hooks (Fault.")
+    assert "iteration 4" in because
+    assert "Failed after" in line(second, "Failed")
+    assert [(event["event"], event["rank"]) for event in read_events(tmp_path)] == [("failed", 1)]
+
+
+def test_a_killed_rank_is_named_by_the_others(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "kill")
+    assert (first.status, second.status) == (1, -9)
+    assert "has ended without a word: killed" in line(first, "Failed because rank 1 (process ")
+
+
+@pytest.mark.full
+def test_a_stopped_rank_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "stop")
+    assert (first.status, second.status) == (75, None)
+    assert "is stopped (SIGSTOP)" in line(first, "The run stands still for 2 s: rank 1 (process ")
+
+
+@pytest.mark.full
+def test_a_stopped_rank_0_which_keeps_the_store_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "stop0")
+    assert (first.status, second.status) == (None, 75)
+    assert "rank 0 or its machine, which keep the job's store, have not answered" in line(
+        second, "The run stands still"
+    )
+
+
+@pytest.mark.full
+def test_different_collectives_are_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    for outcome in outcomes(tmp_path, workers1, "mismatch"):
+        assert outcome.status == 75
+        found = line(outcome, "The run stands still for")
+        assert "rank 0 waits in iteration 5, in backward" in found
+        assert "rank 1 waits in iteration 5, in custom_hooks (Fault.before_train_iter)" in found
+
+
+@pytest.mark.full
+def test_a_hang_in_validation_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    for outcome in outcomes(tmp_path, workers1, "validation"):
+        assert outcome.status == 75
+        where = "rank 1 waits for nobody in iteration 6, in custom_hooks (InValidation.before_val_iter) in validation"
+        assert where in line(outcome, "The run stands still for")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("validation_raises", 1, "rank 1 failed: ValueError: a fault of its own"),
+        ("on_exception", 1, "rank 1 failed: ValueError: a fault of its own"),
+        ("build", 1, "rank 1 failed: ValueError: cannot be built here"),
+        ("exit", 3, "rank 1 ended by sys.exit(3)"),
+        ("unnoticed", 1, "rank 1 failed: ValueError: a fault of its own"),
+    ],
+)
+def test_the_reason_of_one_rank_is_that_of_all(
+    fault: str, status: int, said: str, tmp_path: Path, workers1: WorkerGroup
+) -> None:
+    first, second = outcomes(tmp_path, workers1, fault)
+    assert (first.status, second.status) == (1, status)
+    line(first, f"Failed because {said}")
+
+
+@pytest.mark.full
+def test_an_error_of_rank_0_is_told_before_its_store_ends(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "raise0")
+    assert (first.status, second.status) == (1, 1)
+    line(second, f"Failed because rank 0 failed: ValueError: {ITS_OWN}")
