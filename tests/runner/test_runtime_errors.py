@@ -792,11 +792,15 @@ def fail_in_two(folder: str, name: str) -> str:
             ["the loss does not depend on second.weight, second.bias: use them, freeze them"] * 2,
         ),
         ("static", ["RuntimeError"] * 2, ["this iteration uses other parameters than the first one"] * 2),
-        ("metric", ["NameError", "LaunchError"], ["in val_evaluator (Metric.compute) in the dry pass", "NameError"]),
+        (
+            "metric",
+            ["NameError", "LaunchError"],
+            ["in val_evaluator (Metric.compute) in the dry pass", "Failed because rank 0 failed: NameError"],
+        ),
         (
             "sample",
             ["RuntimeError", "LaunchError"],
-            ["in the dry pass", "another process failed in the dry pass: RuntimeError"],
+            ["in the dry pass", "Failed because rank 0 failed: RuntimeError: stack expects each tensor"],
         ),
     ],
 )
