@@ -50,7 +50,7 @@ def test_an_error_of_one_rank_is_the_reason_of_the_others(tmp_path: Path, worker
     because = line(first, "Failed because rank 1 failed: ValueError: a fault of its own (in custom_hooks (Fault.")
     assert "iteration 4" in because
     assert "Failed after" in line(second, "Failed")
-    assert [(event["event"], event["rank"]) for event in read_events(tmp_path)] == [("failed", 1)]
+    assert [event["rank"] for event in read_events(tmp_path) if event["event"] == "failed"] == [1]
 
 
 def test_a_killed_rank_is_named_by_the_others(tmp_path: Path, workers1: WorkerGroup) -> None:
