@@ -175,7 +175,8 @@ class Rounds:
         own = Ending("finished" if has_finished else "killed", gone, iteration=watched.run.iter)
         told = exchange.announce(watched.number, own)
         if told == own and not has_finished:
-            append_event(watched.run.work_dir, "failed", rank=gone.rank, iter=watched.run.iter, reason=own.words())
+            facts = {"rank": gone.rank, "iter": watched.run.iter, "reason": own.words(), "where": "", "follows": False}
+            append_event(watched.run.work_dir, "failed", **facts)
         return told
 
     def _hear(self, exchange: Exchange, watched: Watched) -> None:

@@ -98,7 +98,7 @@ class Watchdog:
         number = watched.number
         own = Ending(kind, exchange.myself, said[:1000], run.iter)
         first = self._ask(lambda: exchange.announce(number, own))
-        if first == own:
+        if first == own and kind == "left":  # that of a failure is written with all that is known of it
             append_event(run.work_dir, kind, rank=run.rank, iter=run.iter, reason=said)
         if exchange.rank == 0 and first is not None:
             self._ask_until(lambda: exchange.all_have_heard(number), LOOK_S)
@@ -115,7 +115,9 @@ class Watchdog:
             return None
         watched.failed = f"{type(error).__name__}: {error}"[:200]
         found = watched.ending or self._ask_until(lambda: rounds.find(watched), LOOK_S)
-        found = found or self._silent(exchange) or self._keeper(exchange)
+        if found is None and (found := self._silent(exchange) or self._keeper(exchange)) is not None:
+            facts = {"rank": found.process.rank, "iter": watched.run.iter}  # which other processes may write too
+            append_event(watched.run.work_dir, "failed", **facts, reason=found.words(), where="", follows=True)
         self.await_exit()
         return found
 

@@ -103,8 +103,8 @@ def lines_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "changes", "where"),
     [
-        (FSDP, dict(model=Fails("1")), "in forward of model (FSDPFails) in the dry pass"),
-        (FSDP, dict(model=Fails("1"), custom_hooks=[Prepares()]), "in forward of model (FSDPFails) in the dry pass"),
+        (FSDP, dict(model=Fails("1")), "in forward of model (Fails) in the dry pass"),
+        (FSDP, dict(model=Fails("1"), custom_hooks=[Prepares()]), "in forward of model (Fails) in the dry pass"),
         (DDP, dict(val_evaluator=FailsIn("process")), "in val_evaluator (FailsIn.process) in the dry pass"),
         (DDP, dict(val_evaluator=FailsIn("evaluate")), "in val_evaluator (FailsIn.compute) in the dry pass"),
     ],
@@ -120,8 +120,9 @@ def test_a_process_that_the_others_wait_for_in_a_collective_says_its_own_error(
     (own,) = (line for line in lines if " - ERROR - rank 1 - Failed " in line)
     assert where in own
     assert "KeyError: 'scores'" in own
-    (other,) = (line for line in lines if " - ERROR - Failed on rank 0 " in line)
-    assert "in the dry pass" in other, "it was in the collective, and did not abort"
+    (other,) = (line for line in lines if " - ERROR - Failed because rank 1 failed: KeyError: 'scores'" in line)
+    assert "noticed on rank 0 after epoch 0, iteration 0" in other
+    assert "in the dry pass" in other.partition("noticed")[2], "it was in the collective, and did not abort"
 
 
 def test_what_a_hook_makes_possible_is_no_mistake_if_all_fail_alike(tmp_path: Path, workers2: WorkerGroup) -> None:
