@@ -81,7 +81,7 @@ class Watchdog:
         watched = self._rounds.watched
         return watched is None or bool(watched.failed)
 
-    def tell(self, run: Run, kind: Kind, said: str) -> None:
+    def tell(self, run: Run, kind: Kind, said: str) -> bool:
         """Tell the others why this process leaves the run, before it does.
 
         It takes milliseconds. Rank 0, which may keep the store, waits up to a second until all have heard it.
@@ -90,18 +90,20 @@ class Watchdog:
             run: the run.
             kind: "failed" or "left".
             said: such as "ValueError: ...".
+
+        Returns:
+            True if no other process has told of an end before.
         """
         watched, exchange = self._rounds.watched, self._rounds.exchange
         if watched is None or exchange is None:
-            return
+            return False
         watched.failed = said[:200]
         number = watched.number
         own = Ending(kind, exchange.myself, said[:1000], run.iter)
         first = self._ask(lambda: exchange.announce(number, own))
-        if first == own and kind == "left":  # that of a failure is written with all that is known of it
-            append_event(run.work_dir, kind, rank=run.rank, iter=run.iter, reason=said)
         if exchange.rank == 0 and first is not None:
             self._ask_until(lambda: exchange.all_have_heard(number), LOOK_S)
+        return first == own
 
     def reason(self, error: BaseException) -> Ending | None:
         """How another process left, from which ``error`` follows; None if it is this process's own or nothing is known.
