@@ -15,7 +15,7 @@ from ..core.checkpoint.foreign.download import check_download, is_download, show
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
 from ..core.errors import CheckpointError, ConfigError
-from .watchdog.options import WatchdogOptions
+from .watchdog.limits import WatchdogOptions
 
 
 class AutoScaleLR(Config):

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
-from ...core.comm.bulletin import StoreLostError
+from ...core.comm.bulletin import Bulletin, StoreLostError
 from ...core.events import append_event
 from .ending import Ending
 from .exchange import Exchange
 from .identity import Identity
 from .last_words import leave, say
-from .options import WatchdogOptions
+from .limits import WatchdogOptions
 from .pulse import Age, Clock
 from .stall import Beat, Gathering
 from .verdict import verdict
 from .watched import Watched
 from .whereabouts import Whereabouts, innermost, waits_now
-
-if TYPE_CHECKING:
-    from ..oversight import Oversight
 
 STALLED = 75
 """Exit status of a run that stood still: EX_TEMPFAIL of sysexits.h, starting again may help."""
@@ -37,6 +35,18 @@ _MESSAGES_PER_S = 1000.0
 _BEAT_S = 1.0
 
 
+class ThreadOfRun(Protocol):
+    """What the watchdog uses of Oversight."""
+
+    bulletin: Bulletin | None
+
+    def add(self, watcher: Callable[[], None]) -> None:
+        """Let ``watcher`` be called several times a second."""
+
+    def wake(self) -> None:
+        """Let the watchers be called at once."""
+
+
 class Rounds:
     """The part of the watchdog that talks to the other processes; all its methods belong to the Monitor's thread.
 
@@ -49,7 +59,7 @@ class Rounds:
         options: None: no stall is looked for, but endings are told.
     """
 
-    def __init__(self, oversight: Oversight, options: WatchdogOptions | None) -> None:
+    def __init__(self, oversight: ThreadOfRun, options: WatchdogOptions | None) -> None:
         self._oversight, self._options = oversight, options
         self.exchange: Exchange | None = None
         """None before the first round, and for one process."""

@@ -11,12 +11,11 @@ from ...core.events import append_event
 from .ending import Ending, Kind, follows_from_another
 from .exchange import Exchange
 from .guard import Guard, keeper_of_store
-from .options import WatchdogOptions
-from .rounds import Rounds
+from .limits import WatchdogOptions
+from .rounds import Rounds, ThreadOfRun
 from .watched import Watched
 
 if TYPE_CHECKING:
-    from ..oversight import Oversight
     from ..run import Run
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class Watchdog:
         options: ``env_cfg.watchdog``; None: no stall is looked for, but failures are told.
     """
 
-    def __init__(self, oversight: Oversight, options: WatchdogOptions | None) -> None:
+    def __init__(self, oversight: ThreadOfRun, options: WatchdogOptions | None) -> None:
         self._oversight, self._options = oversight, options
         self._rounds = Rounds(oversight, options)
         oversight.add(self._rounds)
