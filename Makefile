@@ -10,7 +10,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu async-io lint types unit bench format clean distclean
+.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io lint types unit bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
 	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
+	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
@@ -73,6 +74,10 @@ types: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
 	$(PYTEST)
+
+# MMEngine's own tests, downloaded and translated, with flextrain in MMEngine's place.
+test-mmengine: $(VENV)/.installed-dev
+	$(PY) tests/mmengine/upstream/run.py
 
 # In a virtual environment of its own, which takes 6 GB.
 OLDEST_PYTHON ?= python3.10

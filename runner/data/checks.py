@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ...core.config import check_call
 from ...core.errors import ConfigError, counted, one_of, suggest
 from ...core.registry import DATA_SAMPLERS, FUNCTIONS
+from . import first_samples
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler
 from .user_loaders import gives_batches, length_of
@@ -38,7 +39,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
     if not isinstance(cfg, Mapping):
         _check_elsewhere(cfg, where, training)
         return
-    known = {key: None if key in _BUILT else value for key, value in cfg.items()}
+    first_samples.check_limit(cfg, where)
+    known = {key: None if key in _BUILT else value for key, value in cfg.items() if key != first_samples.KEY}
     check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
     if "dataset" not in cfg:
         raise ConfigError(f"{where}.dataset: missing, it must be given")

@@ -17,6 +17,7 @@ from ...core.errors import ConfigError, counted
 from ...core.heartbeat import heartbeat
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
+from . import first_samples
 from .checks import check_dataloader, check_dataset, check_has_batches, named_function, worker_facts
 from .dataloader_reader import Feed
 from .dataset_wrappers import build_dataset, is_config
@@ -47,7 +48,8 @@ def build_dataloader(
         cfg: ``dict(dataset=..., batch_size=..., sampler=dict(...), collate_fn=dict(...), ...)``, a DataLoader, or
             another object that gives batches. ``worker_init_fn=dict(type=..., **arguments)`` names a function of the
             worker's number, which is told ``num_workers``, ``rank`` (the index of the data shard) and ``seed`` if it
-            takes them. In a DataLoader, torch's own sequential or random sampler is replaced by
+            takes them. ``num_batch_per_epoch`` reads only the first samples of the dataset, that many batches per
+            process. In a DataLoader, torch's own sequential or random sampler is replaced by
             a DefaultSampler; any other is kept. A list of batches is split by a DefaultSampler too.
         training: shuffle by default, and give every process equally many samples; otherwise no sample is repeated.
         seed: seed of the order and of the workers.
@@ -69,12 +71,13 @@ def build_dataloader(
             say_how_it_resumes(loader, where, logger)
         return loader
     kwargs = dict(cfg)
-    dataset = kwargs.pop("dataset")
+    dataset, limit = kwargs.pop("dataset"), kwargs.pop(first_samples.KEY, None)
     if is_config(dataset):
         dataset = build_dataset(dataset, f"{where}.dataset")
         check_dataset(dataset, cfg, where, training)
     if hasattr(dataset, "full_init"):
         dataset.full_init()
+    dataset = first_samples.limited(dataset, limit, kwargs, shard[1], where)
     own_batches = kwargs.get("batch_sampler") is not None
     check_has_batches(dataset, None if own_batches else kwargs.get("batch_size", 1), kwargs.get("drop_last"), where)
     collate = kwargs.pop("collate_fn", "pseudo_collate")
