@@ -49,8 +49,9 @@ def mpi(env: Mapping[str, str]) -> Launch:
     names = _HYDRA if hydra else _OPEN_MPI
     size, rank, local = read_int(env, names.size), read_int(env, names.rank), read_int(env, names.local_rank)
     check_ranks(rank, size, local, names[:3], "start the script with mpirun, which sets them")
-    several = read_int(env, names.local_size, 0) != size
-    job, first = _hydras_job(env) if hydra else _open_mpis_job(env)
+    local_size = read_int(env, names.local_size, 0)
+    several = local_size != size
+    job, first = _hydras_job(env, size / max(local_size, 1)) if hydra else _open_mpis_job(env)
     host = env.get("MASTER_ADDR") or (first if several else "127.0.0.1")
     if not host:
         raise LaunchError(
@@ -80,20 +81,28 @@ def _open_mpis_job(env: Mapping[str, str]) -> tuple[str, str]:
     return f"Open MPI job {name}" if name else "", host[1] if host else ""
 
 
-def _hydras_job(env: Mapping[str, str]) -> tuple[str, str]:
+def _hydras_job(env: Mapping[str, str], machines: float) -> tuple[str, str]:
     """Name of the job, and the machine of mpiexec, on which rank 0 usually is; both may be empty.
 
     MPICH has no variable for either. Its own process on each machine has them on the command line.
+
+    Args:
+        machines: how many there are about; beyond a number of them, Intel MPI's processes start each other in a tree.
     """
-    found = _hydras_options()
+    found = _hydras_options(env.get("HYDRA_BSTRAP_LOCALHOST", ""))
     if uuid := env.get("I_MPI_HYDRA_UUID"):
-        return f"Intel MPI job {uuid}", found.get("upstream-host", "")
+        is_tree = machines > read_int(env, "HYDRA_BSTRAP_TREE_WIDTH", 16)
+        return f"Intel MPI job {uuid}", "" if is_tree else found.get("upstream-host", "")
     control = found.get("control-port", "")
     return f"MPICH job {control}" if control else "", control.rpartition(":")[0]
 
 
-def _hydras_options() -> dict[str, str]:
-    """Options that name mpiexec's machine, of the process of hydra that started this one; empty where /proc is not."""
+def _hydras_options(here: str) -> dict[str, str]:
+    """Options that name mpiexec's machine, of the process of hydra that started this one; empty where /proc is not.
+
+    Args:
+        here: this machine's name, for processes that Intel MPI's mpiexec has started without another one between.
+    """
     process = "self"
     while process not in ("0", "1"):
         try:
@@ -105,6 +114,8 @@ def _hydras_options() -> dict[str, str]:
             found = dict(re.findall(r"--(control-port|upstream-host) (\S+)", command))
             if found:
                 return found
+        if Path(command.partition(" ")[0]).name.startswith("mpiexec"):
+            return {"upstream-host": here}
         parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
         process = parent[1] if parent else "0"
     return {}

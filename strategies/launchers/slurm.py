@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from ...core.errors import LaunchError
 from .facts import PORTS, Launch, address, check_ranks, read_int, read_text
@@ -26,8 +27,7 @@ def srun(env: Mapping[str, str]) -> Launch:
         rank, size, local, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), "start the script with srun"
     )
     several = read_int(env, "SLURM_STEP_NUM_NODES", 0) != 1
-    nodes = read_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
-    host = env.get("MASTER_ADDR") or (first_host(nodes) if several else "127.0.0.1")
+    host = env.get("MASTER_ADDR") or (_first_machine(env) if several else "127.0.0.1")
     # Neighbouring jobs, and the steps of each, get different ports.
     own = PORTS[(read_int(env, "SLURM_JOB_ID", 0) * 101 + read_int(env, "SLURM_STEP_ID", 0)) % len(PORTS)]
     return Launch(
@@ -47,6 +47,20 @@ def _name(env: Mapping[str, str]) -> str:
     # The steps of a requeued job count from 0 again, and a process of the start before may be left.
     restarts = read_int(env, "SLURM_RESTART_COUNT", 0)
     return f"{name}, restart {restarts}" if restarts else name
+
+
+def _first_machine(env: Mapping[str, str]) -> str:
+    """The machine of task 0."""
+    nodes = read_text(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        return first_host(nodes)
+    try:  # the list of machines is sorted; the order of the tasks is in the file that the user has given
+        return Path(env.get("SLURM_HOSTFILE", "")).read_text().split()[0]
+    except (OSError, IndexError):
+        raise LaunchError(
+            "launcher: srun --distribution=arbitrary does not say where task 0 is, set MASTER_ADDR to the address of its "
+            "machine"
+        ) from None
 
 
 def first_host(nodelist: str) -> str:

@@ -16,7 +16,7 @@ from .slurm_service import Slurm
 from .slurm_service import missing as no_slurm
 
 JOB = Path(__file__).parent / "job.py"
-ITERATIONS = 60
+ITERATIONS = 40
 """Of a job that is interrupted; others have fewer."""
 
 Losses = list[list[float]]

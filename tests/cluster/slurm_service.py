@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -119,7 +120,8 @@ class Slurm:
         self.end_jobs()
         daemons = self.daemons()
         for pid in daemons:
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_S
         while time.monotonic() < deadline and daemons & self.machines.processes().keys():
             time.sleep(0.1)

@@ -68,3 +68,12 @@ def test_one_that_fails_early_ends_the_others(slurm: Slurm, tmp_path: Path) -> N
     own = re.search(r"^1: ended by (StrategyError: .*)$", output, re.MULTILINE)
     assert own is not None, output[-3000:]
     assert f"0: ended by LaunchError: launcher: rank 1 has ended: {own[1]}" in output
+
+
+def test_tasks_in_an_order_of_the_users_own(slurm: Slurm, tmp_path: Path) -> None:
+    """The list of machines that Slurm gives is sorted all the same."""
+    (tmp_path / "machines").write_text("node2\nnode1\n")
+    job = sys.executable, JOB, "--work-dir", tmp_path / "run", "--iters", 2
+    srun = "srun", "--distribution=arbitrary", "--ntasks=2", "--label"
+    output = slurm.run(*srun, *job, SLURM_HOSTFILE=str(tmp_path / "machines"))
+    assert "0: rank 0 of 2: done at 2" in output

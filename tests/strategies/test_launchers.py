@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flextrain.core.errors import ConfigError, LaunchError
@@ -151,13 +153,31 @@ def test_the_environment_of_this_process_is_the_default(monkeypatch: pytest.Monk
 
 
 def test_mpichs_machine_and_job_are_on_the_command_line_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "_hydras_options", lambda: {"control-port": "gpu-7:37323"})
+    monkeypatch.setattr(mpi, "_hydras_options", lambda here: {"control-port": "gpu-7:37323"})
     found = detect_launch(env=HYDRA_TWO_HOSTS)
     assert (found.init_method.rpartition(":")[0], found.job) == ("tcp://gpu-7", "MPICH job gpu-7:37323")
     assert detect_launch(env=HYDRA).init_method.startswith("tcp://127.0.0.1:")
-    monkeypatch.setattr(mpi, "_hydras_options", lambda: {"upstream-host": "gpu-7"})
+    monkeypatch.setattr(mpi, "_hydras_options", lambda here: {"upstream-host": "gpu-7"})
     found = detect_launch(env=HYDRA_TWO_HOSTS | dict(I_MPI_HYDRA_UUID="a"))
     assert (found.init_method.rpartition(":")[0], found.job) == ("tcp://gpu-7", "Intel MPI job a")
+
+
+def test_intels_machines_beyond_its_trees_width_do_not_know_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "_hydras_options", lambda here: {"upstream-host": "gpu-7"})
+    with pytest.raises(LaunchError, match=f"^{MEET}"):
+        detect_launch(env=HYDRA_TWO_HOSTS | dict(I_MPI_HYDRA_UUID="a", HYDRA_BSTRAP_TREE_WIDTH="1"))
+
+
+def test_tasks_in_an_order_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "machines"
+    file.write_text("x1\ngpu08\n")
+    arbitrary = SRUN | dict(SLURM_DISTRIBUTION="arbitrary")
+    assert detect_launch(env=arbitrary | dict(SLURM_HOSTFILE=str(file))).init_method == "tcp://x1:21214"
+    assert detect_launch(env=arbitrary | dict(MASTER_ADDR="b")).init_method == "tcp://b:21214"
+    with pytest.raises(
+        LaunchError, match="^launcher: srun --distribution=arbitrary does not say where task 0 is, set MASTER"
+    ):
+        detect_launch(env=arbitrary)
 
 
 @pytest.mark.parametrize(
