@@ -175,9 +175,11 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def _names_in(path: Path) -> list[str]:
+    if not is_checkpoint(path):  # and not to be recovered now
+        return []
     try:
         return list(read_manifest(path).files)
-    except CheckpointError:  # damaged, or no checkpoint any more
+    except CheckpointError:  # damaged
         return []
 
 
