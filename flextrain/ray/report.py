@@ -7,14 +7,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint import is_checkpoint, is_local
 from ..core.checkpoint.manifest import MANIFEST
-from ..core.comm.collectives import broadcast_object, side_group, start_reduce
-from ..core.errors import ConfigError
+from ..core.comm.collectives import side_group, start_reduce
+from ..core.errors import CheckpointError, ConfigError
 from ..runner.hooks import CheckpointHook, Hook, LoggerHook
 from ..runner.reporting.reporter import Reporter, numbers
 from ..runner.run import Run
@@ -25,7 +25,7 @@ REPORTED = "reported"
 
 
 class RayReportHook(Hook):
-    """Reports to Ray Train: at log lines, after validations, and when a checkpoint was saved.
+    """Reports to Ray Train, after validations and at log lines: every ``interval_s``, and when a checkpoint is complete.
 
     Every worker calls ``ray.train.report`` equally often. Rank 0's metrics are those of the last log line and validation,
     as ``train/loss`` and ``val/accuracy``, with ``epoch`` and ``iter``; the other ranks report the validation only. A
@@ -41,7 +41,7 @@ class RayReportHook(Hook):
 
     Args:
         interval: iterations between two looks whether a report is due; default: that of the LoggerHook.
-        interval_s: seconds between reports without a validation or checkpoint. Ray reads reports every 2 seconds, and
+        interval_s: seconds between reports without a validation or checkpoint (by rank 0's clock). Ray reads reports every 2 seconds, and
             more frequent ones would queue up.
 
     Raises:
@@ -62,38 +62,42 @@ class RayReportHook(Hook):
         self._lines = _LastLine()
         self._validation: dict[str, float] = {}
         self._is_training = False
-        self._owed = 0  # reports to make at the next opportunity, equal on every process
-        self._decision: Callable[[], int] | None = None  # whether a report is due, as rank 0 says
-        self._reported_at = 0.0
-        self._saved_as: Any = None  # the newest checkpoint whose saving has begun
-        self._waiting: list[_Saved] = []  # checkpoints that are not reported yet
+        self._decision: Callable[[], int] | None = None  # how many reports to make before the next iteration
         self._announced: Any = None  # by Ray, and saved for
-        self._saved_at = -1  # iteration
+        # Of rank 0, which decides for all:
+        self._reported_at = 0.0
+        self._newest: Path | None = None  # checkpoint whose saving began last
+        self._taken: Path | None = None  # the one that was reported last
+        self._waiting: list[_Saved] = []  # checkpoints that are not reported yet
 
     def before_train(self, runner: Run) -> None:
         """Find the run of Ray, and begin to note the figures of log lines."""
         self._ray = RayRun("RayReportHook")
         loggers = [hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
         self._every = self.interval or min(loggers, default=10)
+        self._is_training, self._decision = True, None
+        if runner.rank != 0:
+            return
         if self._lines not in runner.reporters:
             runner.visualizer.reporters.append(self._lines)
-        self._is_training, self._owed, self._decision = True, 0, None
-        self._saved_as = runner.message_hub.get_info("last_ckpt")
-        self._report_again(runner, self._ray)
         self._reported_at = time.monotonic()
-        if runner.rank == 0 and not is_local(runner.checkpoint_dir):
+        newest = runner.message_hub.get_info("last_ckpt")
+        self._newest = newest and Path(newest)
+        if self._newest is not None and self._ray.reported_iteration() < runner.iter:
+            # The run continues from it, and failed before Ray had read of it.
+            self._waiting = [_Saved(self._newest, *self._metrics(runner), is_complete=True)]
+        if not is_local(runner.checkpoint_dir):
             runner.logger.warning(
                 f"RayReportHook: checkpoints in {runner.checkpoint_dir} are not reported to Ray, only those in folders are; "
                 "the run continues from them all the same"
             )
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Make the reports of the iteration before, which no validation followed."""
+        """Make the reports that rank 0 has decided on after the iteration before."""
         if self._decision is not None:
-            due, self._decision = self._decision(), None
-            self._owed = max(self._owed, due)
-        if self._owed:
-            self._report(runner)
+            decision, self._decision = self._decision, None
+            if count := decision():
+                self._report(runner, count)
 
     def after_train_iter(
         self,
@@ -102,17 +106,17 @@ class RayReportHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Ask rank 0 at log lines whether a report is due, and note that a checkpoint was saved."""
+        """Note that a checkpoint was saved, and have rank 0 decide at log lines how many reports are due."""
+        if runner.rank == 0:
+            self._note_saved(runner)
         if (runner.iter + 1) % self._every == 0:
-            due = runner.rank == 0 and (
-                self._is_ready(runner) or time.monotonic() - self._reported_at >= self.interval_s
-            )
-            self._decision = start_reduce(int(due), "max", side_group(purpose="ray"))
-        self._note_saved(runner)
+            is_due = time.monotonic() - self._reported_at >= self.interval_s
+            self._decision = self._decide(runner, at_least=int(is_due))
 
     def after_train_epoch(self, runner: Run) -> None:
         """Note that a checkpoint was saved."""
-        self._note_saved(runner)
+        if runner.rank == 0:
+            self._note_saved(runner)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Report the metrics of a validation during training, and the checkpoint saved before it."""
@@ -121,78 +125,79 @@ class RayReportHook(Hook):
         self._validation = {
             f"val/{name.removeprefix('val/')}": value for name, value in _numbers(metrics or {}).items()
         }
-        self._owed = max(self._owed, 1)
-        self._report(runner)
+        done, figures = self._metrics(runner)
+        for saved in self._waiting:
+            if saved.iteration == done:  # it was saved before its own validation
+                saved.metrics = figures
+        self._report_now(runner)
 
     def after_train(self, runner: Run) -> None:
         """Report the last metrics and checkpoint."""
-        self._note_saved(runner)
         runner.finish_saving()
-        self._owed = max(self._owed, 1)
-        self._report(runner, ends=True)
+        if runner.rank == 0:
+            self._note_saved(runner)
         self._is_training = False
+        self._report_now(runner)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: the other processes may report no more."""
-        self._is_training, self._decision, self._owed = False, None, 0
+        self._is_training, self._decision = False, None
 
     # Saving and reporting
 
-    def _report_again(self, runner: Run, ray: RayRun) -> None:
-        """Owe a report of the checkpoint that the run continues from, if the failure came before Ray had read of it."""
-        is_known = broadcast_object(runner.rank == 0 and ray.reported_iteration() >= runner.iter)
-        if self._saved_as is None or is_known:
-            return
-        self._owed = 1
-        self._waiting = []
-        self._await(runner, _Saved(Path(self._saved_as), is_complete=True))
-
     def _note_saved(self, runner: Run) -> None:
-        """Owe a report if saving has begun since the last call; every process sees it alike.
-
-        A report gives Ray one checkpoint. When a save begins, the one before it is complete, so at most two wait.
-        """
+        """Let the checkpoint wait whose saving has begun since the last call."""
         newest = runner.message_hub.get_info("last_ckpt")
-        if newest != self._saved_as:
-            self._saved_as = newest
-            self._owed += 1
-            self._await(runner, _Saved(Path(newest)))
+        if newest is None or (path := Path(newest)) == self._newest:
+            return
+        self._newest = path
+        # After a save that failed the checkpoint before it is the newest again.
+        if path != self._taken and not any(saved.path == path for saved in self._waiting):
+            self._waiting.append(_Saved(path, *self._metrics(runner)))
 
-    def _await(self, runner: Run, saved: _Saved) -> None:
-        if runner.rank == 0:  # which reports it
-            self._waiting.append(saved)
+    def _decide(self, runner: Run, at_least: int) -> Callable[[], int]:
+        """Start to tell all processes how many reports rank 0 wants; return a function that returns the number."""
+        count = max(at_least, self._num_ready(runner)) if runner.rank == 0 else 0
+        return start_reduce(count, "max", side_group(purpose="ray"))
 
-    def _report(self, runner: Run, ends: bool = False) -> None:
-        """Make the reports that are owed; a collective of Ray's."""
+    def _report_now(self, runner: Run) -> None:
+        self._decision = None
+        self._report(runner, self._decide(runner, at_least=1)())
+
+    def _report(self, runner: Run, count: int) -> None:
+        """Report ``count`` times; a collective of Ray's."""
         assert self._ray is not None
-        if not ends:
-            self._save_for_announcement(runner, self._ray)
-        while self._owed:
-            self._owed -= 1
-            metrics = self._metrics(runner)
-            for saved in self._waiting:  # written in the background, it may be complete only after further iterations
-                saved.metrics = saved.metrics or metrics
-            taken = self._next_complete(runner) if runner.rank == 0 else None
+        work_dir = Path(runner.work_dir)
+        for _ in range(count):
+            taken = self._next_complete(runner)  # None on ranks other than 0, on which nothing waits
             if taken is None:
-                _give(self._ray, metrics, None, Path(runner.work_dir))
+                _give(self._ray, self._metrics(runner)[1], None, work_dir)
             else:
-                _give(self._ray, taken.metrics, taken.path, Path(runner.work_dir))
+                _give(self._ray, taken.metrics, taken.path, work_dir)
         self._reported_at = time.monotonic()
+        if self._is_training:
+            self._save_for_announcement(runner, self._ray)
 
-    def _metrics(self, runner: Run) -> dict[str, float]:
-        progress = {"epoch": runner.epoch, "iter": runner.train_loop.state_dict()["iter"] or 0}
-        return {**self._lines.scalars, **self._validation, **progress}
+    def _metrics(self, runner: Run) -> tuple[int, dict[str, float]]:
+        """Return the iteration, and the figures of the last log line and validation with it."""
+        state = runner.train_loop.state_dict()
+        epoch, done = state["epoch"] or 0, state["iter"] or 0
+        return done, {**self._lines.scalars, **self._validation, "epoch": epoch, "iter": done}
 
-    def _is_ready(self, runner: Run) -> bool:
-        """True if a checkpoint that waits is complete; rank 0 alone is asked."""
-        return any(saved.is_complete or runner.has_saved(saved.path) for saved in self._waiting)
+    def _is_complete(self, runner: Run, saved: _Saved) -> bool:
+        return saved.is_complete or runner.has_saved(saved.path)
+
+    def _num_ready(self, runner: Run) -> int:
+        return sum(self._is_complete(runner, saved) for saved in self._waiting)
 
     def _next_complete(self, runner: Run) -> _Saved | None:
-        """Return the oldest checkpoint that is complete and waits; older ones have failed."""
-        while self._is_ready(runner):
+        """Return the oldest checkpoint that is complete and waits; those before it have failed."""
+        while self._num_ready(runner):
             saved = self._waiting.pop(0)
-            is_complete = saved.is_complete or runner.has_saved(saved.path)
-            if is_complete and is_local(saved.path) and is_checkpoint(saved.path) and not runner.was_marked(saved.path):
+            if not self._is_complete(runner, saved):
+                continue
+            self._taken = saved.path
+            if is_local(saved.path) and is_checkpoint(saved.path) and not runner.was_marked(saved.path):
                 return saved
         return None
 
@@ -203,23 +208,30 @@ class RayReportHook(Hook):
         if announced is None or announced == self._announced:
             return
         self._announced = announced
-        done = runner.iter
+        savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        if not savers:
+            return
         runner.logger.warning(
             f"Ray will take away the machines of rank {', '.join(map(str, announced.preempted_ranks))}: saving at iteration "
-            f"{done}; training goes on until then"
+            f"{self._metrics(runner)[0]}; training goes on until then"
         )
-        folder = next((h.out_dir(runner) for h in runner.hooks if isinstance(h, CheckpointHook)), Path(runner.work_dir))
-        path = runner.save_checkpoint(folder, f"iter_{done}", meta={"epoch": runner.epoch, "iter": done})
-        self._await(runner, _Saved(Path(path)))
-        self._owed += 1
+        try:
+            savers[0].save_now(runner)
+        except CheckpointError as error:  # the same on all processes
+            runner.logger.warning(f"The run may lose what it has trained since its last checkpoint: {error}")
+            return
+        if runner.rank == 0:
+            self._note_saved(runner)
+        self._report_now(runner)
 
 
 @dataclass
 class _Saved:
-    """A checkpoint, and the metrics of the iteration after which it was saved, with those of the validation that followed."""
+    """A checkpoint, the iteration after which it was saved, and the metrics then, with those of its own validation."""
 
     path: Path
-    metrics: dict[str, float] = field(default_factory=dict)
+    iteration: int
+    metrics: dict[str, float]
     is_complete: bool = False
     """True if an earlier start of the run has saved it."""
 
