@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from flextrain.core.config import validate
+from flextrain.runner.options import Environment, PreemptionOptions
+from flextrain.runner.watchdog.limits import WatchdogOptions
 from flextrain.tools.elastic.command_line import read_options
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +24,26 @@ def test_every_job_file_is_named_in_the_documentation() -> None:
     files = sorted(path.name for path in FOLDER.iterdir() if path.is_file())
     assert len(files) == 7
     assert [name for name in files if f"(../examples/clusters/{name})" not in text] == []
+
+
+def test_what_the_documentation_gives_is_taken() -> None:
+    """Keys and values of env_cfg, with the defaults that the text says."""
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    given = [block for block in blocks if block.startswith("env_cfg = ")]
+    assert (len(blocks), len(given)) == (3, 2)
+    taken: dict[str, Any] = {}
+    for block in blocks:
+        compile(block, "clusters.md", "exec")
+    for block in given:
+        found: dict[str, Any] = {}
+        exec(block, found)
+        checked = validate(Environment, found["env_cfg"], "env_cfg")
+        taken |= {key: getattr(checked, key) for key in found["env_cfg"]}
+    preemption, watchdog = taken["preemption"], taken["watchdog"]
+    assert preemption == PreemptionOptions(max_time="23:50:00")
+    assert watchdog == WatchdogOptions()
+    assert f"| `margin_s` | `{PreemptionOptions().margin_s}` |" in text
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
