@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 JOB = Path(__file__).with_name("ray_job.py")
-LIMIT_S = 400.0
+LIMIT_S, END_S = 400.0, 60.0
 
 
 def run_on_ray(folder: Path, scenario: str) -> dict[str, Any]:
@@ -40,7 +41,10 @@ def run_on_ray(folder: Path, scenario: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    assert processes_with(mark) == []
+    deadline = time.monotonic() + END_S
+    while left := processes_with(mark):  # workers whose machine is gone end by themselves
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
