@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 JOB = Path(__file__).with_name("ray_job.py")
-LIMIT_S, END_S = 400.0, 60.0
+LIMIT_S, END_S = 400.0, 180.0
 
 
 def run_on_ray(folder: Path, scenario: str) -> dict[str, Any]:
