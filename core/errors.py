@@ -18,6 +18,10 @@ class NonFiniteError(FlexTrainError, ArithmeticError):
     """A loss or a gradient norm is NaN or infinite, and ``env_cfg=dict(nonfinite="raise")`` is set."""
 
 
+class DivergenceError(FlexTrainError, RuntimeError):
+    """Processes that should hold replicas of a tensor hold different values; every process raises it."""
+
+
 class LaunchError(FlexTrainError, RuntimeError):
     """The processes of a job could not connect to each other, or one of them failed."""
 

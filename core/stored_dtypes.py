@@ -43,3 +43,8 @@ def check_tensor(key: str, tensor: Tensor) -> None:
         raise CheckpointError(
             f"{key}: tensors of layout {kind} cannot be saved, give a dense one, as to_dense() makes it"
         )
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The tensor without torch's marks of lazy conjugation and negation, under which its memory has other values."""
+    return tensor.resolve_conj().resolve_neg()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .core.device import register_device as register_device
     from .core.errors import CheckpointError as CheckpointError
     from .core.errors import ConfigError as ConfigError
+    from .core.errors import DivergenceError as DivergenceError
     from .core.errors import FlexTrainError as FlexTrainError
     from .core.errors import LaunchError as LaunchError
     from .core.errors import NonFiniteError as NonFiniteError
@@ -138,6 +139,7 @@ _HOMES = {
     "core.errors": [
         "FlexTrainError",
         "ConfigError",
+        "DivergenceError",
         "LaunchError",
         "NonFiniteError",
         "StrategyError",

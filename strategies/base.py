@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.model_sync import floating_buffers, share_weights
+from ..core.comm.replica_check import ReplicaCheck
 from ..core.errors import ConfigError, StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
@@ -61,6 +62,7 @@ class Strategy(CanonicalState):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.precision = Precision()
+        self._replica_check = ReplicaCheck()
         self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
     # Setup and teardown
@@ -249,6 +251,23 @@ class Strategy(CanonicalState):
         """
         if self.optim is not None:
             self.optim.zero_grad()
+
+    def check_replicas(self) -> dict[str, Tensor]:
+        """Compare what several processes hold replicas of, bit for bit; a collective. Every save does it first.
+
+        Compared are ``replicas()`` with those of all processes that hold the same, and buffers that nothing has written
+        since the last check: others, such as running statistics, are each process's own. The host waits once for the
+        device.
+
+        Returns:
+            The tensors that were compared, by name.
+
+        Raises:
+            DivergenceError: on every process, if replicas differ; it names a tensor and the ranks.
+        """
+        if self.topology.is_alone:
+            return {}
+        return self._replica_check.check(self.replicas(), dict(self.module.named_buffers()))
 
     def share_buffers(self) -> None:
         """Give every process the floating-point buffers of the first data shard; a collective, before evaluation.

@@ -107,6 +107,22 @@ class CanonicalState(ProcessEnvironment):
         persistent = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
 
+    def replicas(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the parameters and the optimizer state of this process, by name, for ``check_replicas``.
+
+        Their types give the layouts, as in ``model_state``; what no other process holds is not compared. The names are
+        those of ``state_dict``, and ``module.<name>`` for whole weights that the model computes with beside its master.
+        """
+        weights, buffers = self.model_state(), {name for name, _ in self.module.named_buffers()}
+        found = {f"model.{name}": tensor for name, tensor in weights.items() if name not in buffers}
+        for name, parameter in self.named_parameters():
+            master = weights[name]
+            is_same = type(master) in (Tensor, nn.Parameter) and master.data_ptr() == parameter.data_ptr()
+            if type(parameter) is nn.Parameter and parameter.shape == master.shape and not is_same:
+                found[f"module.{name}"] = parameter.detach()
+        state = {key: value for key, value in self.state_dict().items() if key.startswith(STATE)}
+        return found, {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the canonical state: live tensors, not copied, and plain values.
 

@@ -87,6 +87,7 @@ PUBLIC = {
     "FlexTrainError",
     "ConfigError",
     "LaunchError",
+    "DivergenceError",
     "NonFiniteError",
     "StrategyError",
     "CheckpointError",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..stored_dtypes import DTYPE_NAMES, DTYPES, PAIRS
+from ..stored_dtypes import DTYPE_NAMES, DTYPES, PAIRS, as_stored
 from .directory import check_length, write_file
 from .load.partial_read import Fetch, Slices
 from .manifest import FileEntry
@@ -83,11 +83,6 @@ def bytes_of(tensor: Tensor) -> memoryview | bytes:
     """The bytes of a tensor as the file has them; a contiguous tensor on the CPU shares its memory."""
     flat = as_stored(tensor.detach().to("cpu")).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor without torch's marks of lazy conjugation and negation, under which its memory has other values."""
-    return tensor.resolve_conj().resolve_neg()
 
 
 class SafetensorsFile(Fetch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .check_replicas import CheckReplicasHook
 from .checkpoint import CheckpointHook
 from .dispatch import HookDispatcher
 from .early_stopping import EarlyStoppingHook
@@ -36,6 +37,7 @@ DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
 __all__ = [
     "DEFAULT_HOOKS",
     "POINTS",
+    "CheckReplicasHook",
     "CheckpointHook",
     "DistSamplerSeedHook",
     "EMAHook",

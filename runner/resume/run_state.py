@@ -22,11 +22,14 @@ from ...core.checkpoint import (
     save_in_background,
     what_is_not_finite,
 )
+from ...core.checkpoint.save.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError
+from ...core.fingerprints import replica_of
 from ...core.module_state import own_loading
 from ...core.random_state import rng_state
 from ...core.supervision import job
+from ...core.torch_private import storage_key
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
@@ -90,6 +93,9 @@ def save(
         "own_losses": runner.message_hub.own_losses(),
         "loader": runner.train_loop.data.loader_state(),
     }
+    Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
+    staging = staging or Staging()
+    staging.compared = {key for key, tensor in strategy.check_replicas().items() if _is_same(state.get(key), tensor)}
     options: dict[str, Any] = dict(
         per_rank=per_shard if topology.reports else None,
         number=topology.data.index,
@@ -108,6 +114,12 @@ def save(
         return save_in_background(path, state, logs_failure=logs_failure, **options)
     save_checkpoint(path, state, **options)
     return None
+
+
+def _is_same(saved: Any, compared: Tensor) -> bool:
+    """Whether what is saved is what was compared; a hook may have put something else in its place."""
+    replica = replica_of(saved) if isinstance(saved, Tensor) else None
+    return replica is not None and storage_key(replica[0]) == storage_key(compared)
 
 
 def resume(runner: Run, path: Path, options: Resume) -> None:

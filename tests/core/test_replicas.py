@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flextrain.core.checkpoint import Checkpoint, Staging, is_checkpoint, save_checkpoint, save_in_background
-from flextrain.core.checkpoint.save.replicas import Replicas, fingerprints, of_bits, share_of
+from flextrain.core.checkpoint.save.replicas import Replicas, share_of
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
+from flextrain.core.fingerprints import fingerprints, of_bits
 from flextrain.testing import WorkerGroup
 
 

@@ -227,7 +227,10 @@ CASES: list[Case] = [
     Case(
         SingleDeviceStrategy,
         lambda kind: dict(strategy=kind()),
-        {"drop_gradients": "no update of this life is interrupted, see test_interrupted"},
+        {
+            "drop_gradients": "no update of this life is interrupted, see test_interrupted",
+            "replicas": "several processes have replicas",
+        },
         refused=("prepare",),
         id="Strategy",
     ),

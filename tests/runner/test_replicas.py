@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import CheckpointError
+from flextrain import DivergenceError
 from flextrain.core.checkpoint import Checkpoint, is_checkpoint
+from flextrain.core.fingerprints import replica_of
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
@@ -46,7 +48,7 @@ def drifted(folder: str, what: str, in_background: bool) -> str:
     )
     try:
         runner.train()
-    except CheckpointError as error:
+    except DivergenceError as error:
         return str(error)
     finally:
         runner.strategy.teardown()
@@ -65,9 +67,112 @@ def test_a_process_that_strays_is_named(
     workers2: WorkerGroup, tmp_path: Path, what: str, key: str, in_background: bool
 ) -> None:
     for said in workers2.run(drifted, str(tmp_path), what, in_background):
-        assert f"iter_2: could not be saved on rank 0: {key} differs between processes, rank 1 from" in said
+        assert said.startswith(f"replicas differ: rank 0 and rank 1 differ in {key}; ")
     assert is_checkpoint(tmp_path / "iter_1")
     assert not is_checkpoint(tmp_path / "iter_2")
+
+
+# A bit that flips in the memory of one process
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    """Turn one bit of a tensor the other way round, as a fault of the memory does: torch does not hear of it."""
+    memory = tensor.view(-1).view(torch.uint8).numpy()
+    memory[bit // 8] ^= 1 << bit % 8
+
+
+class Wide(Net):
+    """With a weight beyond the size up to which all of it was always compared."""
+
+    def __init__(self) -> None:
+        super().__init__(width=12_000)
+        self.register_buffer("mask", torch.arange(5))
+
+
+def flipped(folder: str, strategy: dict[str, Any], count: int) -> list[tuple[str, int, str]]:
+    """Flip bits one after the other, each before a save: the tensor, the rank, and what the save said."""
+    runner = make_runner(
+        folder,
+        model=Wide,
+        strategy=strategy,
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.01)),
+        train_cfg=dict(by_epoch=False, max_iters=2),
+    )
+    runner.train()
+    runner.save_checkpoint(folder, "before")
+    weights, optimizer = runner.strategy.replicas()
+    held = {key: found[0] for key, tensor in {**weights, **optimizer}.items() if (found := replica_of(tensor))}
+    # By address, because ZeRO has one counter of updates for all parameters of a group.
+    first = {held[key].data_ptr(): key for key in reversed(held)}
+    held = {key: held[key] for key in first.values()}
+    held["mask"] = runner.strategy.module.mask
+    chance, results = random.Random(4), []
+    for number in range(count):
+        key, rank, at = chance.choice(sorted(held)), chance.randrange(runner.world_size), chance.random()
+        bit = int(at * 8 * held[key].numel() * held[key].itemsize)
+        if runner.rank == rank:
+            flip(held[key], bit)
+        try:
+            runner.save_checkpoint(folder, f"after_{number}", async_save=number % 2 == 0)
+            said = "nothing"
+        except DivergenceError as error:
+            said = str(error)
+        if runner.rank == rank:
+            flip(held[key], bit)
+        results.append((key, rank, said))
+    runner.save_checkpoint(folder, "last")  # all bits are as they were
+    runner.strategy.teardown()
+    return results
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(dict(type="DDPStrategy"), id="ddp"),
+        pytest.param(
+            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)), id="zero2", marks=pytest.mark.deepspeed
+        ),
+    ],
+)
+def test_every_flipped_bit_is_found_before_the_next_save(
+    workers3: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    for results in workers3.run(flipped, str(tmp_path), strategy, 50):
+        assert len({key for key, _, _ in results}) > 4
+        for key, rank, said in results:
+            others = ", ".join(str(other) for other in range(3) if other != rank)
+            assert said.startswith(f"replicas differ: rank {rank} differs from ranks {others} in {key}"), (key, rank)
+    assert sorted(path.name for path in tmp_path.iterdir() if is_checkpoint(path)) == ["before", "last"]
+
+
+class FlipAt(Hook):
+    """Flips a bit on rank 1 after an update."""
+
+    priority = "HIGHEST"
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if (runner.iter, runner.rank) == (2, 1):
+            flip(runner.strategy.module.net[3].bias.detach(), 0)
+
+
+def found_between_saves(folder: str) -> tuple[int, str]:
+    """The update after which the hook finds a flipped bit, and what it says."""
+    runner = make_runner(
+        folder, strategy="DDPStrategy", custom_hooks=[FlipAt(), dict(type="CheckReplicasHook", interval=2)]
+    )
+    try:
+        runner.train()
+    except DivergenceError as error:
+        return runner.iter + 1, str(error)
+    finally:
+        runner.strategy.teardown()
+    return 0, ""
+
+
+def test_a_hook_compares_between_saves(workers2: WorkerGroup, tmp_path: Path) -> None:
+    for iteration, said in workers2.run(found_between_saves, str(tmp_path)):
+        assert iteration == 4
+        assert said.startswith("replicas differ: rank 0 and rank 1 differ in model.net.3.")
 
 
 class Normalised(Net):

@@ -129,6 +129,8 @@ class Staging:
         self.plan = _Plan()
         self.nonfinite: tuple[str, ...] = ()
         """Keys of the tensors for which the last complete save was marked."""
+        self.compared: Collection[str] = ()
+        """Keys whose replicas the caller has just compared, and the save need not."""
         self.shared: set[Path] = set()
         """Folders in which all processes have seen each other's files."""
         self.memory = HostBuffer()
@@ -302,7 +304,7 @@ class _Save:
         self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
 
     def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
-        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share)  # one has no replicas
+        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share, self._staging.compared)
         self._replicas.look(later)
 
     def _resolve(self, item: WriteItem) -> Tensor:

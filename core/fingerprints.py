@@ -1,0 +1,96 @@
+"""Fingerprints of tensors: hashes of their bits, in which a single flipped bit always shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .stored_dtypes import as_stored
+
+K = TypeVar("K")
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1024
+_BLOCK, SHARES = 64 * 2**10, 4
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)  # as int64
+
+
+def replica_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """This process's shard of a replicated tensor, and its coordinates on the other axes; None if it is no replica."""
+    if isinstance(tensor, DTensor):
+        if not any(placement.is_replicate() for placement in tensor.placements):
+            return None
+        coordinates = tensor.device_mesh.get_coordinate()
+        placements = zip(coordinates or (), tensor.placements, strict=True) if coordinates else ()
+        return cast(DTensor, tensor.detach()).to_local(), tuple(
+            c for c, placement in placements if not placement.is_replicate()
+        )
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.detach(), ()
+    return None
+
+
+def fingerprints(tensors: Mapping[K, Tensor], share: int | None = None) -> dict[K, int]:
+    """A hash of the bits of each tensor, by key; one small copy brings those of a device to the host.
+
+    Hashes of a device and of the CPU are different.
+
+    Args:
+        tensors: key to tensor, whole or a shard.
+        share: see ``of_bytes``.
+    """
+    found = {key: of_bytes(tensor, share) for key, tensor in tensors.items() if tensor.device.type == "cpu"}
+    by_device: dict[torch.device, dict[K, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key not in found:
+            by_device.setdefault(tensor.device, {})[key] = of_bits(tensor)
+    for sums in by_device.values():
+        numbers = torch.stack(list(sums.values())).cpu().tolist()
+        found |= {key: number % 2**64 for key, number in zip(sums, numbers, strict=True)}
+    return found
+
+
+def of_bytes(tensor: Tensor, share: int | None = None) -> int:
+    """A hash of the bits of a tensor on the CPU.
+
+    Args:
+        tensor: any dtype.
+        share: hash only every fourth block of a large tensor, beginning with this block, 0 to 3; None: all blocks.
+    """
+    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
+    if not flat.numel():
+        return 0
+    data = flat.view(torch.uint8).numpy().data
+    if share is None or len(data) <= SHARES * _BLOCK:
+        return xxhash.xxh3_64_intdigest(data)
+    digest = xxhash.xxh3_64()
+    for begin in range(share * _BLOCK, len(data), SHARES * _BLOCK):
+        digest.update(data[begin : begin + _BLOCK])
+    return digest.intdigest()
+
+
+def of_name(name: str) -> int:
+    """A hash of a name, the same on all processes."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def of_bits(tensor: Tensor) -> Tensor:
+    """A hash of the bits of a tensor and their positions, 0-dim int64 on its device; it takes two passes.
+
+    It is a weighted sum of the sums of the rows and columns of the bits as integers. Each row has an even weight and each
+    column an odd one, so every element has an odd one: whatever changes in a single element changes the sum.
+    """
+    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
+    bits = flat.view(_BITS[min(tensor.itemsize, 8)])  # a complex128 has twice the bits of the largest integer
+    whole = bits.numel() // _ROW * _ROW
+    table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
+    rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
+    # The rest is a row of its own, the first one, whose weight is zero.
+    columns[: rest.numel()] += rest.long()
+    ends = torch.arange(1, max(len(rows), _ROW) + 1, dtype=torch.int64, device=bits.device)
+    return (rows * (2 * ends[: len(rows)] * _ODD[0])).sum() + (columns * ((2 * ends[:_ROW] + 1) * _ODD[1])).sum()
