@@ -116,6 +116,8 @@ COUNTS = ("initialize_count_status",)
 TRAIN_LOOP = {"inner": _FACT} | dict.fromkeys(("num_batches", "dry_run"), "evaluation loops are asked")
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
+NOT_ASKED = {"saves_best": "asked where there is no validation", "save_now": "called when a run is preempted"}
+
 
 def without(names: dict[str, str], *called: str, **more: str) -> dict[str, str]:
     return {name: why for name, why in names.items() if name not in called} | more
@@ -126,7 +128,7 @@ CASES: list[Case] = [
     Case(
         CheckpointHook,
         lambda kind: dict(default_hooks=dict(checkpoint=kind(interval=2, save_best="accuracy", rule="greater"))),
-        without(QUESTIONS, "every_n_epochs", "is_last_train_epoch", saves_best="asked where there is no validation"),
+        without(QUESTIONS, "every_n_epochs", "is_last_train_epoch", **NOT_ASKED),
         again=True,
     ),
     Case(
@@ -134,9 +136,7 @@ CASES: list[Case] = [
         lambda kind: dict(
             default_hooks=dict(checkpoint=kind(interval=3, by_epoch=False, save_best="accuracy", rule="greater"))
         ),
-        without(
-            QUESTIONS, "every_n_train_iters", "is_last_train_iter", saves_best="asked where there is no validation"
-        ),
+        without(QUESTIONS, "every_n_train_iters", "is_last_train_iter", **NOT_ASKED),
         id="CheckpointHook-by-iteration",
         again=True,
     ),
