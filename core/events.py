@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,7 +19,8 @@ def append_event(work_dir: str | os.PathLike[str], event: str, **facts: Any) -> 
     """Append ``{"time": seconds since 1970, "event": ..., **facts}`` as one line; any process may do it at any time.
 
     A line is written at once and by one call, so that lines of several processes do not mix and a killed process leaves
-    none behind. Storage that fails is logged as a warning: an event never ends the run that it is about.
+    none behind. Storage that fails is logged as a warning: an event never ends the run that it is about. What a full
+    disk has cut off stays a line of its own.
 
     Args:
         work_dir: the folder of ``events.jsonl``; it must exist.
@@ -26,11 +28,15 @@ def append_event(work_dir: str | os.PathLike[str], event: str, **facts: Any) -> 
         facts: plain values; anything else is written as its text.
     """
     path = Path(work_dir) / EVENTS
-    line = json.dumps({"time": time.time(), "event": event, **facts}, default=str) + "\n"
+    line = (json.dumps({"time": time.time(), "event": event, **facts}, default=str) + "\n").encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            os.write(descriptor, line.encode())
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -38,9 +44,17 @@ def append_event(work_dir: str | os.PathLike[str], event: str, **facts: Any) -> 
 
 
 def read_events(work_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a work directory in the order in which they were written; empty if there are none."""
+    """The events of a work directory in the order in which they were written; lines that were cut off are left out."""
     try:
-        text = (Path(work_dir) / EVENTS).read_text(encoding="utf-8")
+        text = (Path(work_dir) / EVENTS).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    found = []
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:  # the disk was full, or the line is being written
+            continue
+        if isinstance(event, dict) and "event" in event and "time" in event:
+            found.append(event)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -48,3 +49,20 @@ def test_a_folder_that_is_gone_is_one_warning(tmp_path: Path, caplog: pytest.Log
     (record,) = caplog.records
     where = tmp_path / "gone" / EVENTS
     assert record.getMessage() == f'{where}: the event "started" cannot be written, No such file or directory'
+
+
+def test_what_a_full_disk_cut_off_takes_no_other_event_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append_event(tmp_path, "started", iter=0)
+    write = os.write
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "flextrain"):
+        logging.getLogger("flextrain").addHandler(caplog.handler)
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))  # as the system does it
+        append_event(tmp_path, "save_failed", iter=10)
+        logging.getLogger("flextrain").removeHandler(caplog.handler)
+    assert 'the event "save_failed" cannot be written, No space left on device' in caplog.text
+    append_event(tmp_path, "failed", iter=12)
+    append_event(tmp_path, "ended")
+    assert [event["event"] for event in read_events(tmp_path)] == ["started", "failed", "ended"]
+    assert len((tmp_path / EVENTS).read_text().splitlines()) == 4
