@@ -118,11 +118,11 @@ def recover(path: Path) -> None:
 
 def _move_into(folder: Path, path: Path) -> None:
     """Replace a checkpoint by a complete one, file by file; ``folder`` stays complete until the last is copied."""
+    names = [*read_manifest(folder).files, MANIFEST]  # a listing may lag behind and lack some
     remove_checkpoint(path)
     path.mkdir(parents=True, exist_ok=True)
-    files = sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST)
-    for file in files:
-        _copy(file, path / file.name)
+    for name in names:
+        _copy(folder / name, path / name)
     remove_checkpoint(folder)
 
 
@@ -166,8 +166,21 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, its manifest first, so that no damaged one remains if this is interrupted."""
     path = as_path(path)
     with reaching(path):
+        # Names that the manifest has are deleted even if a remote listing lags behind and lacks them.
+        names = [] if is_local(path) else _names_in(path)
         (path / MANIFEST).unlink(missing_ok=True)
+        for name in names:
+            (path / name).unlink(missing_ok=True)
         remove_tree(path)
+
+
+def _names_in(path: Path) -> list[str]:
+    if not is_checkpoint(path):  # and not to be recovered now
+        return []
+    try:
+        return list(read_manifest(path).files)
+    except CheckpointError:  # damaged
+        return []
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:

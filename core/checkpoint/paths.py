@@ -6,6 +6,7 @@ handled here: remote storage cannot sync to disk or rename folders, and its file
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -98,4 +99,9 @@ def remove_tree(path: Path) -> None:
     if is_local(path):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
-        cast(Any, path).fs.rm(cast(Any, path).path, recursive=True)
+        try:
+            cast(Any, path).fs.rm(cast(Any, path).path, recursive=True)
+        except OSError as error:
+            # A listing that lags behind names files that are gone, or lacks some that are there.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) and not isinstance(error, FileNotFoundError):
+                raise

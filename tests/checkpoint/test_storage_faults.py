@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from flextrain import FlexibleRunner
-from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
+from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest, is_checkpoint
 from flextrain.core.errors import CheckpointError, ConfigError, StorageError
 from flextrain.core.events import read_events
 from flextrain.runner.hooks import CheckpointHook
@@ -249,6 +251,31 @@ def test_a_folder_that_is_deleted_under_a_save(
     assert complete(out_dir / "run") == ["epoch_3"]
     assert [name for _, name in failures(tmp_path / "run")] == ["epoch_2"]
     assert runner.has_saved(out_dir / "run" / "epoch_3")
+
+
+# The clock goes back
+
+
+def test_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour with every epoch, for files too. Without ``latest``, the highest iteration is resumed, not the last file."""
+    now, hours = time.time, [0]
+    monkeypatch.setattr(time, "time", lambda: now() - 3600 * hours[0])
+
+    class GoesBack(Watch):
+        priority = "LOWEST"
+
+        def after_train_epoch(self, runner: FlexibleRunner) -> None:
+            hours[0] += 1
+            os.utime(tmp_path / f"epoch_{runner.epoch + 1}" / "manifest.json", (time.time(),) * 2)
+
+    options: dict[str, Any] = dict(default_hooks=saving(max_keep_ckpts=2), train_cfg=dict(max_epochs=4))
+    make_runner(tmp_path, custom_hooks=[GoesBack()], **options).train()
+    assert complete(tmp_path) == ["epoch_3", "epoch_4"]
+    assert list(complete_ones(tmp_path).values()) == [21, 28]
+    (tmp_path / "latest").unlink()
+    again = make_runner(tmp_path, resume=True, **{**options, "train_cfg": dict(max_epochs=5)})
+    again.train()
+    assert again.train_loop.start_iter == 28
 
 
 # Logs

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flextrain import Hook
 from flextrain.core.checkpoint import Checkpoint, Staging, save_in_background
 from flextrain.core.host_memory import HostBuffer
+
+from .training import make_runner
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 
@@ -78,3 +81,32 @@ def blocks(*sizes: int) -> list[tuple[int, bool]]:
 def test_page_locked_memory_comes_in_powers_of_two(npu1: Any, sizes: Any, expected: list[int]) -> None:
     (found,) = npu1.run(blocks, *sizes)
     assert found == [(size, True) for size in expected]
+
+
+def trained_with_two_tiers(folder: Path, fast: Path) -> tuple[int, bool, list[str]]:
+    """How often memory was allocated for the copies, whether all of it is page-locked, and which checkpoints were saved."""
+    seen: set[tuple[int, ...]] = set()
+    saved: list[str] = []
+
+    class Looks(Hook):
+        priority = "LOWEST"
+
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            runner.finish_saving()
+            seen.add(tuple(block.data_ptr() for block in runner._saver._staging.memory._blocks))
+            for path in (fast / f"iter_{runner.iter + 1}", folder / f"iter_{runner.iter + 1}"):
+                saved.extend([f"{path.parent.name}/{path.name}"] if runner.has_saved(path) else [])
+
+    hooks = dict(checkpoint=dict(interval=4, by_epoch=False, async_save=True, fast_dir=str(fast), fast_interval=2))
+    runner = make_runner(folder, dict(type="NPUStrategy"), 1, default_hooks=hooks, custom_hooks=[Looks()])
+    runner.train()
+    is_pinned = all(block.is_pinned() for block in runner._saver._staging.memory._blocks)
+    runner.strategy.teardown()
+    return len(seen - {()}), is_pinned, saved
+
+
+@pytest.mark.full
+def test_both_tiers_use_the_same_page_locked_memory(npu1: Any, tmp_path: Path) -> None:
+    ((allocated, is_pinned, saved),) = npu1.run(trained_with_two_tiers, tmp_path / "run", tmp_path / "fast")
+    assert saved == [f"{'fast' if done % 4 else 'run'}/iter_{done}" for done in range(2, 17, 2)]
+    assert (allocated, is_pinned) == (1, True)
