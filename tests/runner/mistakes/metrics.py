@@ -64,7 +64,7 @@ ROWS = [
     warns("min_delta for per cent on a share", early(min_delta=0.1), "EarlyStoppingHook.min_delta: 0.1 is a large difference for accuracy = 0.5"),
     warns("MMEngine's default min_delta", {"custom_hooks": [dict(type="EarlyStoppingHook", monitor="accuracy", patience=1)]}, "EarlyStoppingHook.min_delta: 0.1 is a large difference"),
     warns("min_delta larger than a loss", {**metric({"loss": 0.02}), **early(monitor="loss", min_delta=0.05)}, "EarlyStoppingHook.min_delta: 0.05 is a large difference for loss = 0.0200"),
-    Row("patience 0", early(patience=0), "custom_hooks[0].patience: 0 is not allowed"),
+    Row("negative patience", early(patience=-1), "custom_hooks[0].patience: -1 is not allowed"),
     warns("patience beyond the end", early(patience=10), "EarlyStoppingHook.patience: 10 validations without improvement do not fit"),
     Row("validation that was not configured", {"val_dataloader": None, "val_cfg": None, "val_evaluator": None}, "val_cfg: missing, runner.val() needs", do=FlexibleRunner.val),
     Row("testing that was not configured", {}, "test_cfg: missing, runner.test() needs", do=FlexibleRunner.test),
