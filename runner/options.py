@@ -14,7 +14,7 @@ from ..core.checkpoint.directory import replaced
 from ..core.checkpoint.foreign.download import check_download, is_download, shown
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
-from ..core.errors import CheckpointError, ConfigError
+from ..core.errors import CheckpointError, ConfigError, suggest
 from .watchdog.limits import WatchdogOptions
 
 
@@ -56,6 +56,10 @@ class Group(Config):
     """Seconds that a process waits for others; None: the strategy's default."""
 
 
+SIGNALS = ("TERM", "USR1", "USR2", "HUP", "XCPU")
+"""Signals that may end a run."""
+
+
 class PreemptionOptions(Config):
     """``env_cfg.preemption``: what a signal, or the end of the allowed time, does to a run; see Preemption."""
 
@@ -72,6 +76,15 @@ class PreemptionOptions(Config):
     "slurm": ``margin_s`` before the end of Slurm's job."""
     margin_s: float | int = pydantic.Field(default=120, ge=0)
     """Seconds before the end of Slurm's job at which the run ends."""
+
+    @pydantic.field_validator("signals")
+    @classmethod
+    def _known(cls, signals: tuple[str, ...]) -> tuple[str, ...]:
+        for name in signals:
+            if name not in SIGNALS:
+                hint = "; Ctrl-C always ends a run at once" if name in ("INT", "SIGINT") else suggest(name, SIGNALS)
+                raise ValueError(f'"{name}" is not allowed, choose {", ".join(SIGNALS)}{hint}')
+        return signals
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -120,6 +133,15 @@ class Environment(Config):
     def dry_batches(self) -> int:
         """Number of batches of the dry pass; 0: none."""
         return 2 * self.dry_run if isinstance(self.dry_run, bool) else self.dry_run
+
+
+def early_preemption(env_cfg: Any) -> PreemptionOptions | None:
+    """Return ``env_cfg.preemption`` before anything is checked; None if it is invalid, which the checks then say."""
+    try:
+        given = env_cfg if isinstance(env_cfg, Environment) else validate(Environment, env_cfg or {}, "env_cfg")
+    except ConfigError:
+        return None
+    return given.preemption_options
 
 
 class Resume(Config):
@@ -172,6 +194,10 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         ConfigError: an invalid argument; the message names it.
     """
     data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
+    env = data["env_cfg"]
+    if isinstance(env, Mapping) and isinstance(env.get("preemption"), Mapping):  # names its own keys in errors
+        checked = validate(PreemptionOptions, env["preemption"], "env_cfg.preemption")
+        data["env_cfg"] = {**env, "preemption": checked}
     parts: dict[str, type[Config]] = {
         "auto_scale_lr": AutoScaleLR,
         "randomness": Randomness,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..core.comm.bulletin import Bulletin
 from .monitor import Monitor
-from .options import Environment
+from .options import PreemptionOptions
 from .preemption import Preemption
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ class Oversight:
     which would then never end.
     """
 
-    def __init__(self, options: Environment) -> None:
+    def __init__(self, options: PreemptionOptions | None) -> None:
         self.bulletin: Bulletin | None = None
         """Made by ``start`` if there are several processes. Only watchers may use it, because it belongs to their thread."""
         self.monitor: Monitor | None = None
         """Made by ``start`` if there are watchers."""
         self._watchers: list[Callable[[], None]] = []
         self._group: object = None
-        self.preemption = Preemption(options.preemption_options)
+        self.preemption = Preemption(options)
 
     def add(self, watcher: Callable[[], None]) -> None:
         """Let ``watcher`` be called several times a second, in the order of adding; before ``start``, on every process."""

@@ -77,6 +77,7 @@ class Preemption:
             self._said = f"{', '.join(f'SIG{name}' for name in kept)}: the program's own handler stays" if kept else ""
             self._early = Monitor([weakly(self._watch_forming)])
             self._early.start()
+            weakref.finalize(self, self._early.stop)
 
     def _find_deadline(self) -> float | None:
         """Return the time (time.monotonic) at which the run ends by itself."""

@@ -21,6 +21,7 @@ from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
+from .options import early_preemption
 from .oversight import Oversight
 from .reporting import MessageHub, build_log_processor, setup_logger
 from .reporting.reporter import describe
@@ -60,7 +61,8 @@ class FlexibleRunner(Checkpoints):
             hooks=True, logs=True, data=True)`` False leaves a piece out.
         launcher: the program that started the processes; None detects it.
         env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn",
-            dry_run=True)``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
+            dry_run=True, preemption=dict(signals=("TERM", "USR1"), save=True, status=143, requeue=False,
+            max_time=None))``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
             ``dry_run`` is the number of validation batches tried before training, see DryPass; True: 2.
         log_processor: the LogProcessor, or its arguments as a dict.
         log_level: level of the logger, such as "INFO".
@@ -114,11 +116,11 @@ class FlexibleRunner(Checkpoints):
         self.message_hub = MessageHub()
         # A hook may look for the hub when it is made.
         with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
+            self.oversight = Oversight(early_preemption(env_cfg))  # first, because a signal may come at any time
             checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
         super().__init__(given, checked)
         options = checked.options
         apply_environment(options.env_cfg)
-        self.oversight = Oversight(options.env_cfg)
         self.strategy.setup_environment()
         if self.distributed:
             self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
@@ -188,6 +190,17 @@ class FlexibleRunner(Checkpoints):
         """Test once, and return the metrics."""
         with self._as_current():
             return self._evaluate("test")
+
+    def request_stop(self, reason: str = "request_stop()") -> None:
+        """Let all processes end as a signal would, see Preemption; one process is enough, and any thread may call it.
+
+        For handlers of signals of the program's own, and where there can be none, as in workers of Ray. train() saves and
+        raises Terminated, a SystemExit; so do val() and test(), and the next of these calls if none is in progress.
+
+        Args:
+            reason: one line for the log.
+        """
+        self.oversight.preemption.ask(reason)
 
     def _say_if_done(self) -> None:
         loop = self.train_loop

@@ -1,0 +1,362 @@
+"""Preemption: a signal, or the end of the allowed time, ends all processes at the same point, saved and exactly resumable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain import ConfigError, FlexibleRunner, Hook
+from flextrain.core.checkpoint import find_latest, is_checkpoint
+from flextrain.core.events import read_events
+from flextrain.runner.loops.epoch import EpochBasedTrainLoop
+from flextrain.runner.preemption import Terminated
+from flextrain.runner.time_limit import requeue, seconds_of, slurm_end
+from flextrain.testing import WorkerGroup
+
+from .training import Accuracy, Samples, differences, make_runner, validation, whole_state
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+EVERY_50 = dict(checkpoint=dict(by_epoch=False, interval=50))
+ENDLESS = dict(by_epoch=True, max_epochs=10**6)
+
+
+@pytest.fixture(autouse=True)
+def _usual_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class At(Hook):
+    """Does something at a hook point the first time that an update is done there."""
+
+    priority = "LOWEST"
+
+    def __init__(self, done: int, then: Callable[[], object], point: str = "after_train_iter") -> None:
+        self.done, self.then, self.evaluated = done, then, 0
+        setattr(self, point, self._act)
+
+    def _act(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.train_loop.state_dict()["iter"] == self.done:
+            self.done = -1
+            self.then()
+
+
+class Batches(Hook):
+    """Counts the batches of validations."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def after_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+
+def terminate(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def run(folder: Path, *hooks: Hook, **changes: Any) -> FlexibleRunner:
+    return make_runner(folder, custom_hooks=hooks, **{"default_hooks": EVERY_50, "resume": True, **changes})
+
+
+def ended(runner: FlexibleRunner, status: int = 143) -> Terminated:
+    with pytest.raises(SystemExit) as caught:
+        runner.train()
+    assert isinstance(caught.value, Terminated)
+    assert caught.value.code == status
+    return caught.value
+
+
+# One process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_the_update_is_finished_and_saved_and_a_resumed_run_ends_as_if_nothing_had_come(
+    tmp_path: Path, number: int, by_epoch: bool
+) -> None:
+    hooks = dict(checkpoint=dict(by_epoch=by_epoch, interval=50, save_optimizer=False))
+    whole = run(tmp_path / "whole", default_hooks=hooks)
+    whole.train()
+    first = run(
+        tmp_path / "run", At(10, lambda: terminate(number), "before_train_iter"), default_hooks=hooks
+    )  # in the second epoch
+    end = ended(first)
+    assert (first.iter, end.saved) == (11, "saved as iter_11")
+    (_, event) = read_events(tmp_path / "run")
+    assert event["event"] == "preempted"
+    assert (event["iter"], event["status"], event["by"]) == (11, 143, signal.Signals(number).name)
+    second = run(tmp_path / "run", default_hooks=hooks)
+    second.train()
+    assert second.train_loop.start_iter == 11
+    assert not differences(whole_state(second), whole_state(whole))
+
+
+def test_what_has_just_been_saved_is_not_saved_again(tmp_path: Path) -> None:
+    saves: list[str] = []
+    hooks = dict(checkpoint=dict(by_epoch=False, interval=5, async_save=True))
+    runner = run(tmp_path, At(5, terminate), default_hooks=hooks)
+    save = runner.save_checkpoint
+    runner.save_checkpoint = lambda *args, **kw: (saves.append(args[1]), save(*args, **kw))[1]  # type: ignore[method-assign]
+    assert ended(runner).saved == "saved as iter_5"
+    assert saves == ["iter_5"]
+    assert is_checkpoint(tmp_path / "iter_5")
+
+
+def test_a_validation_is_left_at_once_and_repeated(tmp_path: Path) -> None:
+    """It counts as not begun: random numbers that it draws are drawn again, and weights are not the averages."""
+
+    def options(name: str, *hooks: Hook) -> dict[str, Any]:
+        average = dict(type="EMAHook", momentum=0.1)
+        parts = {**validation(), "val_evaluator": dict(type=Drawing)}
+        return dict(
+            folder=tmp_path / name, custom_hooks=[average, *hooks], default_hooks=EVERY_50, resume=True, **parts
+        )
+
+    whole = make_runner(**options("whole"))
+    whole.train()
+    counts = Batches()
+    first = make_runner(**options("run", counts, At(14, terminate, "before_val_iter")))
+    end = ended(first)
+    assert (first.iter, first.epoch, end.saved, counts.count) == (14, 2, "saved as iter_14", 3 + 1)
+    again = Batches()
+    second = make_runner(**options("run", again))
+    second.train()
+    assert again.count == 2 * 3
+    assert not differences(whole_state(second), whole_state(whole))
+
+
+class Drawing(Accuracy):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        torch.rand(3)
+        super().process(data_batch, data_samples)
+
+
+def test_before_the_first_update_there_is_nothing_to_save(tmp_path: Path) -> None:
+    runner = run(tmp_path, At(0, terminate, "before_train_iter"))
+    with pytest.raises(Terminated) as caught:
+        runner.train()
+    assert (caught.value.saved, runner.iter) == ("", 0)
+    assert find_latest(tmp_path) is None
+
+
+def test_val_alone_ends_at_once(tmp_path: Path) -> None:
+    counts = Batches()
+    runner = run(tmp_path, counts, At(0, terminate, "before_val_iter"), **validation())
+    with pytest.raises(Terminated):
+        runner.val()
+    assert counts.count == 0
+
+
+def test_without_a_checkpoint_hook_or_save_nothing_is_saved(tmp_path: Path) -> None:
+    none = run(tmp_path / "none", At(3, terminate), default_hooks=dict(checkpoint=None))
+    assert ended(none).saved == "not saved, there is no CheckpointHook"
+    off = run(tmp_path / "off", At(3, terminate), env_cfg=dict(preemption=dict(save=False, status=75)))
+    assert ended(off, 75).saved == "not saved (env_cfg.preemption.save=False)"
+    assert find_latest(tmp_path / "off") is None
+
+
+def test_a_full_disk_does_not_hide_what_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flextrain import CheckpointError
+
+    runner = run(tmp_path, At(3, terminate))
+
+    def fails(*args: Any, **kwargs: Any) -> str:
+        raise CheckpointError("iter_3: no space left on the device")
+
+    monkeypatch.setattr(runner, "save_checkpoint", fails)
+    assert ended(runner).saved == "not saved: iter_3: no space left on the device"
+
+
+def test_the_allowed_time_ends_training_and_another_thread_can_ask(tmp_path: Path) -> None:
+    runner = run(tmp_path / "time", train_cfg=ENDLESS, env_cfg=dict(preemption=dict(max_time=0.3)))
+    end = ended(runner)
+    assert end.what == "Ended by max_time"
+    assert end.saved == f"saved as iter_{runner.iter}"
+    asked = run(tmp_path / "asked", train_cfg=ENDLESS)
+    threading.Timer(0.3, lambda: asked.request_stop("the room is too warm")).start()
+    assert ended(asked).what == "Ended by the room is too warm"
+    assert find_latest(tmp_path / "asked") == tmp_path / "asked" / f"iter_{asked.iter}"
+
+
+def test_a_program_that_catches_the_end_may_go_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole")
+    whole.train()
+    runner = run(tmp_path / "run", At(10, terminate), At(15, terminate))
+    for done in (10, 15):
+        ended(runner)
+        assert runner.iter == done
+    runner.train()
+    assert not differences(whole_state(runner), whole_state(whole))
+
+
+@pytest.mark.parametrize("preemption", [False, None])
+def test_signals_are_left_alone_if_that_is_wanted(tmp_path: Path, preemption: Any) -> None:
+    runner = make_runner(
+        tmp_path, env_cfg=dict(preemption=preemption) if preemption is False else dict(preemption=None)
+    )
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    runner.request_stop()
+    with pytest.raises(Terminated):
+        runner.train()
+
+
+def test_a_handler_that_c_code_has_set_stays(tmp_path: Path) -> None:
+    import faulthandler
+
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            make_runner(tmp_path / "run")
+            terminate(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert "Current thread" in (tmp_path / "stacks").read_text()
+
+
+class OwnIteration(EpochBasedTrainLoop):
+    """A loop of the user's, which counts after the update."""
+
+    counted = 0
+
+    def run_iter(self, idx: Any, data_batch: Any = None) -> None:
+        super().run_iter(idx, data_batch)
+        self.counted += 1
+
+
+def test_a_loop_with_methods_of_its_own_ends_after_them(tmp_path: Path) -> None:
+    runner = run(tmp_path, At(5, terminate), train_cfg=dict(type=OwnIteration, max_epochs=3))
+    ended(runner)
+    assert runner.iter == runner.train_loop.counted == 5  # type: ignore[attr-defined]
+
+
+# Several processes
+
+
+class Sleeping(Samples):
+    """Samples that take so long that the processes can tell each other something within an epoch."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def end_by_rank(folder: Path, rank: int, point: str, strategy: str, done: int) -> list[Any]:
+    """A signal to one process; then the rest of the run, which has to end as one without a signal."""
+    own = dist_rank()
+    loader = dict(batch_size=4, dataset=Sleeping(126), collate_fn="default_collate")
+    parts = {**validation(40), "val_evaluator": dict(type=Drawing)}
+    parts["val_dataloader"] = {**parts["val_dataloader"], "dataset": Sleeping(61)}
+    options: dict[str, Any] = dict(
+        train_dataloader=loader, strategy=dict(type=strategy), train_cfg=dict(by_epoch=True, max_epochs=2), **parts
+    )
+    whole = run(folder / "whole", **options)
+    whole.train()
+    first = run(folder / "run", *([At(done, terminate, point)] if own == rank else []), **options)
+    end = ended(first)
+    latest = find_latest(folder / "run")
+    assert latest is not None
+    second = run(folder / "run", **options)
+    second.train()
+    assert not differences(whole_state(second), whole_state(whole))
+    facts = [first.iter, end.saved, end.what.partition(" on ")[0], second.train_loop.start_iter, latest.name]
+    for runner in (whole, first, second):
+        runner.strategy.teardown()
+    return facts
+
+
+def dist_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("rank", "point", "strategy", "done"),
+    [
+        (1, "before_train_iter", "DDPStrategy", 3),
+        pytest.param(1, "before_val_iter", "DDPStrategy", 16, marks=pytest.mark.full),
+        pytest.param(0, "after_train_iter", "DDPStrategy", 3, marks=pytest.mark.full),
+        pytest.param(1, "before_train_iter", "FSDPStrategy", 3, marks=pytest.mark.full),
+        pytest.param(0, "before_val_iter", "FSDPStrategy", 16, marks=pytest.mark.full),
+        pytest.param(1, "before_train_iter", "DeepSpeedStrategy", 3, marks=[pytest.mark.full, pytest.mark.deepspeed]),
+    ],
+)
+def test_a_signal_to_one_process_ends_all_at_the_same_point(
+    tmp_path: Path, workers2: WorkerGroup, rank: int, point: str, strategy: str, done: int
+) -> None:
+    results = workers2.run(end_by_rank, tmp_path, rank, point, strategy, done)
+    assert results[0] == results[1]
+    iteration, saved, what, resumed, latest = results[0]
+    assert iteration == resumed >= done
+    assert saved == f"saved as {latest}" == f"saved as iter_{iteration}"
+    assert what == f"Ended by SIGTERM, which came to rank {rank}"
+    (event,) = (event for event in read_events(tmp_path / "run") if event["event"] == "preempted")
+    assert (event["iter"], event["on_rank"]) == (iteration, rank)
+
+
+# Configuration
+
+
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for preemption, said in [
+        (dict(signals=("TRM",)), 'env_cfg.preemption.signals: "TRM" is not allowed, .* did you mean "TERM"?'),
+        (dict(signals=["INT"]), "signals: .*Ctrl-C always ends a run at once"),
+        (dict(max_time="1h"), 'max_time: "1h" is not allowed, give seconds, "HH:MM:SS"'),
+        (dict(max_time="slurm"), "max_time: needs a job of Slurm"),
+        (dict(requeue=True), "requeue: needs a job of Slurm"),
+        (dict(sav=True), 'env_cfg.preemption.sav: unknown key, did you mean "save"?'),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            make_runner(tmp_path, env_cfg=dict(preemption=preemption))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("00:00:30", 30), ("23:50:00", 85800), ("2-01:00:00", 176400), ("100:00:00", 360000), (12.5, 12.5)],
+)
+def test_durations(text: str | float, seconds: float) -> None:
+    assert seconds_of(text, "max_time") == seconds
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_slurm_is_asked_for_the_end_and_requeues_only_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
+    assert slurm_end("max_time") == 1893456000
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    program(tmp_path, "squeue", "echo 2030-01-01T00:00:00")
+    assert slurm_end("max_time") == time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))
+    program(tmp_path, "squeue", "echo Unknown")
+    with pytest.raises(ConfigError, match='says of job 7 that it ends at "Unknown"'):
+        slurm_end("max_time")
+    program(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked')
+    program(tmp_path, "squeue", "echo COMPLETING")
+    assert requeue() == "job 7 is not requeued, Slurm is ending it already (COMPLETING)"
+    assert not (tmp_path / "asked").exists()
+    program(tmp_path, "squeue", "echo RUNNING")
+    assert requeue() == "job 7 is requeued"
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    program(tmp_path, "scontrol", "echo Requested operation is presently disabled >&2; exit 1")
+    assert requeue() == "requeue: scontrol failed, Requested operation is presently disabled"
