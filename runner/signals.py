@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util  # noqa: F401 - registers its own function for the exit
 import os
 import signal
 import sys
@@ -11,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
+
+import torch
 
 WORKER_S = 30
 """Seconds that a worker of a dataloader goes on after the signal; whoever sent it kills what is left by then."""
@@ -52,6 +56,39 @@ def heard(names: Sequence[str]) -> int | None:
     return next((number for number in numbers if signal.getsignal(number) is _handle), None)
 
 
+class Outliving:
+    """Lets a worker of a dataloader go on for WORKER_S seconds after the signals that end a run.
+
+    The process group may have got the signal, and the last update needs the worker's batches. When the training process
+    exits, workers end at once, because multiprocessing waits for them then.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = [number for number in signal.valid_signals() if signal.getsignal(number) is _handle]
+        self.is_over = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        _outliving.add(self)
+
+    def begin(self) -> None:
+        """Set the handlers, in the worker; also over that of torch, which ends the worker."""
+        for number in self._numbers:
+            if signal.getsignal(number) in (signal.SIG_DFL, _handle):
+                signal.signal(number, self._came)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.is_over:
+            os._exit(0)
+        signal.alarm(WORKER_S)
+
+
+_outliving: weakref.WeakSet[Outliving] = weakref.WeakSet()
+
+
+@atexit.register  # after multiprocessing's, so it is called before
+def _end_workers() -> None:
+    for outliving in list(_outliving):
+        outliving.is_over.fill_(True)
+
+
 def begin(listener: Listener) -> None:
     """Let ``listener`` hear signals until ``end``, if it is the first: a run within another's hook ends with that one."""
     _in_progress.append(listener)
@@ -90,24 +127,12 @@ def _is_caught(number: signal.Signals) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _pid:  # a forked child
-        if _is_dataloader_worker():
-            # The process group got the signal, and the batches of the last update are needed.
-            signal.alarm(WORKER_S)
-            return
-        _as_ever(number)
-    elif (listener := hearing()) is None:  # no run is left
-        _as_ever(number)
+    if os.getpid() != _pid or (listener := hearing()) is None:  # a forked child
+        _as_ever(number, frame)
     else:
         listener.came(number)
 
 
-def _as_ever(number: int) -> None:
+def _as_ever(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def _is_dataloader_worker() -> bool:
-    from torch.utils.data import get_worker_info
-
-    return get_worker_info() is not None

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from ...core.generators import Watch, nth_seed, seed_generators
+from ..signals import Outliving
 from .epochs import tell_epoch
 
 
@@ -140,12 +141,17 @@ class SeededStream(IterableDataset[Any]):
 
 
 class WorkerInit:
-    """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function."""
+    """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function.
+
+    The worker goes on for a while after the signals that end a run, whose last update needs its batches.
+    """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
+        self._outliving = Outliving()
 
     def __call__(self, worker: int) -> None:
+        self._outliving.begin()
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids a normal assignment
         if self.function is not None:

@@ -300,7 +300,8 @@ class CheckpointHook(Hook):
         A hook that counts epochs calls it ``iter_<n>``. Raises CheckpointError if it cannot be saved.
         """
         self._saves.settle(runner)
-        if (saved := runner.saved_here()) is not None:
+        # Not in memory, which may be lost with the machine.
+        if (saved := runner.saved_here()) is not None and saved.parent == self.out_dir(runner):
             return saved
         done, folder = runner.train_loop.iter, self.out_dir(runner)
         name = f"iter_{done}" if self.by_epoch else self.filename_tmpl.format(done)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -360,3 +362,56 @@ def test_slurm_is_asked_for_the_end_and_requeues_only_what_runs(
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     program(tmp_path, "scontrol", "echo Requested operation is presently disabled >&2; exit 1")
     assert requeue() == "requeue: scontrol failed, Requested operation is presently disabled"
+
+
+# The process group
+
+
+SCRIPT = """
+import sys, torch
+from flextrain import FlexibleRunner, Hook
+
+class Ready(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == 20:
+            print("ready", flush=True)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.ones(4) * i
+
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(
+        Data(), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context=sys.argv[2]
+    )
+    FlexibleRunner(
+        model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=data, log_level="WARNING", custom_hooks=[Ready()],
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)), train_cfg=dict(by_epoch=False, max_iters=10**7),
+        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10**6)),
+    ).train()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("context", ["fork"])
+def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path, context: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "work"), context]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        os.killpg(process.pid, signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert " - WARNING - Ended by SIGTERM after epoch " in rest
+    assert "; saved as iter_" in rest
