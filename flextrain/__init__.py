@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .core.errors import LaunchError as LaunchError
     from .core.errors import NonFiniteError as NonFiniteError
     from .core.errors import StrategyError as StrategyError
+    from .core.heartbeat import heartbeat as heartbeat
     from .core.image_preprocessor import ImgDataPreprocessor as ImgDataPreprocessor
     from .core.image_preprocessor import stack_batch as stack_batch
     from .core.model import BaseDataPreprocessor as BaseDataPreprocessor
@@ -136,6 +137,7 @@ _HOMES = {
         "VISUALIZERS",
     ],
     "core.device": ["DeviceSpec", "register_device"],
+    "core.heartbeat": ["heartbeat"],
     "core.errors": [
         "FlexTrainError",
         "ConfigError",

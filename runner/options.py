@@ -112,15 +112,15 @@ class Environment(Config):
     preemption: bool | PreemptionOptions | None = True
     """What SIGTERM and SIGUSR1 do; True: the defaults, False or None: what they do without flextrain."""
 
+    watchdog: bool | WatchdogOptions | None = True
+    """What ends a run of several processes that stands still; True: the defaults of WatchdogOptions, False: nothing."""
+
     @property
     def preemption_options(self) -> PreemptionOptions | None:
         """``preemption`` as PreemptionOptions; None: signals are left alone."""
         if isinstance(self.preemption, PreemptionOptions):
             return self.preemption
         return PreemptionOptions() if self.preemption else None
-
-    watchdog: bool | WatchdogOptions = True
-    """What ends a run of several processes that stands still; True: the defaults of WatchdogOptions, False: nothing."""
 
     @property
     def watchdog_options(self) -> WatchdogOptions | None:
@@ -198,6 +198,14 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
     if isinstance(env, Mapping) and isinstance(env.get("preemption"), Mapping):  # names its own keys in errors
         checked = validate(PreemptionOptions, env["preemption"], "env_cfg.preemption")
         data["env_cfg"] = {**env, "preemption": checked}
+    if isinstance(data["env_cfg"], Mapping):
+        data["env_cfg"] = {**data["env_cfg"]}
+        nested: dict[str, type[Config]] = {"preemption": PreemptionOptions, "watchdog": WatchdogOptions}
+        for key, model in nested.items():
+            if isinstance(
+                found := data["env_cfg"].get(key), Mapping
+            ):  # a message of its own, not that of True or False
+                data["env_cfg"][key] = validate(model, found, f"env_cfg.{key}")
     parts: dict[str, type[Config]] = {
         "auto_scale_lr": AutoScaleLR,
         "randomness": Randomness,

@@ -63,7 +63,7 @@ _LOST = re.compile(
     r"remote process exited|gloo/transport|Socket Timeout|[Ww]ait timeout|Timed out (?:waiting|after)|"
     r"pair closure|Application timeout caused|NCCL (?:error|communicator)|Watchdog caught collective"
 )
-_NOT_COME = re.compile(r"rank [\d, ]+ (?:did not come within|is in )|^another process failed|was lost \(|came too late")
+_NOT_COME = re.compile(r"rank [\d, ]+ did not come within|^another process failed|was lost \(|came too late")
 
 
 def follows_from_another(error: BaseException) -> bool:

@@ -49,7 +49,7 @@ class Guard:
                     os._exit(STALLED)
                 continue
             lost = rounds.exchange is not None and rounds.exchange.lost is not None
-            limit = self._long_s if watched.is_long() else self._stall_s
+            limit = self._long_s if watched.is_first() or watched.is_compiling() else self._stall_s
             if (lost or silent.seconds > self._stall_s) and still.seconds > limit:
                 self._end(silent.seconds, still.seconds, lost)
 

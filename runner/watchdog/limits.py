@@ -15,7 +15,7 @@ class WatchdogOptions(Config):
     first_s: float = pydantic.Field(default=1800.0, ge=1.0)
     """The same before the first update, and while a model is compiled; never less than ``stall_s``."""
     stragglers: bool = True
-    """Warn of a process that takes far more time than the others in loading data or in hooks."""
+    """Warn of a process that takes far more time than the others in loading data or in hooks, see Stragglers."""
 
     @property
     def long_s(self) -> float:

@@ -16,6 +16,7 @@ from .last_words import leave, say
 from .limits import WatchdogOptions
 from .pulse import Age, Clock
 from .stall import Beat, Gathering
+from .stragglers import Stragglers, empty, part_of, with_one_more
 from .verdict import verdict
 from .watched import Watched
 from .whereabouts import Whereabouts, innermost, waits_now
@@ -75,6 +76,7 @@ class Rounds:
         """True from the moment at which the end of this process is certain."""
         self._clock = Clock()
         self._gathering: Gathering | None = None
+        self._stragglers, self._samples = Stragglers(), empty()
         self._left_alone = Age(self._clock)
         self._sent = Beat(-1)
         self._next = self._next_beat = 0.0
@@ -90,6 +92,8 @@ class Rounds:
             return
         try:
             exchange.answer_questions()
+            if self.watched is not None and self._options is not None:
+                self._samples = with_one_more(self._samples, part_of(self.watched.thread))
             if self._clock.now >= self._next:
                 self._next = self._clock.now + exchange.world_size / _MESSAGES_PER_S
                 self._look_around(exchange)
@@ -127,7 +131,13 @@ class Rounds:
 
     def _judge(self, exchange: Exchange, watched: Watched | None, gathering: Gathering) -> None:
         """Announce a stall if there is one; a process that is in the run tells what is known."""
-        if (stall := gathering.gather()) is None:
+        stall = gathering.gather()
+        if watched is not None and self._options is not None and self._options.stragglers:
+            for rank, said in self._stragglers.compare(self._clock.now, gathering.samples()):
+                found = exchange.identities([rank])[rank]
+                name = found.words(with_process=False) if exchange.is_elsewhere(found) else f"rank {rank}"
+                watched.run.logger.warning(f"{name} {said}")
+        if stall is None:
             return
         seconds, run, busy = stall
         speaker = exchange.myself if watched is not None else exchange.identities([busy])[busy]
@@ -142,9 +152,11 @@ class Rounds:
     def _send_beat(self, exchange: Exchange, watched: Watched | None, is_due: bool) -> None:
         """Send the beat if it has changed; at once if a run has begun or ended."""
         if watched is None:
-            beat = Beat(self.last_run)
+            beat = Beat(self.last_run, samples=self._samples)
         elif is_due or (self._sent.run, self._sent.is_busy) != (watched.number, True):
-            beat = Beat(watched.number, True, watched.is_long(), watched.count())
+            beat = Beat(
+                watched.number, True, watched.is_first(), watched.is_compiling(), watched.count(), self._samples
+            )
         else:
             return
         if beat != self._sent:

@@ -6,6 +6,7 @@ import dataclasses
 
 from .exchange import Exchange
 from .pulse import Age, Clock
+from .stragglers import Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,24 +16,28 @@ class Beat:
     Attributes:
         run: number of the run that it is in, or was in last.
         is_busy: whether it is in a run now.
-        is_long: whether it is in a phase that may take longer: before the first update, or compiling.
+        is_first: whether it has not made the first update, or evaluated the first batch, of this run.
+        is_compiling: whether it compiles a model.
         count: a number that changes as long as the process gets on.
+        samples: what it was doing whenever it was looked at, see Stragglers.
     """
 
     run: int = 0
     is_busy: bool = False
-    is_long: bool = True
+    is_first: bool = True
+    is_compiling: bool = False
     count: int = 0
+    samples: Samples = (0, 0, 0)
 
     def text(self) -> str:
         """This beat as a text, for ``read``."""
-        return f"{self.run} {self.is_busy:d} {self.is_long:d} {self.count}"
+        return f"{self.run} {self.is_busy:d} {self.is_first:d} {self.is_compiling:d} {self.count} {' '.join(map(str, self.samples))}"
 
     @classmethod
     def read(cls, text: str) -> Beat:
         """The beat that ``text`` gave."""
-        run, is_busy, is_long, count = map(int, text.split())
-        return cls(run, bool(is_busy), bool(is_long), count)
+        run, is_busy, is_first, is_compiling, count, *samples = map(int, text.split())
+        return cls(run, bool(is_busy), bool(is_first), bool(is_compiling), count, tuple(samples))
 
 
 class Gathering:
@@ -80,9 +85,9 @@ class Gathering:
         for rank, text in zip(known, bulletin.read([f"beat {rank}" for rank in known]), strict=True):
             self._texts[rank] = text
         for rank, text in enumerate(self._texts):
-            self._ages[rank].note(text)
             if text is not None:
-                self._beats[rank] = Beat.read(text)
+                self._beats[rank] = beat = Beat.read(text)
+                self._ages[rank].note((beat.run, beat.is_busy, beat.count))
         return self.stall()
 
     def stall(self) -> tuple[float, int, int] | None:
@@ -94,10 +99,15 @@ class Gathering:
         if not busy:
             return None
         seconds = min(self._ages[rank].seconds for rank in busy)
-        still = all(
-            self._ages[rank].seconds > (self._long_s if self._beats[rank].is_long else self._stall_s) for rank in busy
-        )
+        # What a stopped process has told last may be out of date: the first update is made by all or by none.
+        is_first = all(self._beats[rank].is_first for rank in busy)
+        long = [rank for rank in busy if is_first or self._beats[rank].is_compiling]
+        still = seconds > self._stall_s and all(self._ages[rank].seconds > self._long_s for rank in long)
         return (seconds, self._beats[busy[0]].run, busy[0]) if still else None
+
+    def samples(self) -> list[Samples]:
+        """What the processes were doing whenever they were looked at."""
+        return [beat.samples for beat in self._beats]
 
     def finished(self, run: int) -> list[int]:
         """The ranks that have left a run which this process is still in."""

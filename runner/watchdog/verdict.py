@@ -67,9 +67,14 @@ def _groups(reports: Iterable[Whereabouts], does: str) -> list[str]:
     for report in reports:
         together.setdefault((report.iteration, _doing(report), report.failed), []).append(report.rank)
     return [
-        f"{ranks(members)} {does} in iteration {iteration + 1},{doing}{f', after {failed}' if failed else ''}"
+        f"{ranks(members)} {_plural(does) if len(members) > 1 else does} in iteration {iteration + 1},{doing}{f', after {failed}' if failed else ''}"
         for (iteration, doing, failed), members in together.items()
     ]
+
+
+def _plural(does: str) -> str:
+    verb, _, rest = does.partition(" ")
+    return f"{'are' if verb == 'is' else verb.removesuffix('s')} {rest}".rstrip()
 
 
 def _doing(report: Whereabouts) -> str:

@@ -42,9 +42,13 @@ class Watched:
                 self._count += 1
             return self._count
 
-    def is_long(self) -> bool:
-        """Whether this process is in a phase that may take longer: before the first update or batch, or compiling."""
-        return self.run.progress() == self._start[:-1] or is_compiling(self.thread)
+    def is_first(self) -> bool:
+        """Whether this process has not made the first update, or evaluated the first batch."""
+        return self.run.progress() == self._start[:-1]
+
+    def is_compiling(self) -> bool:
+        """Whether this process compiles a model."""
+        return is_compiling(self.thread)
 
     def whereabouts(self) -> Whereabouts:
         """What the main thread is doing."""
