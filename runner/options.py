@@ -199,13 +199,14 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         checked = validate(PreemptionOptions, env["preemption"], "env_cfg.preemption")
         data["env_cfg"] = {**env, "preemption": checked}
     if isinstance(data["env_cfg"], Mapping):
-        data["env_cfg"] = {**data["env_cfg"]}
         nested: dict[str, type[Config]] = {"preemption": PreemptionOptions, "watchdog": WatchdogOptions}
-        for key, model in nested.items():
-            if isinstance(
-                found := data["env_cfg"].get(key), Mapping
-            ):  # a message of its own, not that of True or False
-                data["env_cfg"][key] = validate(model, found, f"env_cfg.{key}")
+        # With messages of their own: after that of a dict, pydantic would give that of True or False.
+        data["env_cfg"] = {
+            key: validate(nested[key], value, f"env_cfg.{key}")
+            if key in nested and isinstance(value, Mapping)
+            else value
+            for key, value in data["env_cfg"].items()
+        }
     parts: dict[str, type[Config]] = {
         "auto_scale_lr": AutoScaleLR,
         "randomness": Randomness,
