@@ -65,6 +65,7 @@ PUBLIC = {
     "NPUStrategy",
     "DeviceSpec",
     "register_device",
+    "heartbeat",
     "launch",
     "OptimWrapper",
     "AmpOptimWrapper",
