@@ -194,10 +194,6 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         ConfigError: an invalid argument; the message names it.
     """
     data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
-    env = data["env_cfg"]
-    if isinstance(env, Mapping) and isinstance(env.get("preemption"), Mapping):  # names its own keys in errors
-        checked = validate(PreemptionOptions, env["preemption"], "env_cfg.preemption")
-        data["env_cfg"] = {**env, "preemption": checked}
     if isinstance(data["env_cfg"], Mapping):
         nested: dict[str, type[Config]] = {"preemption": PreemptionOptions, "watchdog": WatchdogOptions}
         # With messages of their own: after that of a dict, pydantic would give that of True or False.
