@@ -179,6 +179,18 @@ def last_collective() -> str:
     return ""
 
 
+def compiles(module: str, function: str) -> bool:
+    """Whether a function of torch's, while it is on the stack, is compiling a model. 2.6, 2.15.
+
+    Most frames of torch._dynamo and torch._inductor do not tell: compiled code runs below them, and so does what is
+    exempt from compiling, such as all hooks of FSDP. Inductor may compile a backward alone, without Dynamo.
+    """
+    return module == "torch._dynamo.convert_frame" or (module, function) == (
+        "torch._inductor.compile_fx",
+        "fx_codegen_and_compile",
+    )
+
+
 def settle_unit(unit: nn.Module) -> None:
     """Move an FSDP unit's shards now to their final memory, because hooks keep references to them. 2.6 to 2.9.
 

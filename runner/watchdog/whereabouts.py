@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.torch_private import last_collective
+from ...core.torch_private import compiles, last_collective
 from ..failures.origin import origin_of_frames
 
 _LIBRARY = __name__.partition(".")[0]
@@ -23,7 +23,6 @@ _WAITING = (
     "deepspeed.comm",
     f"{_LIBRARY}.core.comm.",
 )
-_COMPILING = ("torch._dynamo", "torch._inductor")
 _STANDARD = sysconfig.get_path("stdlib")
 _LONGEST_STACK = 6000
 
@@ -84,7 +83,7 @@ def waits(frames: list[tuple[FrameType, int]]) -> bool:
 
 def is_compiling(thread: int) -> bool:
     """Whether ``thread`` of this process compiles a model, which takes minutes in which nothing else goes on."""
-    return any(_name(frame).startswith(_COMPILING) for frame, _ in _frames(thread))
+    return any(compiles(_name(frame), frame.f_code.co_name) for frame, _ in _frames(thread))
 
 
 def innermost(thread: int) -> Any:

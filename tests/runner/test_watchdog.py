@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from flextrain import heartbeat
 from flextrain.core.comm.bulletin import StoreLostError
@@ -23,7 +24,7 @@ from flextrain.runner.watchdog.pulse import Age, Clock
 from flextrain.runner.watchdog.stall import Beat, Gathering
 from flextrain.runner.watchdog.stragglers import LEAST_S, Stragglers
 from flextrain.runner.watchdog.verdict import ranks, verdict
-from flextrain.runner.watchdog.whereabouts import Whereabouts
+from flextrain.runner.watchdog.whereabouts import Whereabouts, is_compiling
 
 
 class Bulletin:
@@ -288,3 +289,28 @@ def test_the_hook_of_the_interpreter_comes_back_when_the_interruption_is_gone(mo
     del error
     gc.collect()
     assert sys.excepthook is before
+
+
+def test_compiling_is_told_from_running_what_was_compiled() -> None:
+    """Hooks of FSDP are exempt from compiling, as ``exempt`` is here: a hang in one would have 1800 s."""
+    seen: dict[str, bool] = {}
+
+    def look(where: str) -> None:
+        seen[where] = is_compiling(threading.get_ident())
+
+    def backend(module: Any, inputs: Any) -> Any:
+        look("in the compiler")
+
+        def compiled(*values: Any) -> Any:
+            look("in compiled code")
+            return module(*values)
+
+        return compiled
+
+    @torch.compiler.disable
+    def exempt() -> None:
+        look("in exempt code")
+
+    exempt()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert seen == {"in exempt code": False, "in the compiler": True, "in compiled code": False}
