@@ -142,9 +142,12 @@ class AmpOptimWrapper(OptimWrapper):
             raise ConfigError(f"{where}.loss_scale: has no meaning with bfloat16, which needs no loss scaling")
         if isinstance(loss_scale, dict):
             check_call(GradScaler, loss_scale, f"{where}.loss_scale", provided=("device",))
+        if isinstance(loss_scale, str) and loss_scale != "dynamic":
+            raise ConfigError(f'{where}.loss_scale: "{loss_scale}" is not allowed, give "dynamic", a number or a dict')
         if isinstance(loss_scale, (int, float)) and loss_scale <= 0:
             raise ConfigError(f"{where}.loss_scale: {loss_scale} is not allowed, give a number above 0")
-        self._dtype = None if dtype is None else getattr(torch, dtype)
+        self._asked_dtype = None if dtype is None else getattr(torch, dtype)
+        self._dtype = self._asked_dtype
         self._loss_scale = loss_scale
         self._scaler: LossScaler | None = None
 
@@ -155,8 +158,17 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def loss_scaler(self) -> GradScaler | None:
-        """The scaler of float16 losses, whose ``get_scale()`` is the factor; None before set-up, and for bfloat16."""
+        """The scaler of float16 losses, whose ``get_scale()`` is the factor; None for bfloat16.
+
+        It exists from set-up on; without a strategy, as soon as there is an optimizer.
+        """
+        self._attach_to_parameters()
         return self._scaler.scaler if self._scaler else None
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast; None while neither an argument nor the device has decided."""
+        return self._dtype
 
     @property
     def precision(self) -> Precision:
@@ -173,6 +185,7 @@ class AmpOptimWrapper(OptimWrapper):
             StrategyError: autocast does not compute in that dtype on this device.
         """
         super().attach(device, autocast)
+        self._dtype = self._asked_dtype
         if self._dtype is None:
             self._dtype = DEVICES[device.type].autocast_dtype
             if self._loss_scale is not None and self._dtype is not torch.float16:
@@ -186,8 +199,11 @@ class AmpOptimWrapper(OptimWrapper):
             raise StrategyError(
                 f"{self.where}.dtype: autocast on {device.type} does not compute in {self._dtype}, choose {advice}"
             )
-        if self._dtype is torch.float16 and self._scaler is None:
+        before, self._scaler = self._scaler, None
+        if self._dtype is torch.float16:
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
+            if before:
+                self._scaler.load_state_dict(before.state_dict())
 
     def build(self, model: nn.Module) -> None:
         """See OptimWrapper; uses the optimizer's own scaler, if it has one.
@@ -211,6 +227,11 @@ class AmpOptimWrapper(OptimWrapper):
             self._attach_alone(next(model.parameters()).device)
         return super().optim_context(model)
 
+    def _attach_to_parameters(self) -> None:
+        """Call ``attach`` for the device of the optimizer's parameters, when no strategy has called it."""
+        if self._autocast is None and self._optimizer is not None:
+            self._attach_alone(self._optimizer.param_groups[0]["params"][0].device)
+
     def _attach_alone(self, device: torch.device) -> None:
         """Call ``attach`` with plain autocast, when no strategy has called it."""
         self.attach(device, lambda: torch.autocast(device.type, self._dtype))
@@ -228,11 +249,13 @@ class AmpOptimWrapper(OptimWrapper):
     def _apply(self) -> bool:
         return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
 
-    def state_dict(self) -> dict[str, Any]:
+    def plain_values(self) -> dict[str, Any]:
         """Return the loss scale and its growth counter under float16, an empty dict otherwise."""
+        self._attach_to_parameters()
         return {"scaler": self._scaler.state_dict()} if self._scaler else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; if it has no scaler, the loss scale starts from its initial value."""
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue from ``plain_values``; if it has no scaler, the loss scale starts from its initial value."""
+        self._attach_to_parameters()
         if self._scaler and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])

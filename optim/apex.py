@@ -207,11 +207,11 @@ class ApexOptimWrapper(OptimWrapper):
         for parameter, _ in self._pairs:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale; masters and moments belong to ``Strategy.state_dict``."""
+    def plain_values(self) -> dict[str, Any]:
+        """See OptimWrapper."""
         return {"scaler": self._scaler.state_dict()} if self._scaler else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """See OptimWrapper."""
         if self._scaler and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])

@@ -18,6 +18,8 @@ from .wrapper_dict import OptimWrapperDict
 _DECIDE_ABOUT_UPDATES = ("step", "backward")
 _NEVER_CALLED = {
     "initialize_count_status": "begin(index, size) says which micro-batch of its window comes next",
+    "state_dict": "the strategy has the optimizer's state; override plain_values() to add plain values to checkpoints",
+    "load_state_dict": "the strategy has the optimizer's state; override load_plain_values(state)",
 }
 
 

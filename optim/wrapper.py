@@ -18,6 +18,7 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.overriding import overridden
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
+from . import torch_format
 from .adapters.base import OptimizerAdapter
 from .adapters.choose import adapter_for
 from .adapters.trial import Samples, resumes, why_not_usable
@@ -359,12 +360,29 @@ class OptimWrapper:
 
     # State, learning rate and momentum
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values only (the loss scale); moments belong to ``Strategy.state_dict``."""
+    def plain_values(self) -> dict[str, Any]:
+        """Return what checkpoints store beside ``Strategy.state_dict``, as plain values: the loss scale."""
         return {}
 
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue from ``plain_values``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state in torch's format, for a loop of one's own; a runner's checkpoints have it anyway.
+
+        Raises:
+            StrategyError: this process has a part of the state only, or the optimizer is not built yet.
+        """
+        return torch_format.state_of(self, is_part=self._model_group is not None)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``."""
+        """Continue from a ``state_dict``, or from that of a torch optimizer or of MMEngine's OptimWrapper.
+
+        Raises:
+            CheckpointError: it is neither.
+            StrategyError: as ``state_dict``.
+        """
+        torch_format.load(self, state, is_part=self._model_group is not None)
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every group, as ``{"lr": [...]}``."""

@@ -155,21 +155,38 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """Return the momenta as ``{"<name>.momentum": [...]}``."""
         return {f"{name}.momentum": wrapper.get_momentum()["momentum"] for name, wrapper in self._wrappers.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the plain values of each wrapper, by name."""
-        return {name: wrapper.state_dict() for name, wrapper in self._wrappers.items()}
+    def plain_values(self) -> dict[str, Any]:
+        """Return the ``plain_values`` of each wrapper, by name."""
+        return {name: wrapper.plain_values() for name, wrapper in self._wrappers.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``.
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue from ``plain_values``.
 
         Raises:
             CheckpointError: the optimizers have other names.
         """
+        self._check_names(state)
+        for name, wrapper in self._wrappers.items():
+            wrapper.load_plain_values(state[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ``state_dict`` of each wrapper, by name, see OptimWrapper."""
+        return {name: wrapper.state_dict() for name, wrapper in self._wrappers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, see OptimWrapper.
+
+        Raises:
+            CheckpointError: the optimizers have other names.
+        """
+        self._check_names(state)
+        for name, wrapper in self._wrappers.items():
+            wrapper.load_state_dict(state[name])
+
+    def _check_names(self, state: dict[str, Any]) -> None:
         if state.keys() != self._wrappers.keys():
             found, own = ", ".join(state) or "none", ", ".join(self._wrappers)
             raise CheckpointError(f"optim_wrapper: the checkpoint's optimizers are {found}, the configuration's {own}")
-        for name, wrapper in self._wrappers.items():
-            wrapper.load_state_dict(state[name])
 
     def __repr__(self) -> str:
         return f"OptimWrapperDict({', '.join(f'{name}={wrapper!r}' for name, wrapper in self._wrappers.items())})"

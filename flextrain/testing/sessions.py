@@ -149,7 +149,7 @@ def _whole(value: Any) -> Any:
 
 def save(session: Session, path: Path) -> None:
     """Write the session's state to a checkpoint directory; collective."""
-    save_checkpoint(path, {**session.strategy.state_dict(), "optim.wrapper": session.optim.state_dict()})
+    save_checkpoint(path, {**session.strategy.state_dict(), "optim.wrapper": session.optim.plain_values()})
 
 
 def load(session: Session, path: Path) -> None:
@@ -158,5 +158,5 @@ def load(session: Session, path: Path) -> None:
     template = session.strategy.load_template(checkpoint.saved)
     checkpoint.load(template)
     values = dict(checkpoint.values)
-    session.optim.load_state_dict(values.pop("optim.wrapper"))
+    session.optim.load_plain_values(values.pop("optim.wrapper"))
     session.strategy.load_state_dict({**values, **template})

@@ -62,7 +62,7 @@ def save(
     if not save_optimizer:
         state = {key: value for key, value in state.items() if not key.startswith("optim.")}
     elif runner.optim_wrapper is not None:
-        state["optim.wrapper"] = runner.optim_wrapper.state_dict()
+        state["optim.wrapper"] = runner.optim_wrapper.plain_values()
     if save_param_scheduler:
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
@@ -170,7 +170,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
             strategy.load_state_dict({**plain_values, **template})
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
-                runner.optim_wrapper.load_state_dict(values["optim.wrapper"])
+                runner.optim_wrapper.load_plain_values(values["optim.wrapper"])
     finish(runner, source.values, extra)
     if options.param_scheduler:
         with piece(path, "scheduler", "param_scheduler"):

@@ -17,6 +17,7 @@ from ...core.overriding import overridden
 from ...core.precision import Precision
 from ...core.registry import OPTIM_WRAPPERS
 from ...optim.param_groups import make_for, make_groups
+from ...optim.torch_format import in_strategy
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
 from . import engine_internals
 from .engine_internals import Fragment
@@ -138,12 +139,20 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         engine_internals.refresh(self._engine, self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
+        """See OptimWrapper; raises StrategyError, because the engine holds the state."""
+        raise in_strategy(self, "state_dict", "DeepSpeed's engine holds the optimizer's state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See OptimWrapper; raises StrategyError, because the engine holds the state."""
+        raise in_strategy(self, "load_state_dict", "DeepSpeed's engine holds the optimizer's state")
+
+    def plain_values(self) -> dict[str, Any]:
         """Return the loss scale under float16, in the form of torch's GradScaler; an empty dict otherwise."""
         if self.precision.compute is not torch.float16:
             return {}
         return {"scaler": engine_internals.scale_state(engine_internals.loss_scaler(self._engine))}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the loss scale of ``state_dict``, if it has one."""
-        if self.precision.compute is torch.float16 and state_dict.get("scaler"):
-            engine_internals.load_scale_state(engine_internals.loss_scaler(self._engine), state_dict["scaler"])
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue with the loss scale of ``plain_values``, if it has one."""
+        if self.precision.compute is torch.float16 and state.get("scaler"):
+            engine_internals.load_scale_state(engine_internals.loss_scaler(self._engine), state["scaler"])

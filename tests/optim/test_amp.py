@@ -61,7 +61,7 @@ def test_dtypes(dtype: Any, computed: torch.dtype, scaled: bool) -> None:
     assert model.linear.weight.dtype is torch.float32
     assert not torch.equal(model.linear.weight, before)
     assert wrapper.last_step.skipped is False
-    assert bool(wrapper.state_dict()) is scaled
+    assert bool(wrapper.plain_values()) is scaled
     assert strategy.precision.compute is computed
     assert (strategy.precision.loss_scale is not None) is scaled
     with strategy.autocast():
@@ -85,14 +85,14 @@ def test_scaling_changes_no_gradient() -> None:
 def test_an_overflow_skips_the_update_and_halves_the_scale(optimizer: dict[str, Any], clip_grad: Any) -> None:
     model, wrapper, _ = prepared(optimizer=optimizer, dtype="float16", clip_grad=clip_grad)
     update(model, wrapper)
-    assert (wrapper.last_step.skipped, wrapper.state_dict()["scaler"]["scale"]) == (False, START)
+    assert (wrapper.last_step.skipped, wrapper.plain_values()["scaler"]["scale"]) == (False, START)
     before = model.linear.weight.detach().clone()
     update(model, wrapper, times=math.inf)
-    assert (wrapper.last_step.skipped, wrapper.state_dict()["scaler"]["scale"]) == (True, START / 2)
+    assert (wrapper.last_step.skipped, wrapper.plain_values()["scaler"]["scale"]) == (True, START / 2)
     assert torch.equal(model.linear.weight, before)
     assert model.linear.weight.grad is None
     update(model, wrapper)
-    assert (wrapper.last_step.skipped, wrapper.state_dict()["scaler"]["scale"]) == (False, START / 2)
+    assert (wrapper.last_step.skipped, wrapper.plain_values()["scaler"]["scale"]) == (False, START / 2)
     assert not torch.equal(model.linear.weight, before)
 
 
@@ -101,7 +101,7 @@ def test_a_fixed_scale_stays() -> None:
     assert strategy.precision.loss_scale == 512
     for times, skipped in ((1.0, False), (math.inf, True), (1.0, False)):
         update(model, wrapper, times)
-        assert (wrapper.last_step.skipped, wrapper.state_dict()["scaler"]["scale"]) == (skipped, 512.0)
+        assert (wrapper.last_step.skipped, wrapper.plain_values()["scaler"]["scale"]) == (skipped, 512.0)
 
 
 def test_arguments_of_the_scaler() -> None:
@@ -111,7 +111,7 @@ def test_arguments_of_the_scaler() -> None:
     scales = []
     for times in (1.0, 1.0, 1.0, math.inf):
         update(model, wrapper, times)
-        scales.append(wrapper.state_dict()["scaler"]["scale"])
+        scales.append(wrapper.plain_values()["scaler"]["scale"])
     assert scales == [64.0, 128.0, 128.0, 32.0]
 
 
@@ -127,20 +127,20 @@ def test_the_state_continues_and_is_plain() -> None:
     model, wrapper, _ = prepared(dtype="float16")
     update(model, wrapper, math.inf)
     update(model, wrapper)
-    saved = json.dumps(wrapper.state_dict(), allow_nan=False)
+    saved = json.dumps(wrapper.plain_values(), allow_nan=False)
     _, other, _ = prepared(dtype="float16")
-    other.load_state_dict(json.loads(saved))
-    assert other.state_dict() == wrapper.state_dict()
-    assert other.state_dict()["scaler"]["_growth_tracker"] == 1
+    other.load_plain_values(json.loads(saved))
+    assert other.plain_values() == wrapper.plain_values()
+    assert other.plain_values()["scaler"]["_growth_tracker"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_state_without_a_scaler_starts_afresh(dtype: Any) -> None:
     _, wrapper, _ = prepared(dtype=dtype)
-    fresh = wrapper.state_dict()
-    wrapper.load_state_dict({})
-    wrapper.load_state_dict({"scaler": {}})
-    assert wrapper.state_dict() == fresh
+    fresh = wrapper.plain_values()
+    wrapper.load_plain_values({})
+    wrapper.load_plain_values({"scaler": {}})
+    assert wrapper.plain_values() == fresh
 
 
 def test_accumulation_is_scaled_once() -> None:

@@ -83,7 +83,7 @@ def test_levels(
     optimized = [p for group in wrapper.param_groups for p in group["params"]]
     assert optimized[0].dtype is masters
     assert wrapper.optimizer.state[optimized[0]]["momentum_buffer"].dtype is masters
-    assert bool(wrapper.state_dict()) is scaled
+    assert bool(wrapper.plain_values()) is scaled
     report = strategy.precision_report()
     assert report.parameters == tuple(sorted({linear, norm}, key=str))
     assert report.optimizer_state == tuple(sorted({masters, norm if level == "O3" else FULL}, key=str))
@@ -136,10 +136,10 @@ def test_an_overflow_skips_the_update(level: str) -> None:
     x = batches()[0]
     update(model, wrapper, x)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    scale = wrapper.state_dict()["scaler"]["scale"]
+    scale = wrapper.plain_values()["scaler"]["scale"]
     update(model, wrapper, x, times=math.inf)
     assert wrapper.last_step.skipped
-    assert wrapper.state_dict()["scaler"]["scale"] == scale / 2
+    assert wrapper.plain_values()["scaler"]["scale"] == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     update(model, wrapper, x)
@@ -156,7 +156,7 @@ def test_a_checkpoint_holds_the_masters(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "a", state)
 
     twin, twin_wrapper, twin_strategy = prepared("O2")
-    twin_wrapper.load_state_dict(wrapper.state_dict())
+    twin_wrapper.load_plain_values(wrapper.plain_values())
     saved = Checkpoint.open(path)
     template = twin_strategy.load_template(saved.saved)
     saved.load(template)

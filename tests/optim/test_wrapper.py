@@ -323,8 +323,8 @@ def test_messages_name_the_place_in_the_configuration() -> None:
 
 def test_full_precision_has_no_state_of_its_own() -> None:
     wrapper = built(net(), optimizer=functools.partial(Adam, lr=0.1))
-    assert wrapper.state_dict() == {}
-    wrapper.load_state_dict({})
+    assert wrapper.plain_values() == {}
+    wrapper.load_plain_values({})
     assert wrapper.precision.compute is torch.float32
     assert wrapper.wrappers == {"": wrapper}
 

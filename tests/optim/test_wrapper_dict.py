@@ -136,14 +136,14 @@ def test_each_has_its_loss_scale_and_the_state_goes_by_name() -> None:
     model, optim = Gan(), half()
     SingleDeviceStrategy(device="cpu").setup(model, optim)
     optim["critic"].update_params(model(torch.ones(1, 2)) * math.inf)
-    state = optim.state_dict()
+    state = optim.plain_values()
     assert [state[name]["scaler"]["scale"] for name in optim] == [2.0**16, 2.0**15]
     other = half()
     SingleDeviceStrategy(device="cpu").setup(Gan(), other)
-    other.load_state_dict(state)
-    assert other.state_dict() == state
+    other.load_plain_values(state)
+    assert other.plain_values() == state
     with pytest.raises(CheckpointError, match="the checkpoint's optimizers are critic, other, the configuration's gen"):
-        other.load_state_dict({"critic": state["critic"], "other": {}})
+        other.load_plain_values({"critic": state["critic"], "other": {}})
 
 
 def test_alone_every_loss_is_scaled() -> None:

@@ -94,7 +94,7 @@ def overflow(strategy: dict[str, Any] | None, optimizer: dict[str, Any], kind: i
         found = run(session, strained_batches(kind))
         pairs = zip(found.weights, found.weights[1:], strict=False)
         still = [all(torch.equal(old[key], new[key]) for key in old) for old, new in pairs]
-        return found.trace.skipped, still, session.optim.state_dict()["scaler"]["scale"], found.weights[-1]
+        return found.trace.skipped, still, session.optim.plain_values()["scaler"]["scale"], found.weights[-1]
 
 
 def alone_and_together(strategy: dict[str, Any], optimizer: dict[str, Any], kind: int) -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ def found(runner: FlexibleRunner) -> dict[str, bool]:
     """Which pieces came back."""
     optim = runner.optim_wrapper
     assert optim is not None
-    state = optim.state_dict()["scaler"]
+    state = optim.plain_values()["scaler"]
     ema, stopping, best = (hook(runner, kind).state_dict() for kind in (EMAHook, EarlyStoppingHook, CheckpointHook))
     pieces = {
         "optimizer": {bool(optim.optimizer.state), state["scale"] > 8.0},

@@ -69,7 +69,7 @@ def life(folder: str, strategy: type, processes: int, wrapper: dict[str, Any], *
         norms=norms.norms,
         skipped=norms.skipped,
         metrics=metrics,
-        state=optim.state_dict(),
+        state=optim.plain_values(),
     )
 
 

@@ -179,7 +179,7 @@ def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
         state |= {f"hook.{key}": value for key, value in hook.state_dict().items()} if hook.holds_weights else {}
     state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     assert runner.optim_wrapper is not None
-    state["wrapper"] = runner.optim_wrapper.state_dict()
+    state["wrapper"] = runner.optim_wrapper.plain_values()
     state["schedulers"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     return state
 
