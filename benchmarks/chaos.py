@@ -49,6 +49,8 @@ PROCESSES = 2
 INTERVAL = 10
 SECONDS_PER_UPDATE = 0.02
 STALL_S = 4.0
+SHUTDOWN_S = 10
+"""Seconds after which torchrun's agent kills what does not end: a stopped process never does."""
 PATIENCE_S = 240.0
 
 
@@ -89,6 +91,7 @@ class Training:
             stdout=self.output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)},  # older torch has no such option
         )
 
     def lines(self) -> list[tuple[str, int]]:

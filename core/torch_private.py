@@ -287,7 +287,8 @@ class WatchesAgent(Protocol):
 def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
     """Let agents that ``torch.distributed.run`` makes in this block tell ``watcher`` what they do. 2.6, 2.15.
 
-    torch's own events come too late to prevent a restart. Nothing else of the agent is changed.
+    torch's own events come too late to prevent a restart. Also, a restart heeds ``--shutdown-timeout``, which torch does
+    only at the end of the job. Nothing else of the agent is changed.
     """
     launcher: Any = importlib.import_module("torch.distributed.launcher.api")
     torchs: Any = launcher.LocalElasticAgent
@@ -305,6 +306,11 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
             if has_failed and not watcher.may_restart():
                 self._remaining_restarts = 0
             return result
+
+        def _shutdown(self, *arguments: Any, **named: Any) -> None:
+            if hasattr(self, "_shutdown_timeout"):  # torch 2.6 has no such option
+                named.setdefault("timeout", self._shutdown_timeout)
+            super()._shutdown(*arguments, **named)
 
     launcher.LocalElasticAgent = Agent
     try:

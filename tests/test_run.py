@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,11 +16,14 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from flextrain.cli import main
 from flextrain.core.errors import ConfigError
 from flextrain.core.events import append_event, read_events
 from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
+from flextrain.core.torch_private import watched_agent
 from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
 from flextrain.tools.elastic.launching import Supervisor
 from flextrain.tools.elastic.starts import Fault, History, failure_of
@@ -245,6 +251,22 @@ def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path, monkeyp
     assert (os.environ.pop(JOB), os.environ.pop(RESTARTS)) == (job, "1")
     old.starting(group(store, 1, 2))
     assert (os.environ[JOB], os.environ[RESTARTS]) == (job, "1")
+
+
+def test_a_restart_heeds_the_shutdown_timeout() -> None:
+    """A stopped process never ends; torch would wait for it for 30 s before every restart, whatever was asked for."""
+    launcher = importlib.import_module("torch.distributed.launcher.api")
+    waited: list[tuple[Any, ...]] = []
+    with watched_agent(Supervisor("", Path())):
+        agent_class: Any = launcher.LocalElasticAgent
+        if "shutdown_timeout" not in inspect.signature(agent_class.__init__).parameters:
+            pytest.skip("this version of torch has no such option")
+        spec = WorkerSpec("trainer", 1, SimpleNamespace(), entrypoint="true")  # type: ignore[arg-type]
+        agent = agent_class(spec, DefaultLogsSpecs(), shutdown_timeout=7)
+    agent._pcontext = SimpleNamespace(close=lambda *arguments: waited.append(arguments))
+    agent._stop_workers(agent._worker_group)  # before a restart
+    agent._shutdown(signal.SIGINT, timeout=5)  # at the end
+    assert waited == [(signal.SIGTERM, 7), (signal.SIGINT, 5)]
 
 
 # Real processes

@@ -56,7 +56,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "NAME,...",
             "signals that end the job after a save; default: TERM, INT, HUP, QUIT, USR1",
         ),
-        "--shutdown-timeout": ("SECONDS", "time for a last save after such a signal; default: 30"),
+        "--shutdown-timeout": (
+            "SECONDS",
+            "time for a last save after such a signal, and for the others to leave after a failure; default: 30",
+        ),
     },
 }
 """Metavar, empty for a switch, and help of each option, by heading."""
