@@ -66,3 +66,4 @@ class Oversight:
         """Stop once this process has left the process group, with which the store may end."""
         if self._group is not None and not (dist.is_initialized() and dist.group.WORLD is self._group):
             self.stop()
+            self.preemption.cut_off()

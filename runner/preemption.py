@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import platform
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -16,12 +12,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..core.comm.bulletin import Bulletin, StoreLostError
+from ..core.comm.joint_errors import raising_together
 from ..core.comm.matched_calls import roll_call
 from ..core.device import synchronize
 from ..core.errors import CheckpointError
 from ..core.events import append_event
 from . import signals, time_limit
+from .common_end import TOGETHER_S, CommonEnd
 from .hooks.checkpoint import CheckpointHook
+from .last_words import leave, try_for_a_while
 from .loops.base import EvaluationCut
 from .monitor import Monitor, weakly
 from .options import PreemptionOptions
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("flextrain")
 
+_MAX_TIME = "env_cfg.preemption.max_time"
+
 FORMING_S = 5.0
 """Seconds that a process with a signal waits for the others to come to the process group, so that all end together."""
-TOGETHER_S = 2.0
-"""Seconds that a process waits for the others to know before it leaves."""
 MAIN_S = 0.5
 """Seconds after which a main thread that does not return to Python is left behind."""
 
@@ -63,11 +62,13 @@ class Preemption:
         """That of the thread which calls ``watch``; None for a single process."""
         self._run: Callable[[], Run | None] = lambda: None
         self._rank, self._size = 0, 0  # 0: the group is still to form
+        self._is_cut_off = False
         self._loop: TrainLoop | None = None  # while it trains
         self._first = 0  # updates done before
         self._in_run, self._thread = False, threading.current_thread()
         self._turn = 0  # of asking, if a program goes on after the end of a run
-        self._deadline = self._find_deadline()
+        self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
+        self._read_max_time()
         if self._options.requeue:
             time_limit.check_requeue("env_cfg.preemption.requeue")
         self._forget()
@@ -79,30 +80,36 @@ class Preemption:
             self._early.start()
             weakref.finalize(self, self._early.stop)
 
-    def _find_deadline(self) -> float | None:
-        """Return the time (time.monotonic) at which the run ends by itself."""
-        limit, where = self._options.max_time, "env_cfg.preemption.max_time"
-        if limit is None:
-            return None
+    def _read_max_time(self) -> None:
+        limit = self._options.max_time
         if limit == time_limit.SLURM:
-            return time.monotonic() + time_limit.slurm_end(where) - time.time() - self._options.margin_s
-        return time.monotonic() + time_limit.seconds_of(limit, where)
+            time_limit.slurm_job(_MAX_TIME)
+        elif limit is not None:
+            self._deadline = time.monotonic() + time_limit.seconds_of(limit, _MAX_TIME)
+
+    def _ask_slurm_for_the_end(self) -> None:
+        """Only on rank 0, because Slurm would have to answer all processes at once."""
+        left_s = time_limit.slurm_end(_MAX_TIME) - time.time() - self._options.margin_s
+        self._deadline = time.monotonic() + left_s
 
     def _forget(self) -> None:
         self._asked: str | None = None
         self._asked_at = 0.0
         self._word: dict[str, Any] | None = None  # what came, and to which process; the same on all
         self._is_now = False  # True: nothing is to be saved
-        self._calls_main = self._has_raised = self._is_over = False
+        self._calls_main = self._has_raised = False
         self._all_leave = threading.Event()
-        self._board: Bulletin | None = None  # the training thread's
-        self._has_answered = False
-        self._target: int | None = None
+        self._common_end: CommonEnd | None = None
         self._saved = ""
+        self._is_over = False  # last, because the other thread waits for it
 
     def start(self, run: Run) -> None:
         """Begin to watch, after all processes have met."""
         self._run, self._rank, self._size = weakref.ref(run), run.rank, run.world_size
+        if self._options.max_time == time_limit.SLURM:
+            with raising_together():
+                if self._rank == 0:
+                    self._ask_slurm_for_the_end()
         if self._early is not None:
             self._early.stop()
         if self._size == 1 and self._asked is not None:
@@ -144,9 +151,16 @@ class Preemption:
             self._asked_at, self._asked = time.monotonic(), what
         if self._size == 1 and self._word is None:
             self._word = {"what": self._asked}
-            self._is_now = not self._has_updates()
+            self._is_now = self._is_cut_off or not self._has_updates()
             if (run := self._run()) is not None:
                 run.stop_check = self.check
+
+    def cut_off(self) -> None:
+        """From now on this process leaves when it is asked to, because it can ask no other: they or the store have gone."""
+        self._is_cut_off, self._size = True, 1
+        if self._asked is not None and self._word is None and not self._is_over:
+            self.ask(self._asked)
+            self._call_main()
 
     def _has_updates(self) -> bool:
         """Whether this process has made an update in the current train()."""
@@ -160,7 +174,7 @@ class Preemption:
         if self._asked is None or time.monotonic() - self._asked_at < FORMING_S:
             return
         self._word = {"what": self._asked}
-        _logger.warning(f"Ended by {self._asked} before all processes had come")
+        try_for_a_while(lambda: _logger.warning(f"Ended by {self._asked} before all processes had come"))
         self._call_main()
         if self._early is not None:
             self._early.stop()
@@ -174,46 +188,31 @@ class Preemption:
             return
         if self._deadline is not None and time.monotonic() > self._deadline and self._rank == 0:
             self.ask("max_time")
-        board = self.bulletin
-        if board is None:
+        if self._size == 1 or self.bulletin is None:
             if self._is_now:
                 self._call_main()
             return
-        key = f"stop {self._turn}"
-        if self._asked is None:
-            word = board.read_first(key)
-        else:
-            facts = {"what": self._asked, "rank": self._rank, "host": platform.node()}
-            word = board.put_first(key, json.dumps(facts))
-        if word is None:
-            return
-        self._word = json.loads(word)
-        # Decided by the first one to know: the others cannot be far from it.
-        is_now = board.put_first(f"{key} how", "" if self._has_updates() else "now") == "now"
-        self._is_now = is_now or self._loop is None
-        run.stop_check = self.check
-        if self._is_now:
-            self._leave(board, together=is_now)
+        if self._common_end is None:
+            self._common_end = CommonEnd(self.bulletin, self._turn)
+        try:
+            self._look(run, self._common_end)
+        except StoreLostError:
+            self.cut_off()
 
-    def _leave(self, board: Bulletin, together: bool) -> None:
-        """Make this process leave when all know that they have to, lest one takes the end of another for a failure."""
-        key = f"stop {self._turn}"
-        if together:
-            self._count(board, f"{key} know")
+    def _look(self, run: Run, common_end: CommonEnd) -> None:
+        if (word := common_end.word(self._asked)) is None:
+            return
+        is_now = common_end.is_now(not self._has_updates())
+        self._is_now = is_now or self._loop is None
+        self._word = word
+        run.stop_check = self.check
+        if not self._is_now:
+            return
+        if is_now:  # leave when all know that they have to, lest one takes the end of another for a failure
+            common_end.meet_those_who("know")
         if not self._in_run:
             self._tell("outside of train(), where there is nothing to save")
-        self._call_main(lambda: self._count(board, f"{key} leave"))
-
-    def _count(self, board: Bulletin, key: str) -> None:
-        """Count this process, and wait for the others."""
-        deadline = time.monotonic() + TOGETHER_S
-        try:
-            number = board.count(key)
-            while number < self._size and time.monotonic() < deadline:
-                time.sleep(0.02)
-                number = board.count(key, 0)
-        except StoreLostError:  # then somebody has left
-            return
+        self._call_main(lambda: common_end.meet_those_who("leave"))
 
     def _call_main(self, before_the_end: Callable[[], None] = lambda: None) -> None:
         """Raise Terminated in the main thread; end the process if that thread is in a call that does not return."""
@@ -234,14 +233,11 @@ class Preemption:
         before_the_end()
         self._all_leave.set()
         if is_stuck:
-            for handler in _logger.handlers:
-                handler.flush()
-            sys.stdout.flush()
-            os._exit(self._options.status)
+            leave(self._options.status)
 
     def _tell(self, where: str, on_every_rank: bool = False) -> None:
         if self._rank == 0 or on_every_rank:
-            _logger.warning(f"{self._what()} {where}")
+            try_for_a_while(lambda: _logger.warning(f"{self._what()} {where}"))
         if self._rank == 0 and (run := self._run()) is not None:
             self._note(run)
 
@@ -300,34 +296,14 @@ class Preemption:
             raise self._terminated()
 
     def _is_there(self, run: Run, here: int) -> bool:
-        """Whether all processes end at this position: the number of updates and batches of validations so far.
-
-        Rank 0 names the position before it goes on from ``here``. Nobody can have finished ``here + 2`` before that: an
-        update needs all processes, and of a validation a process reads one batch ahead. An accelerator is waited for,
-        because its host may be many updates ahead of what is done.
-        """
-        shared = self.bulletin
-        assert shared is not None
-        key = f"stop {self._turn}"
+        """Whether all processes end here. An accelerator is waited for, because its host may be many updates ahead."""
+        assert self._common_end is not None
         synchronize(run.strategy.device)
         try:
-            if self._board is None:
-                self._board = shared.for_another_thread()
-            if not self._has_answered:
-                self._has_answered = True
-                self._board.put(f"{key} at {self._rank}", str(here))
-                self._board.count(f"{key} answers")
-            if self._target is None and self._rank == 0 and self._board.count(f"{key} answers", 0) == self._size:
-                answers = self._board.read([f"{key} at {rank}" for rank in range(self._size)])
-                target = max(here + 2, *(int(answer or 0) + 1 for answer in answers))
-                self._board.put_first(f"{key} target", str(target))
-                self._target = target
-            if self._target is None and (text := self._board.read_first(f"{key} target")) is not None:
-                self._target = int(text)
+            return self._common_end.is_there(here)
         except StoreLostError:  # rank 0 has left train() already
             run.stop_check = None
             return False
-        return self._target is not None and here >= self._target
 
     def _end(self, run: Run) -> None:
         """Save, and raise Terminated."""

@@ -18,6 +18,7 @@ from ..torch_private import default_store
 from .collectives import get_rank, get_world_size
 
 _numbers: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
+_QUESTIONS_PER_S = 1000.0
 
 
 class StoreLostError(LaunchError):
@@ -60,6 +61,11 @@ class Bulletin:
             other._store = dist.PrefixStore(self._prefix, _own_connection(self._store, self._timeout))  # type: ignore[attr-defined]
         return other
 
+    @property
+    def pace_s(self) -> float:
+        """Seconds between two questions of a process, with which all processes together ask about 1000 in a second."""
+        return self.world_size / _QUESTIONS_PER_S
+
     def put(self, key: str, text: str) -> None:
         """Set ``key``, whatever it was before."""
         with _store_errors():
@@ -83,6 +89,8 @@ class Bulletin:
                 return []
             if self._store.check(list(keys)):
                 return [text.decode() for text in self._store.multi_get(list(keys))]
+            if len(keys) == 1:
+                return [None]
             present = [key for key in keys if self._store.check([key])]
             texts = dict(zip(present, self._store.multi_get(present), strict=True)) if present else {}
             return [texts[key].decode() if key in texts else None for key in keys]

@@ -35,7 +35,6 @@ class Exchange:
         self._known: dict[int, Identity] = {}
         self._heard: set[int] = set()
         self.bulletin.put(f"process {self.rank}", myself.text())
-        self.bulletin.count("here")
 
     # Another thread's questions
 

@@ -6,14 +6,14 @@ import os
 import threading
 
 from ...core.events import append_event
-from .last_words import leave, say
+from ..last_words import leave, say
 from .pulse import Age, Clock
 from .rounds import STALLED, Rounds
 from .watched import Watched
 
 _PERIOD_S = 0.25
-_ENDING_S = 40.0
-"""Seconds after which an end that has begun is made, whatever it waits for."""
+_ENDING_S = 50.0
+"""Seconds after which an end that has begun is made, whatever it waits for; more than all that an end waits for together."""
 
 
 class Guard:

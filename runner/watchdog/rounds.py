@@ -9,10 +9,10 @@ from typing import Protocol
 
 from ...core.comm.bulletin import Bulletin, StoreLostError
 from ...core.events import append_event
+from ..last_words import leave, say
 from .ending import Ending
 from .exchange import Exchange
 from .identity import Identity
-from .last_words import leave, say
 from .limits import WatchdogOptions
 from .pulse import Age, Clock
 from .stall import Beat, Gathering
@@ -32,7 +32,6 @@ LONG_GRACE_S = 60.0
 
 _REPORT_S, _VERDICT_S, _LAST_S = 2.0, 5.0, 3.0
 _NAP_S = 0.05
-_MESSAGES_PER_S = 1000.0
 _BEAT_S = 1.0
 
 
@@ -95,7 +94,7 @@ class Rounds:
             if self.watched is not None and self._options is not None:
                 self._samples = with_one_more(self._samples, part_of(self.watched.thread))
             if self._clock.now >= self._next:
-                self._next = self._clock.now + exchange.world_size / _MESSAGES_PER_S
+                self._next = self._clock.now + exchange.bulletin.pace_s
                 self._look_around(exchange)
         except StoreLostError as error:
             exchange.lost = error  # the guard decides whether that matters

@@ -23,6 +23,7 @@ from flextrain.runner.preemption import Terminated
 from flextrain.runner.time_limit import requeue, seconds_of, slurm_end
 from flextrain.testing import WorkerGroup
 
+from ..waiting import wait_until
 from .training import Accuracy, Samples, differences, make_runner, validation, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -307,6 +308,56 @@ def test_a_signal_to_one_process_ends_all_at_the_same_point(
     assert what == f"Ended by SIGTERM, which came to rank {rank}"
     (event,) = (event for event in read_events(tmp_path / "run") if event["event"] == "preempted")
     assert (event["iter"], event["on_rank"]) == (iteration, rank)
+
+
+def end_apart(folder: Path, way: str) -> str:
+    """A signal to a process that cannot ask the others any more; what ends it must not be waited for by them."""
+    runner = run(folder, env_cfg=dict(preemption=dict(max_time="slurm")))
+    preemption, monitor = runner.oversight.preemption, runner.oversight.monitor
+    assert monitor is not None
+    if way == "left":
+        runner.strategy.teardown()
+        monitor.join(30)
+    else:
+        assert preemption.bulletin is not None
+        preemption.bulletin._store = lost_store()
+        wait_until(lambda: preemption._size == 1)
+    with pytest.raises(Terminated) as caught:
+        terminate_and_wait()
+    if way == "lost":
+        runner.strategy.teardown()
+    return caught.value.what
+
+
+def terminate_and_wait() -> None:
+    terminate()
+    time.sleep(30)
+
+
+def lost_store() -> Any:
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = torch.distributed.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    return torch.distributed.PrefixStore("lost", client)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["left", pytest.param("lost", marks=pytest.mark.full)])
+def test_a_signal_is_heard_where_nobody_can_be_asked(
+    tmp_path: Path, workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Because the process has left the group, or the one with the store has ended. Slurm is asked by rank 0 alone."""
+    program(tmp_path, "squeue", f"echo asked >> {tmp_path}/asked; echo 2099-01-01T00:00:00")
+    slurm = dict(SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert workers2.run(with_environment, slurm, end_apart, tmp_path / "run", way) == ["Ended by SIGTERM"] * 2
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+def with_environment(names: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        patch.delenv("SLURM_JOB_END_TIME", raising=False)
+        return function(*args)
 
 
 # Configuration
