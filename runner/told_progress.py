@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 0.05
 """Seconds after which an update is written down: a process that is killed sooner seems to have made none."""
+_LAST_LOOK_S = 5.0
 
 
 @contextmanager
@@ -50,4 +51,6 @@ def _written_down(run: Run) -> Iterator[None]:
         yield
     finally:
         monitor.stop()
+        monitor.join(_LAST_LOOK_S)  # else it might write an older iteration over the last one
         write()
+        file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
@@ -25,7 +26,7 @@ from flextrain.core.events import append_event, read_events
 from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
 from flextrain.core.torch_private import watched_agent
 from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
-from flextrain.tools.elastic.launching import Supervisor
+from flextrain.tools.elastic.launching import Supervisor, _parsed
 from flextrain.tools.elastic.starts import Fault, History, failure_of
 
 # Options
@@ -90,9 +91,30 @@ def test_options_are_torchrun_s(script: str) -> None:
     parsed = get_args_parser().parse_args(read_options([script, "--lr", "1"]).for_torchrun())
     assert parsed.max_restarts == DEFAULT_RESTARTS
     assert parsed.training_script_args == ["--lr", "1"]
+    assert parsed.standalone, "two jobs on one machine do not meet, with any version of torch"
+    for own in (["--rdzv-endpoint", "node1:29400"], ["--master-port", "1234"], ["--node-rank", "0"]):
+        assert not get_args_parser().parse_args(read_options([*own, script]).for_torchrun()).standalone
     elastic = read_options(["--nnodes=1:4", "--rdzv-endpoint", "node1:29400", script])
     assert elastic.is_elastic
     assert get_args_parser().parse_args(elastic.for_torchrun()).rdzv_backend == "c10d"
+
+
+def test_usr1_ends_the_job_after_a_save_with_every_version_of_torch(script: str) -> None:
+    """Before torch 2.9 the agent itself would end, and leave its processes behind."""
+    older = argparse.ArgumentParser()
+    older.add_argument("--standalone", action="store_true")
+    older.add_argument("--max-restarts", type=int)
+    older.add_argument("script")
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        parsed = _parsed(SimpleNamespace(get_args_parser=lambda: older), read_options([script]))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (parsed.script, came) == (script, [signal.SIGTERM])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_help_explains_what_a_restart_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flextrain import CheckpointError, Hook
 from flextrain.core.events import read_events
-from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, read_progress
+from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
 
 from .training import Samples, make_runner
 
@@ -75,6 +76,35 @@ def test_progress_is_told_during_training(tmp_path: Path, monkeypatch: pytest.Mo
     make_runner(tmp_path / "run", custom_hooks=[look], **iterations(4)).train()
     assert (look.seen.work_dir, look.seen.began) == (str(tmp_path / "run"), 0)
     assert read_progress(look.path).iter == 4
+
+
+def test_the_last_update_is_what_the_progress_file_says_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the thread has looked before it, and writes late."""
+    has_looked, has_ended = threading.Event(), threading.Event()
+
+    class Late(ProgressFile):
+        def write(self, progress: Progress) -> None:
+            if progress.iter == 3 and threading.current_thread() is not threading.main_thread():
+                has_looked.set()
+                has_ended.wait(0.5)
+            super().write(progress)
+            if progress.iter == 4:
+                has_ended.set()
+
+    class Await(Hook):
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            assert runner.iter < 3 or has_looked.wait(30)
+
+    monkeypatch.setattr("flextrain.runner.told_progress.ProgressFile", Late)
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    make_runner(tmp_path / "run", custom_hooks=[Await()], **iterations(4)).train()
+    for thread in threading.enumerate():
+        if thread.name == "flextrain-monitor":
+            thread.join(30)
+    assert read_progress(tmp_path / "progress").iter == 4
 
 
 class Broken(Samples):

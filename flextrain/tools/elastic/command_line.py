@@ -97,14 +97,18 @@ class Options:
         """Whether the job runs on several machines."""
         return self.given.get("--nnodes", os.environ.get("PET_NNODES", "1")) not in ("1", "1:1")
 
+    def says(self, name: str) -> bool:
+        """Whether an option is given, here or by the variable that torchrun reads."""
+        return name in self.given or f"PET_{name[2:].replace('-', '_').upper()}" in os.environ
+
     def for_torchrun(self) -> list[str]:
         """The arguments that torchrun's own parser gets."""
         given = {name: value for name, value in self.given.items() if name != "--work-dir"}
-        names_backend = any(
-            name in given for name in ("--rdzv-backend", "--standalone", "--master-addr", "--node-rank")
-        )
-        if not names_backend and "PET_RDZV_BACKEND" not in os.environ and "--rdzv-endpoint" in given:
-            given["--rdzv-backend"] = "c10d"
+        if not any(self.says(name) for name in ("--rdzv-backend", "--standalone", "--master-addr", "--node-rank")):
+            if "--rdzv-endpoint" in given:
+                given["--rdzv-backend"] = "c10d"
+            elif not self.is_elastic and not any(self.says(name) for name in ("--rdzv-endpoint", "--master-port")):
+                given["--standalone"] = ""  # older versions of torch would take port 29500, also for a second job
         if "PET_MAX_RESTARTS" not in os.environ:
             given.setdefault("--max-restarts", str(DEFAULT_RESTARTS))
         return [
@@ -160,8 +164,7 @@ def _check(options: Options) -> None:
     if int(machines[0]) < 1 or int(machines[-1]) < int(machines[0]):
         raise ConfigError(f'run: --nnodes "{options.given["--nnodes"]}" is not allowed, 1 <= MIN <= MAX')
     if int(machines[-1]) > 1 and not any(
-        name in options.given or f"PET_{name[2:].replace('-', '_').upper()}" in os.environ
-        for name in ("--rdzv-endpoint", "--master-addr", "--node-rank")
+        options.says(name) for name in ("--rdzv-endpoint", "--master-addr", "--node-rank")
     ):
         raise ConfigError(
             f"run: --nnodes {options.given['--nnodes']} needs --rdzv-endpoint HOST:PORT, the same on all machines"

@@ -183,13 +183,20 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
         return 0, "finished", watcher
 
 
+def _take_as_sigterm(number: signal.Signals) -> None:
+    """For torch before 2.9, whose agent such a signal would end, and leave the processes behind."""
+    signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+
 def _parsed(torchrun: Any, options: Options) -> Any:
     parser = torchrun.get_args_parser()
     known = {name for action in parser._actions for name in action.option_strings}
     words = options.for_torchrun()
     for name in options.given.keys() - known - {"--work-dir"}:
         raise ConfigError(f"run: this version of torch has no {name}")
-    if "--signals-to-handle" in known and "--signals-to-handle" not in options.given:
+    if "--signals-to-handle" not in known:
+        _take_as_sigterm(signal.SIGUSR1)
+    elif "--signals-to-handle" not in options.given:
         words.insert(0, f"--signals-to-handle={DEFAULT_SIGNALS}")
     try:
         return parser.parse_args(words)
