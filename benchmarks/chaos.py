@@ -307,9 +307,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The report as Markdown."""
     total = sum(row["faults"] for row in rows)
     passed = sum("problem" not in row for row in rows)
-    counts = Counter[str]()
+    strategies = [name for name in STRATEGIES if any(row["strategy"] == name for row in rows)]
+    counts = {name: Counter[str]() for name in strategies}
     for row in rows:
-        counts.update(row["kinds"])
+        counts[row["strategy"]].update(row["kinds"])
+    again = [number for row in rows for number in row["repeated"]]
+    # A full disk is survived without a restart, every other fault takes one.
+    unexplained = sum(row["restarts"] - row["faults"] + row["kinds"].get("disk_full", 0) for row in rows)
     lines = [
         "# Faults under `flextrain run`",
         "",
@@ -317,7 +321,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"which passed. A checkpoint every {INTERVAL} updates. torch {torch.__version__}, {os.cpu_count()} CPUs, "
         f"{platform.system()}.",
         "",
-        ", ".join(f"{kind}: {counts[kind]}" for kind in KINDS),
+        f"{len(again)} restarts, of which {unexplained} without a fault. A restart repeated {sum(again) / max(1, len(again)):.1f} "
+        f"updates in the mean and {max(again, default=0)} at most.",
+        "",
+        f"| fault | {' | '.join(strategies)} | all |",
+        f"| --- | {'---: | ' * len(strategies)}---: |",
+        *(
+            f"| {kind} | {' | '.join(str(counts[name][kind]) for name in strategies)} | "
+            f"{sum(counts[name][kind] for name in strategies)} |"
+            for kind in KINDS
+        ),
+        f"| all | {' | '.join(str(counts[name].total()) for name in strategies)} | {total} |",
         "",
         "| strategy | seed | faults | restarts | most updates repeated after one | weights | seconds | ended |",
         "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- |",

@@ -88,26 +88,21 @@ def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
-def test_chaos(tmp_path: Path) -> None:
-    """Training that is disturbed five times ends by itself, with the weights of an undisturbed run."""
-    flags = [
-        "--faults",
-        "5",
-        "--only",
-        "ddp",
-        "--kinds",
-        "kill_one",
-        "kill_all",
-        "slow_storage",
-        "--out",
-        str(tmp_path),
-    ]
+@pytest.mark.parametrize(
+    ("strategy", "kinds", "faults"), [("ddp", ["kill_one", "kill_all", "slow_storage"], 5), ("fsdp", ["stop_one"], 2)]
+)
+def test_chaos(tmp_path: Path, strategy: str, kinds: list[str], faults: int) -> None:
+    """Training that is disturbed several times ends by itself, with the weights of an undisturbed run."""
+    flags = ["--faults", str(faults), "--only", strategy, "--kinds", *kinds, "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(BENCHMARKS / "chaos.py"), *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     report = json.loads((tmp_path / "chaos.json").read_text())
     (run,) = report["runs"]
-    assert (run["faults"], run["restarts"], run["status"]) == (5, 5, 0)
+    assert (run["faults"], run["restarts"], run["status"]) == (faults, faults, 0)
     assert run["is_equal"]
     assert max(run["repeated"]) <= report["interval"]
-    assert run["events"]["restarted"] == 5
-    assert "| ddp | 0 | 5 | 5 |" in (tmp_path / "chaos.md").read_text()
+    assert run["events"]["restarted"] == faults
+    table = (tmp_path / "chaos.md").read_text()
+    assert f"| {strategy} | 0 | {faults} | {faults} |" in table
+    assert f"{faults} restarts, of which 0 without a fault" in table
+    assert f"| {kinds[-1]} | {run['kinds'][kinds[-1]]} | {run['kinds'][kinds[-1]]} |" in table
