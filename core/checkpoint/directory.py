@@ -38,6 +38,10 @@ ANOTHER_NAME = "; write the name of another one"
 """Advice at the end of an error of ``find_latest``."""
 
 
+_SYNCED_BYTES = 4 * 2**30
+"""What is synced to disk at a time: all at the end could take so long that the watchdog takes it for a hang."""
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a complete checkpoint directory."""
     return (as_path(path) / MANIFEST).is_file()
@@ -185,16 +189,20 @@ def _names_in(path: Path) -> list[str]:
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write a file from bytes or parts of them, and sync it to disk; return its size and checksum."""
-    size, checksum = 0, xxhash.xxh3_64()
+    size, synced, checksum = 0, 0, xxhash.xxh3_64()
     with reaching(path):
         file = path.open("wb")
     try:
         for part in (content,) if isinstance(content, bytes) else content:
-            with reaching(path):  # not around the loop: making a part may fail too, which is no fault of the storage
-                file.write(part)
-            heartbeat()
             checksum.update(part)
             size += len(part)
+            with reaching(path):  # not around the loop: making a part may fail too, which is no fault of the storage
+                file.write(part)
+                if size - synced > _SYNCED_BYTES and is_local(path):
+                    file.flush()
+                    os.fsync(file.fileno())
+                    synced = size
+            heartbeat()
         with reaching(path):
             file.flush()
             if is_local(path):

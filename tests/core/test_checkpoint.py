@@ -31,6 +31,7 @@ from flextrain.core.checkpoint import (
 )
 from flextrain.core.checkpoint.manifest import MANIFEST
 from flextrain.core.errors import CheckpointError
+from flextrain.core.heartbeat import heartbeats
 
 SHARD = "rank-00000.safetensors"
 
@@ -481,3 +482,20 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
     assert passed_over(tmp_path, None) == []
     assert not (tmp_path / "b").exists()
     assert list(complete_ones(tmp_path)) == [tmp_path / "a"]
+
+
+def test_a_large_file_is_synced_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no sync lasts as long as a hang, and every one is followed by a sign of life."""
+    seen: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        seen.append((os.fstat(descriptor).st_size, heartbeats() - before))
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(directory, "_SYNCED_BYTES", 250)
+    before = heartbeats()
+    entry = directory.write_file(tmp_path / "file", [b"x" * 100] * 7)
+    assert seen == [(300, 2), (600, 5), (700, 7)]
+    assert entry == directory.file_entry(tmp_path / "file")
