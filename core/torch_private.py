@@ -151,6 +151,15 @@ def end_loader_workers() -> None:
                 found._shutdown_workers()
 
 
+def awaited_worker(iterator: Any) -> tuple[int, int] | None:
+    """Number and process of the worker whose batch a DataLoader's iterator gives next; None if no worker has it. 2.6, 2.15."""
+    found = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    if found is None or len(found) != 1:
+        return None
+    pid = iterator._workers[found[0]].pid
+    return None if pid is None else (found[0], pid)
+
+
 # Several processes
 
 

@@ -9,6 +9,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from ..core.errors import FlexTrainError
+
 _logger = logging.getLogger("flextrain")
 
 _EXIT_S = 1.0
@@ -71,7 +73,8 @@ class Monitor:
                     self._watchers.remove(watcher)
                     if not self._ends:
                         name = getattr(watcher, "__qualname__", type(watcher).__name__)
-                        _logger.warning(f"{name} ended by {type(error).__name__}: {error}", exc_info=error)
+                        trace = None if isinstance(error, FlexTrainError) else error  # these say all
+                        _logger.warning(f"{name} ended by {type(error).__name__}: {error}", exc_info=trace)
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -111,17 +111,23 @@ def _set(number: signal.Signals) -> bool:
     known = signal.getsignal(number)
     if known is _handle:
         return True
-    if threading.current_thread() is not threading.main_thread() or known is not signal.SIG_DFL or _is_caught(number):
+    if threading.current_thread() is not threading.main_thread() or known is not signal.SIG_DFL or is_caught(number):
         return False
     signal.signal(number, _handle)
     return True
 
 
-def _is_caught(number: signal.Signals) -> bool:
-    """Whether C code has set a handler, of which Python does not know; on Linux the kernel tells."""
+def is_caught(number: int, pid: int | None = None) -> bool:
+    """Whether a process (None: this one) has a handler, also one of C code, of which Python does not know.
+
+    The kernel tells on Linux; False elsewhere.
+
+    Raises:
+        OSError: there is no such process.
+    """
     if sys.platform != "linux":
         return False
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
     caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 

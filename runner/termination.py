@@ -13,6 +13,7 @@ from ..core.checkpoint import find_latest, iteration_of
 from ..core.errors import CheckpointError
 from ..core.events import append_event
 from ..core.log_marks import TRACEBACK_IN_FILE
+from .failures.origin import find_origin
 from .failures.report import Reason, reason_of
 from .resume.tier_notes import newest_fast
 
@@ -111,7 +112,8 @@ def _log_how_it_ended(run: Run, error: BaseException, found: Reason | None, beca
     if isinstance(error, KeyboardInterrupt):
         _print_no_traceback(error)
     if because and found is not None:
-        level, what, where = logging.ERROR, f"Failed because {because}; noticed", found.where
+        level, what = logging.ERROR, f"Failed because {because}; noticed"
+        where = found.where or find_origin(error, None).words()  # errors of flextrain's own say where, except these
     elif found is not None:
         level, what, where = logging.ERROR, "Failed", found.where
         facts: dict[str, Any] = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}

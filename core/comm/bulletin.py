@@ -45,6 +45,7 @@ class Bulletin:
         self.rank, self.world_size = get_rank(), get_world_size()
         counter = _numbers.setdefault(dist.group.WORLD, collections.Counter())
         counter["bulletins"] += 1
+        self._lost: list[str] = []
         with _store_errors():
             shared = default_store()
             # Named by chance, because a store may outlive the processes: that of torchrun's agent does.
@@ -57,6 +58,7 @@ class Bulletin:
     def for_another_thread(self) -> Bulletin:
         """Return the same bulletin with a connection of its own."""
         other = copy.copy(self)
+        other._lost = []
         with _store_errors():
             other._store = dist.PrefixStore(self._prefix, _own_connection(self._store, self._timeout))  # type: ignore[attr-defined]
         return other
@@ -68,12 +70,12 @@ class Bulletin:
 
     def put(self, key: str, text: str) -> None:
         """Set ``key``, whatever it was before."""
-        with _store_errors():
+        with _store_errors(self._lost):
             self._store.set(key, text)
 
     def put_first(self, key: str, text: str) -> str:
         """Set ``key`` if no process has set it yet; return its text, which is then the same for all."""
-        with _store_errors():
+        with _store_errors(self._lost):
             # An empty text would count as none.
             return str(self._store.compare_set(key, "", f"={text}").decode()[1:])
 
@@ -84,7 +86,7 @@ class Bulletin:
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
         """Return the text of every key, None for those that nobody has set; two messages if all are set."""
-        with _store_errors():
+        with _store_errors(self._lost):
             if not keys:
                 return []
             if self._store.check(list(keys)):
@@ -97,19 +99,28 @@ class Bulletin:
 
     def count(self, key: str, add: int = 1) -> int:
         """Add to a number that begins with 0, and return the sum; ``add=0`` reads it."""
-        with _store_errors():
+        with _store_errors(self._lost):
             return int(self._store.add(key, add))
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def _store_errors(lost: list[str] | None = None) -> Iterator[None]:
+    """Context of calls of a store.
+
+    Args:
+        lost: of the connection: what was said when it broke. It is not used again, because torch would write a stack of
+            C++ functions to stderr for each call.
+    """
+    if lost:
+        raise StoreLostError(lost[0])
     try:
         yield
     except RuntimeError as error:  # torch's DistError and its kind
         said = " ".join(str(error).split()) or type(error).__name__
-        raise StoreLostError(
-            f"the store of the job, which rank 0 or the launcher keeps, was lost ({said[:200]})"
-        ) from error
+        text = f"the store of the job, which rank 0 or the launcher keeps, was lost ({said[:200]})"
+        if lost is not None:
+            lost.append(text)
+        raise StoreLostError(text) from error
 
 
 def _own_connection(store: Any, timeout: datetime.timedelta) -> Any:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get
 
 from ...core.generators import Watch, nth_seed, seed_generators
 from ..signals import Outliving
+from . import worker_stacks
 from .epochs import tell_epoch
 
 
@@ -143,7 +144,8 @@ class SeededStream(IterableDataset[Any]):
 class WorkerInit:
     """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function.
 
-    The worker goes on for a while after the signals that end a run, whose last update needs its batches.
+    The worker goes on for a while after the signals that end a run, whose last update needs its batches. If it is stuck,
+    the watchdog can ask it where.
     """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
@@ -152,6 +154,7 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         self._outliving.begin()
+        worker_stacks.answer()
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids a normal assignment
         if self.function is not None:

@@ -69,7 +69,7 @@ class Origin:
         """The file and line of the user's own code in which the error arose; empty if there is none."""
         for frame, line in reversed(self.frames):
             if _is_the_user_s(frame):
-                return _shown(frame.f_code.co_filename, line)
+                return shown(frame.f_code.co_filename, line)
         return ""
 
     def words(self) -> str:
@@ -208,7 +208,8 @@ def _is_the_user_s(frame: FrameType) -> bool:
     return not file.startswith(_STANDARD + os.sep) or "site-packages" in file
 
 
-def _shown(file: str, line: int) -> str:
+def shown(file: str, line: int) -> str:
+    """Return ``train.py:31``, relative to the working directory if the file is in it."""
     path = Path(file)
     here = Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"

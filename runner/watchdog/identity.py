@@ -64,14 +64,24 @@ class Identity:
 
     def state(self) -> str:
         """What the kernel says of a process that does not answer; only for one that is beside this one."""
-        found = _stat(self.pid)
-        if found is None or found[0] in _ENDED or found[1] != self.began:
-            return "has ended"
-        return _STATES.get(found[0], "does not answer")
+        return state_of(self.pid, self.began)
 
     def words(self, with_process: bool = True) -> str:
         """``rank 1 (process 4711 on node2)``, or shorter ``rank 1 (node2)``."""
         return f"rank {self.rank} ({f'process {self.pid} on ' if with_process else ''}{self.machine})"
+
+
+def state_of(pid: int, began: str | None = None) -> str:
+    """What the kernel says of a process on this machine that does not answer.
+
+    Args:
+        pid: its number.
+        began: when it began, as in Identity; None: it is known that the number is not used again.
+    """
+    found = _stat(pid)
+    if found is None or found[0] in _ENDED or began not in (None, found[1]):
+        return "has ended"
+    return _STATES.get(found[0], "does not answer")
 
 
 def _stat(pid: int) -> tuple[str, str] | None:

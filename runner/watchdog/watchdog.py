@@ -131,14 +131,16 @@ class Watchdog:
     def all_have_failed(self) -> bool:
         """Whether all processes leave the run by errors of their own, so that none of them is missing in a collective.
 
-        Waits up to a second for that. True if nobody watches.
+        Waits up to a second for that; all get the same answer. True if nobody watches.
         """
         watched, exchange = self._rounds.watched, self._rounds.exchange
         if watched is None or exchange is None:
             return True
-        key = f"failed {watched.number}"
-        self._ask(lambda: exchange.bulletin.count(key))
-        return bool(self._ask_until(lambda: exchange.bulletin.count(key, 0) >= exchange.world_size, LOOK_S))
+        key, bulletin = f"failed {watched.number}", exchange.bulletin
+        self._ask(lambda: bulletin.count(key))
+        have = self._ask_until(lambda: bulletin.count(key, 0) >= exchange.world_size, LOOK_S)
+        # The first answer is that of all: whoever has waited in vain leaves, and the last one fails because of that.
+        return self._ask(lambda: bulletin.put_first(f"all {key}", "yes" if have else "no")) == "yes"
 
     def is_elsewhere(self, ending: Ending) -> bool:
         """Whether the process that has left was on another machine."""

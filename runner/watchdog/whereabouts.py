@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ...core.torch_private import compiles, last_collective
-from ..failures.origin import origin_of_frames
+from ...core.torch_private import LOADER_ITERATOR, awaited_worker, compiles, last_collective
+from ..data import worker_stacks
+from ..failures.origin import origin_of_frames, shown
+from .identity import state_of
 
 _LIBRARY = __name__.partition(".")[0]
 _WAITING = (
@@ -63,13 +65,38 @@ class Whereabouts:
 def whereabouts(thread: int, rank: int, iteration: int, model: nn.Module | None, failed: str = "") -> Whereabouts:
     """Find out what ``thread`` of this process is doing; this never raises."""
     frames = _frames(thread)
+    of_worker = ""
     try:
-        words = origin_of_frames(_inside(frames), model).words()
+        origin = origin_of_frames(_inside(frames), model)
+        if (worker := _awaited_worker(frames)) is not None:
+            said, of_worker = ask_worker(*worker)
+            origin.part = f"{origin.loader} ({said})"
+        words = origin.words()
     except Exception as error:  # told instead: what the user's objects do when they are looked at must not end this
         words = f" ({type(error).__name__} while looking where)"
     lines = traceback.format_list(traceback.StackSummary.extract(iter(frames)))
-    stack = "".join(lines)[-_LONGEST_STACK:]
+    stack = "".join(lines)[-_LONGEST_STACK:] + of_worker
     return Whereabouts(rank, iteration, words, waits(frames), last_collective(), stack, failed)
+
+
+def ask_worker(number: int, pid: int) -> tuple[str, str]:
+    """Where the worker of a dataloader is, in words, and its stack, as far as it can be asked."""
+    stack = worker_stacks.ask(pid)
+    if (found := worker_stacks.source_in(stack)) is not None:
+        file, line, function = found
+        said = f"worker {number}, {function}, {shown(file, line)}"
+    else:
+        said = f"worker {number}, process {pid}, {state_of(pid)}"
+    return said, f"Worker {number}, innermost first:\n{stack[:_LONGEST_STACK]}\n" if stack else ""
+
+
+def _awaited_worker(frames: list[tuple[FrameType, int]]) -> tuple[int, int] | None:
+    """Number and process of the worker whose batch a thread waits for."""
+    for frame, _ in reversed(frames):
+        own = frame.f_locals.get("self")
+        if isinstance(own, LOADER_ITERATOR):
+            return awaited_worker(own)
+    return None
 
 
 def waits(frames: list[tuple[FrameType, int]]) -> bool:

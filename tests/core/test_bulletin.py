@@ -87,6 +87,15 @@ def use_until_lost(agent: int) -> str:
             bulletin.put("key", "text")
             time.sleep(0.01)
     except StoreLostError as error:
+        bulletin._store = None  # it is not used again: torch would write a stack of C++ functions for each call
+        for call in (
+            lambda: bulletin.read(["key"]),
+            lambda: bulletin.count("key"),
+            lambda: bulletin.put_first("key", ""),
+        ):
+            with pytest.raises(StoreLostError) as again:
+                call()
+            assert str(again.value) == str(error)
         return str(error)
     return "not lost"
 

@@ -20,10 +20,15 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
+from flextrain.runner.hooks import EMAHook
 
 STALL_S = 2.0
 AT = 4
 """Updates after which the fault comes."""
+TIMEOUT_S = 60.0
+"""After which a collective fails; longer than a scenario may take."""
+KEEPER = "FLEXTRAIN_TEST_KEEPER"
+"""Names the process that keeps the store, if no rank does."""
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
@@ -104,6 +109,14 @@ def leave(runner: Any) -> None:
     sys.exit(3)
 
 
+def leave_well(runner: Any) -> None:
+    sys.exit(0)
+
+
+def finish(runner: Any) -> None:
+    runner.train_loop.stop_training = True
+
+
 def mismatch(runner: Any) -> None:
     dist.barrier()
 
@@ -115,6 +128,19 @@ def sleep(runner: Any) -> None:
 def meet_nobody(runner: Any) -> None:
     """Wait in the store, where nothing tells of a process that has left."""
     runner.strategy.meet("a call that rank 1 does not make")
+
+
+class StoreEnds(Hook):
+    """Ends or stops the process that keeps the store, and then lets all ranks wait for the store."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == AT and runner.rank == 1:
+            os.kill(int(os.environ[KEEPER]), self.number)
+        if runner.iter >= AT:  # the signal takes effect a moment later
+            runner.strategy.meet("a call of all ranks")
 
 
 @dataclass
@@ -142,7 +168,7 @@ def configuration(folder: str, rank: int, fault: str) -> dict[str, Any]:
         train_dataloader=dict(dataset=Data(stuck), batch_size=4, collate_fn="default_collate"),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
         train_cfg=dict(by_epoch=False, max_iters=1000, val_interval=AT + 1),
-        strategy=dict(type="DDPStrategy", timeout_s=60),
+        strategy=dict(type="DDPStrategy", timeout_s=TIMEOUT_S),
         env_cfg=dict(watchdog=dict(stall_s=STALL_S, first_s=30)),
         default_hooks=dict(checkpoint=None),
         log_level="WARNING",
@@ -152,7 +178,11 @@ def configuration(folder: str, rank: int, fault: str) -> dict[str, Any]:
         "stop": stop,
         "kill": kill,
         "raise": fail,
+        "store_apart_stop": stop,
         "exit": leave,
+        "exit_well": leave_well,
+        "finish": finish,
+        "finish_and_stay": finish,
         "mismatch": mismatch,
         "on_exception": fail,
     }
@@ -161,7 +191,17 @@ def configuration(folder: str, rank: int, fault: str) -> dict[str, Any]:
         hooks.append(AtTheEnd())
     if name == "unnoticed":
         hooks = [Fault(fail), Fault(meet_nobody, rank=0)]
-    if name in ("validation", "validation_raises"):
+    if name == "worker":
+        config["train_dataloader"]["num_workers"] = 2
+        config["train_dataloader"]["dataset"] = Data(stuck_at=11 if rank == culprit else None)
+    if name in ("store_ends", "store_stops"):
+        hooks = [StoreEnds(signal.SIGKILL if name == "store_ends" else signal.SIGSTOP)]
+    if name == "ema":
+        config["strategy"] = dict(
+            type="DeepSpeedStrategy", device="cpu", zero_optimization=dict(stage=3), timeout_s=TIMEOUT_S
+        )
+        config["optim_wrapper"] |= dict(type="AmpOptimWrapper", dtype="bfloat16")
+    if name in ("validation", "validation_raises", "ema"):
         hooks = [InValidation(sleep if name == "validation" else fail)]
         config |= dict(
             val_dataloader=dict(dataset=Data(), batch_size=400, collate_fn="default_collate"),
@@ -170,6 +210,8 @@ def configuration(folder: str, rank: int, fault: str) -> dict[str, Any]:
         )
     if name == "build":
         config["model"] = Unbuildable
+    if name == "ema":
+        hooks.append(EMAHook())
     return {**config, "custom_hooks": hooks}
 
 
@@ -183,6 +225,8 @@ class Unbuildable(Net):
 def run_rank(folder: str, rank: int, fault: str) -> None:
     config = configuration(folder, rank, fault)
     FlexibleRunner(**config).train()
+    if fault == "finish_and_stay":
+        time.sleep(10000)
 
 
 def scenario(folder: str, fault: str, size: int = 2, limit_s: float = 40.0) -> list[Outcome]:
@@ -190,6 +234,7 @@ def scenario(folder: str, fault: str, size: int = 2, limit_s: float = 40.0) -> l
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
+    keeper = _keep_store(port) if fault.startswith("store") else None
     began, pids = time.monotonic(), {}
     paths = [Path(folder, f"output.{rank}") for rank in range(size)]
     for rank, path in enumerate(paths):
@@ -202,7 +247,7 @@ def scenario(folder: str, fault: str, size: int = 2, limit_s: float = 40.0) -> l
             if rank not in ended and (found_pid := os.waitpid(pid, os.WNOHANG))[0]:
                 ended[rank] = os.waitstatus_to_exitcode(found_pid[1]), time.monotonic() - began
         # A stopped rank never ends by itself.
-        if fault.startswith("stop") and len(ended) == size - 1:
+        if fault.removesuffix("0").endswith("stop") and len(ended) == size - 1:
             break
         time.sleep(0.02)
     for pid, rank in pids.items():
@@ -210,7 +255,27 @@ def scenario(folder: str, fault: str, size: int = 2, limit_s: float = 40.0) -> l
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             ended[rank] = None, time.monotonic() - began
+    if keeper is not None:
+        os.environ.pop(KEEPER)
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
     return [Outcome(*ended[rank], paths[rank].read_text()) for rank in range(size)]
+
+
+def _keep_store(port: int) -> int:
+    """Keep the store in a process of its own, as torchrun's agent does; return the process."""
+    begun, begins = os.pipe()
+    if not (keeper := os.fork()):
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        os.write(begins, b"x")
+        while store is not None:
+            signal.pause()
+    os.read(begun, 1)
+    os.close(begun)
+    os.close(begins)
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", KEEPER: str(keeper)})
+    return keeper
 
 
 def _child(folder: str, rank: int, fault: str, size: int, port: int, path: Path) -> None:

@@ -76,6 +76,55 @@ def test_a_stopped_rank_0_which_keeps_the_store_is_named(tmp_path: Path, workers
 
 
 @pytest.mark.full
+def test_a_stopped_rank_0_is_named_where_the_launcher_keeps_the_store(tmp_path: Path, workers1: WorkerGroup) -> None:
+    """Rank 0 gathers the signs of life; another rank does it in its place."""
+    first, second = outcomes(tmp_path, workers1, "store_apart_stop0")
+    assert (first.status, second.status) == (None, 75)
+    found = line(second, "The run stands still for ")
+    assert "rank 0 (process " in found
+    assert "is stopped (SIGSTOP)" in found
+
+
+@pytest.mark.full
+def test_a_killed_rank_0_which_keeps_the_store_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    first, second = outcomes(tmp_path, workers1, "kill0")
+    assert (first.status, second.status) == (-9, 1)
+    assert "has ended without a word: killed" in line(second, "Failed because rank 0 (process ")
+
+
+@pytest.mark.full
+def test_a_store_that_is_stopped_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    """The store is in a process of its own, as under torchrun."""
+    for rank, outcome in enumerate(outcomes(tmp_path, workers1, "store_stops")):
+        assert outcome.status == 75, outcome.output
+        found = line(outcome, "The run stands still for 2 s: torchrun or its machine, which keep the job's store, have")
+        assert f"rank {rank} is in iteration " in found
+        assert "in custom_hooks (StoreEnds.before_train_iter), " in found
+        assert "faults.py:" in found
+
+
+@pytest.mark.full
+def test_a_store_that_has_ended_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    for outcome in outcomes(tmp_path, workers1, "store_ends"):
+        assert outcome.status == 1, outcome.output
+        found = line(outcome, "Failed because torchrun or its machine, which keep the job's store, can no longer be")
+        assert ", iteration " in found
+        assert "in custom_hooks (StoreEnds.before_train_iter), " in found
+        assert "faults.py:" in found
+
+
+@pytest.mark.full
+def test_a_hang_in_a_worker_of_the_dataloader_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
+    for outcome in outcomes(tmp_path, workers1, "worker"):
+        assert outcome.status == 75, outcome.output
+        found = line(outcome, "The run stands still for")
+        assert "rank 1 waits for nobody in iteration 5, in train_dataloader (worker 0, __getitem__, " in found
+        assert "faults.py:" in found
+    logs = [path.read_text() for path in sorted(tmp_path.rglob("*_rank1.log"))]
+    assert any("Worker 0, innermost first:" in log for log in logs)
+
+
+@pytest.mark.full
 def test_different_collectives_are_named(tmp_path: Path, workers1: WorkerGroup) -> None:
     for outcome in outcomes(tmp_path, workers1, "mismatch"):
         assert outcome.status == 75
@@ -100,6 +149,7 @@ def test_a_hang_in_validation_is_named(tmp_path: Path, workers1: WorkerGroup) ->
         ("on_exception", 1, "rank 1 failed: ValueError: a fault of its own"),
         ("build", 1, "rank 1 failed: ValueError: cannot be built here"),
         ("exit", 3, "rank 1 ended by sys.exit(3)"),
+        ("exit_well", 0, "rank 1 ended by sys.exit(0)"),
         ("unnoticed", 1, "rank 1 failed: ValueError: a fault of its own"),
     ],
 )
@@ -109,6 +159,16 @@ def test_the_reason_of_one_rank_is_that_of_all(
     first, second = outcomes(tmp_path, workers1, fault)
     assert (first.status, second.status) == (1, status)
     line(first, f"Failed because {said}")
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+def test_averages_leave_the_model_without_a_collective_if_one_rank_fails(tmp_path: Path, workers1: WorkerGroup) -> None:
+    """EMAHook under ZeRO-3 in bfloat16: no rank waits for the time limit of collectives, which a scenario does not reach."""
+    first, second = outcomes(tmp_path, workers1, "ema")
+    assert (first.status, second.status) == (1, 1), first.output + second.output
+    line(first, f"Failed because rank 1 failed: ValueError: {ITS_OWN}")
+    assert "EMAHook.on_exception" not in first.output + second.output
 
 
 @pytest.mark.full

@@ -47,10 +47,10 @@ class Exchange:
         self.rank, self.world_size, self.bulletin = rank, world_size, Bulletin()
 
 
-def gathering(size: int) -> tuple[Any, Any, Iterator[None]]:
-    """A gathering of rank 0, its store, and an iterator each step of which is a second."""
+def gathering(size: int, rank: int = 0) -> tuple[Any, Any, Iterator[None]]:
+    """A gathering of a rank, its store, and an iterator each step of which is a second."""
     now = 0.0
-    clock, exchange = Clock(lambda: now), Exchange(0, size)
+    clock, exchange = Clock(lambda: now), Exchange(rank, size)
     found: Any = Gathering(exchange, clock, 10.0, 30.0)  # type: ignore[arg-type]
 
     def seconds() -> Iterator[None]:
@@ -133,6 +133,27 @@ def test_nobody_in_a_run_is_no_stall() -> None:
         send(bulletin, rank, Beat(1, False))
     assert seconds_to_stall(found, seconds) is None
     assert found.finished(1) == [0, 1]
+
+
+def test_another_rank_gathers_when_rank_0_is_silent() -> None:
+    found, bulletin, seconds = gathering(3, rank=1)
+    for _ in range(20):
+        bulletin.count("gathered")  # rank 0 does
+        next(seconds)
+        assert not found.is_mine(1.0)
+    silent = 0
+    while not found.is_mine(1.0):
+        silent += 1
+        next(seconds)
+        assert silent < 20
+    assert silent >= 5
+    bulletin.count("gathered")
+    assert found.is_mine(1.0)
+    last, store, seconds = gathering(99, rank=9)  # does not ask the store at all
+    for _ in range(99):
+        next(seconds)
+        assert not last.is_mine(1.0)
+    assert store.counts == {}
 
 
 def report(
