@@ -180,10 +180,10 @@ def test_a_worker_that_is_stuck_says_where() -> None:
     def _worker_loop(prepared: bool) -> None:
         if prepared:
             worker_stacks.answer()
-        os.write(begins, b"x")
         stuck()
 
     def stuck() -> None:
+        os.write(begins, b"x")
         time.sleep(1000)
 
     for prepared in (True, False):
