@@ -76,16 +76,19 @@ def test_a_thread_reads_while_the_main_thread_waits_for_the_store(workers2: Work
     assert workers2.run(read_while_main_waits) == [[], ["came"]]
 
 
+def use(bulletin: Bulletin, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        bulletin.put("key", "text")
+        time.sleep(0.01)
+
+
 def use_until_lost(agent: int) -> str:
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(agent))
     join()
     bulletin = Bulletin()
     TCPStore("127.0.0.1", agent, is_master=False, wait_for_workers=False).add("ready", 1)
-    deadline = time.monotonic() + 30
     with pytest.raises(StoreLostError) as lost:
-        while time.monotonic() < deadline:
-            bulletin.put("key", "text")
-            time.sleep(0.01)
+        use(bulletin, time.monotonic() + 30)
     bulletin._store = None  # it is not used again: torch would write a stack of C++ functions for each call
     with pytest.raises(StoreLostError) as again:
         bulletin.read(["key"])
