@@ -24,6 +24,7 @@ LOOK_S = 1.0
 """Seconds that a process whose communication failed looks for the reason."""
 
 _EXIT_S = 60.0
+_NAP_S = 0.02
 
 
 class Watchdog:
@@ -183,7 +184,8 @@ class Watchdog:
         """Ask until the answer is true, for at most ``patience_s`` seconds; return the last answer."""
         deadline = time.monotonic() + patience_s
         while not (found := self._ask(question, patience_s)) and time.monotonic() < deadline:
-            if self._rounds.exchange is None or self._rounds.exchange.lost is not None:
+            exchange = self._rounds.exchange
+            if exchange is None or exchange.lost is not None:
                 break
-            time.sleep(0.02)
+            time.sleep(max(_NAP_S, exchange.bulletin.pace_s / 5))
         return found

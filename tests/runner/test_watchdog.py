@@ -19,6 +19,7 @@ from flextrain.core.model import class_name
 from flextrain.runner.options import Environment, check_options
 from flextrain.runner.termination import _print_no_traceback
 from flextrain.runner.watchdog.ending import Ending, follows_from_another
+from flextrain.runner.watchdog.exchange import Exchange as RealExchange
 from flextrain.runner.watchdog.identity import Identity
 from flextrain.runner.watchdog.pulse import Age, Clock
 from flextrain.runner.watchdog.stall import Beat, Gathering
@@ -37,9 +38,24 @@ class Bulletin:
     def read(self, keys: list[str]) -> list[str | None]:
         return [self.texts.get(key) for key in keys]
 
+    def put(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
     def count(self, key: str, add: int = 1) -> int:
         self.counts[key] = self.counts.get(key, 0) + add
         return self.counts[key]
+
+
+def test_all_answers_can_be_read_at_once_from_the_beginning() -> None:
+    """The store is asked for each text alone as long as one of them is missing."""
+    store: Any = Bulletin()
+    store.world_size = 3
+    exchanges = [RealExchange(store, Identity(rank, 7, "node1")) for rank in range(3)]
+    assert None not in store.read([f"answer {rank}" for rank in range(3)])
+    number = exchanges[0].alarm()
+    assert exchanges[0].silent(number) == [0, 1, 2]
+    assert all(exchange.has_alarm() for exchange in exchanges[:2])
+    assert exchanges[2].silent(number) == [2]
 
 
 class Exchange:
