@@ -139,6 +139,14 @@ MAKE_ITERATOR = "_get_iterator"
 """Method with which a DataLoader makes its iterator. 2.6, 2.15."""
 
 
+def end_kept_workers(loader: Any) -> None:
+    """End the workers that ``loader`` keeps between epochs; it makes new ones if it is read again. 2.6, 2.15."""
+    iterator = getattr(loader, KEPT_ITERATOR, None)
+    if iterator is not None:
+        setattr(loader, KEPT_ITERATOR, None)
+        iterator._shutdown_workers()
+
+
 def end_loader_workers() -> None:
     """End the workers that data loaders of this process keep between epochs; those loaders cannot be used again. 2.6, 2.15.
 

@@ -9,14 +9,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.comm.bulletin import Bulletin, StoreLostError
 from ..core.comm.joint_errors import raising_together
 from ..core.comm.matched_calls import roll_call
+from ..core.comm.rendezvous import EndAskedError
 from ..core.device import synchronize
 from ..core.errors import CheckpointError
 from ..core.events import append_event
+from ..strategies.launchers import say_that_the_end_was_asked
 from . import signals, time_limit
 from .common_end import TOGETHER_S, CommonEnd
 from .hooks.checkpoint import CheckpointHook
@@ -73,9 +76,10 @@ class Preemption:
             time_limit.check_requeue("env_cfg.preemption.requeue")
         self._forget()
         self._early: Monitor | None = None
+        self.left_alone = ""
+        """A line for the log if signals of the options do not end the run."""
         if self._signals:
-            kept = signals.listen(self, self._signals)
-            self._said = f"{', '.join(f'SIG{name}' for name in kept)}: the program's own handler stays" if kept else ""
+            self.left_alone = signals.left_alone(signals.listen(self, self._signals))
             self._early = Monitor([weakly(self._watch_forming)])
             self._early.start()
             weakref.finalize(self, self._early.stop)
@@ -102,6 +106,19 @@ class Preemption:
         self._common_end: CommonEnd | None = None
         self._saved = ""
         self._is_over = False  # last, because the other thread waits for it
+
+    @contextmanager
+    def forming(self, launcher: str | None) -> Iterator[None]:
+        """Around what comes before all processes have met: if one of them is ended, it tells the others, which end too."""
+        try:
+            yield
+        except Terminated as error:
+            say_that_the_end_was_asked(launcher, error.what)
+            raise
+        except EndAskedError as error:
+            _logger.warning(f"{error} before all processes had come")
+            self._has_raised = self._calls_main = True
+            raise Terminated(self._options.status, str(error)) from None
 
     def start(self, run: Run) -> None:
         """Begin to watch, after all processes have met."""
@@ -331,7 +348,8 @@ class Preemption:
         return f"saved as {path.name}"
 
     def _note(self, run: Run) -> None:
-        if self._rank == 0 and self._word is not None:
+        is_there = Path(run.work_dir).is_dir()  # the constructor may still be about to make it
+        if self._rank == 0 and self._word is not None and is_there:
             facts = dict(by=self._word["what"], on_rank=self._word.get("rank", 0), status=self._options.status)
             append_event(
                 run.work_dir, "preempted", rank=0, epoch=run.epoch, iter=run.iter, end=self._saved or "at once", **facts

@@ -114,20 +114,22 @@ class FlexibleRunner(Checkpoints):
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()
-        # A hook may look for the hub when it is made.
-        with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
+        with saying_why_this_process_leaves(launcher):
             self.oversight = Oversight(early_preemption(env_cfg))  # first, because a signal may come at any time
-            checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
-        super().__init__(given, checked)
-        options = checked.options
-        apply_environment(options.env_cfg)
-        self.strategy.setup_environment()
-        if self.distributed:
-            self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
-        self.strategy.meet("FlexibleRunner()")
-        self.oversight.start(self)
+        with self.oversight.preemption.forming(launcher):
+            # A hook may look for the hub when it is made.
+            with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
+                checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
+            super().__init__(given, checked)
+            self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
+            options = checked.options
+            apply_environment(options.env_cfg)
+            self.strategy.setup_environment()
+            if self.distributed:
+                self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
+            self.strategy.meet("FlexibleRunner()")
+            self.oversight.start(self)
         check_agreement(given, checked)
-        self.work_dir = str(Path(work_dir).absolute())
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
@@ -138,6 +140,8 @@ class FlexibleRunner(Checkpoints):
             f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
         )
+        if left_alone := self.oversight.preemption.left_alone:
+            self.logger.info(left_alone)
         self.message_hub.topology = self.strategy.topology
         self.message_hub.belong_to(self.experiment_name)
         self.log_processor = build_log_processor(log_processor, checked.by_epoch)
@@ -179,6 +183,7 @@ class FlexibleRunner(Checkpoints):
                     loop.is_torn = False
                 with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
+            self._end_workers()
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
@@ -209,6 +214,12 @@ class FlexibleRunner(Checkpoints):
         )
         if done >= goal:
             self.logger.info(f"Nothing is left to train: {done} of {key}={goal} are done")
+
+    def _end_workers(self) -> None:
+        """End workers that dataloaders keep between passes, which the garbage collector does in five seconds each."""
+        for loop in (self._train_loop, self._val_loop):
+            if loop is not None:
+                loop._end_workers()
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
         self.strategy.meet(f"{mode}()")

@@ -50,6 +50,16 @@ def listen(listener: Listener, names: Sequence[str]) -> list[str]:
     return [name for name in names if not _set(signal.Signals[f"SIG{name}"])]
 
 
+def left_alone(names: Sequence[str]) -> str:
+    """Say in a line that these signals, which ``listen`` has not got, do not end a run; "" if there are none."""
+    if not names:
+        return ""
+    said = f"env_cfg.preemption.signals: {', '.join(names)} left alone"
+    if threading.current_thread() is not threading.main_thread():
+        return f"{said}, the runner was not made in the main thread; request_stop() ends a run"
+    return f"{said}, the program or a library has a handler of its own"
+
+
 def heard(names: Sequence[str]) -> int | None:
     """A signal of these names that ``listen`` has a handler for, with which a thread can call the listener; else None."""
     numbers = (signal.Signals[f"SIG{name}"] for name in names)

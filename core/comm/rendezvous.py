@@ -14,12 +14,16 @@ import torch.distributed as dist
 from ..errors import LaunchError, counted
 from .addresses import is_own, resolve
 
-_GO, _OVER, _LEFT = "go", "over", "left "
+_GO, _OVER, _LEFT, _ASKED = "go", "over", "left ", "asked "
 _JOB = "flextrain/job"
 _PATIENCE_S = 3.0
 # How long the name of rank 0's machine may be unknown, while a name server is silent, and in a pod of Kubernetes.
 _NAME_S, _NAME_IN_POD_S, _NAME_NAP_S = 15.0, 300.0, 0.5
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.05
+
+
+class EndAskedError(LaunchError):
+    """Another process was asked to end before it came to the process group; the text says by what."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def store_of_group(
     Raises:
         LaunchError: the store or a process was not there within ``timeout_s`` seconds, or belongs to another job; or a
             process left before it came to this call, and said why (``say_why_this_process_leaves``).
+        EndAskedError: a process left because it was asked to.
     """
     store = _open(init_method, rank, world_size, timeout_s, is_derived)
     _check_job(store, init_method, rank, world_size, timeout_s, job)
@@ -70,6 +75,9 @@ def store_of_group(
         if verdict.startswith(_LEFT):
             store.add(f"{home}/{number}/heard", 1)
             raise LaunchError(f"launcher: {verdict.removeprefix(_LEFT)}")
+        if verdict.startswith(_ASKED):
+            store.add(f"{home}/{number}/heard", 1)
+            raise EndAskedError(verdict.removeprefix(_ASKED))
         if is_late:
             missing = [other for other in range(world_size) if store.add(f"{home}/groups/{other}", 0) < number]
             raise LaunchError(
@@ -98,9 +106,11 @@ def await_key(store: Any, key: str, timeout_s: float) -> bool:
 
 
 def say_why_this_process_leaves(
-    init_method: str, *, rank: int, world_size: int, why: str, timeout_s: float, job: str = ""
+    init_method: str, *, rank: int, world_size: int, why: str, timeout_s: float, job: str = "", was_asked: bool = False
 ) -> bool:
     """Tell processes that wait in ``store_of_group`` that this one will not come; they raise LaunchError with ``why``.
+
+    With ``was_asked`` they raise EndAskedError, with ``why`` as its text.
 
     Rank 0, which serves the store, stays until all have heard it. Return whether all or, on other ranks, rank 0 was
     there within ``timeout_s`` seconds; there is no other error.
@@ -114,7 +124,8 @@ def say_why_this_process_leaves(
         number = store.add(f"{home}/groups/{rank}", 1)
         if number > 1:
             store.compare_set(f"{home}/{number - 1}/state", "", _OVER)
-        store.compare_set(f"{home}/{number}/state", "", f"{_LEFT}rank {rank} has ended: {why}")
+        said = f"{_ASKED}{why}" if was_asked else f"{_LEFT}rank {rank} has ended: {why}"
+        store.compare_set(f"{home}/{number}/state", "", said)
         # Another one that leaves for its own reason needs not hear this one's.
         heard, deadline = f"{home}/{number}/heard", time.monotonic() + timeout_s
         while store.add(heard, int(rank > 0)) < world_size - 1 and rank == 0 and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
-from ...core.torch_private import KEPT_ITERATOR
+from ...core.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import Repeatable, follows_span
 from .user_loaders import resampled
@@ -94,7 +94,7 @@ class Feed:
 
     def close(self) -> None:
         """End workers that would be kept for the next epoch."""
-        setattr(self._read, KEPT_ITERATOR, None)
+        end_kept_workers(self._read)
 
     def _turns_from(self, seed: int, epoch: int, start: int) -> Iterator[Turn]:
         if self.repeatable is not None:

@@ -297,7 +297,8 @@ class CheckpointHook(Hook):
     def save_now(self, runner: Run) -> Path:
         """Save what was trained so far, unless that has just been done, and return the complete checkpoint to resume from.
 
-        A hook that counts epochs calls it ``iter_<n>``. Raises CheckpointError if it cannot be saved.
+        A hook that counts epochs calls it ``iter_<n>``; with ``max_keep_ckpts`` the next checkpoint replaces it. Raises
+        CheckpointError if it cannot be saved.
         """
         self._saves.settle(runner)
         # Not in memory, which may be lost with the machine.
@@ -305,16 +306,17 @@ class CheckpointHook(Hook):
             return saved
         done, folder = runner.train_loop.iter, self.out_dir(runner)
         name = f"iter_{done}" if self.by_epoch else self.filename_tmpl.format(done)
-        undo = None if self.by_epoch else self._kept.add(done)
+        undo = self._kept.add_between(name) if self.by_epoch else self._kept.add(done)
         show_before = _show(runner, {"last_ckpt": str(folder / name)})
         try:
             runner.save_checkpoint(folder, name, verify=self.verify)
         except BaseException:
-            if undo is not None:
-                undo()
+            undo()
             show_before()
             raise
-        if not self.by_epoch:
+        if self.by_epoch:
+            self._kept.prune_between(runner, folder, name)
+        else:
             self._kept.sort_in(runner, folder, done)
         return folder / name
 

@@ -33,6 +33,7 @@ class KeptCheckpoints:
         self._template, self._max_keep, self._keep_every = template, max_keep_ckpts, keep_every
         self._kept: list[int] = []
         self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
+        self._between: list[str] = []  # names of those that were saved in the middle of an epoch
 
     def add(self, number: int) -> Callable[[], None]:
         """Count a checkpoint that is about to be saved; return what undoes this, for a save that fails."""
@@ -45,6 +46,22 @@ class KeptCheckpoints:
         self._marked = [marked for marked in self._marked if marked != number]
         self._kept = [*(kept for kept in self._kept if kept != number), number]
         return undo
+
+    def add_between(self, name: str) -> Callable[[], None]:
+        """Count a checkpoint in the middle of an epoch, which the next good one replaces; return what undoes this."""
+        before = self._between
+
+        def undo() -> None:
+            self._between = before
+
+        self._between = [*(known for known in before if known != name), name]
+        return undo
+
+    def prune_between(self, runner: Run, folder: Path, complete: str) -> None:
+        """Delete the checkpoints in the middle of epochs that a good one, the complete one of this name, has replaced."""
+        if self._max_keep < 1 or runner.was_marked(folder / complete):
+            return
+        self._between = [name for name in self._between if name == complete or not remove(runner, folder / name)]
 
     def go_on(self, runner: Run, folder: Path) -> None:
         """Continue with the checkpoints that a resumed run had kept; a collective."""
@@ -60,6 +77,7 @@ class KeptCheckpoints:
             self._kept.remove(number)
             self._marked.append(number)
         self._prune(runner, folder)
+        self.prune_between(runner, folder, self.path(folder, number).name)
 
     def path(self, folder: Path, number: int) -> Path:
         """The path of the checkpoint with this number."""
@@ -77,12 +95,13 @@ class KeptCheckpoints:
                     numbers.remove(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the good and the marked checkpoints."""
-        return {"kept": list(self._kept), "marked": list(self._marked)}
+        """Return the numbers of the good and the marked checkpoints, and the names of those in the middle of epochs."""
+        return {"kept": list(self._kept), "marked": list(self._marked), "between": list(self._between)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self._kept, self._marked = list(state["kept"]), list(state.get("marked", ()))
+        self._between = list(state.get("between", ()))
 
 
 def remove(runner: Run, path: Path) -> bool:

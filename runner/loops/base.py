@@ -101,6 +101,11 @@ class BaseLoop:
         """A number that changes while the loop gets on; the watchdog's thread reads it."""
         return 0 if self._data is None else self._data.given
 
+    def _end_workers(self) -> None:
+        """End worker processes that would be kept for the next pass."""
+        if self._data is not None:
+            self._data.close()
+
     def _at_hook(self, point: str) -> None:
         """Take note that a method of a subclass calls the hooks at ``point``."""
 

@@ -48,6 +48,11 @@ class EvaluationData:
             self.given += 1
             yield batch, is_own
 
+    def close(self) -> None:
+        """End worker processes that would be kept for the next pass."""
+        if self._feed is not None:
+            self._feed.close()
+
     def _pass(self) -> Iterator[tuple[Any, bool]]:
         seed = self._runner.seed
         if self._feed is not None:

@@ -242,6 +242,9 @@ class TrainLoop(BaseLoop):
     def _steps(self) -> int:
         return self._done
 
+    def _end_workers(self) -> None:
+        self.data.close()
+
     def _iterate(self) -> Callable[[int, Any], object]:
         """Return ``run_iter``; a subclass's own may take the batch alone, as MMEngine's IterBasedTrainLoop does."""
         if not self.has_own_methods:

@@ -2,6 +2,6 @@
 
 from .detect import LAUNCHERS, detect_launch
 from .facts import Launch
-from .leaving import saying_why_this_process_leaves
+from .leaving import say_that_the_end_was_asked, saying_why_this_process_leaves
 
-__all__ = ["LAUNCHERS", "Launch", "detect_launch", "saying_why_this_process_leaves"]
+__all__ = ["LAUNCHERS", "Launch", "detect_launch", "say_that_the_end_was_asked", "saying_why_this_process_leaves"]

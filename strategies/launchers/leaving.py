@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,11 +28,22 @@ def saying_why_this_process_leaves(launcher: str | None = None) -> Iterator[None
     try:
         yield
     except FlexTrainError as error:
-        _say(launcher, error)
+        _say(launcher, f"{type(error).__name__}: {error}")
         raise
 
 
-def _say(launcher: str | None, error: FlexTrainError) -> None:
+def say_that_the_end_was_asked(launcher: str | None, what: str) -> None:
+    """Make the other processes raise EndAskedError if the process group does not exist yet; its text is ``what``, rank and host.
+
+    Under torchrun and mpirun nothing is said, they end all processes. Returns after 10 s at the latest.
+
+    Args:
+        launcher: as for ``detect_launch``.
+    """
+    _say(launcher, what, was_asked=True)
+
+
+def _say(launcher: str | None, why: str, was_asked: bool = False) -> None:
     try:
         launch = detect_launch(launcher)
     except FlexTrainError:  # then nobody knows where the others are
@@ -41,7 +53,8 @@ def _say(launcher: str | None, error: FlexTrainError) -> None:
             launch.init_method,
             rank=launch.rank,
             world_size=launch.world_size,
-            why=f"{type(error).__name__}: {error}",
+            why=f"{why}, which came to rank {launch.rank} on {platform.node()}" if was_asked else why,
             timeout_s=_PATIENCE_S,
             job=launch.job,
+            was_asked=was_asked,
         )

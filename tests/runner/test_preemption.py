@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import torch
 from flextrain import ConfigError, FlexibleRunner, Hook
 from flextrain.core.checkpoint import find_latest, is_checkpoint
 from flextrain.core.events import read_events
+from flextrain.runner import preemption as preemption_module
+from flextrain.runner import runner as runner_module
 from flextrain.runner.loops.epoch import EpochBasedTrainLoop
 from flextrain.runner.preemption import Terminated
 from flextrain.runner.time_limit import requeue, seconds_of, slurm_end
@@ -106,6 +109,22 @@ def test_the_update_is_finished_and_saved_and_a_resumed_run_ends_as_if_nothing_h
     second.train()
     assert second.train_loop.start_iter == 11
     assert not differences(whole_state(second), whole_state(whole))
+
+
+@pytest.mark.parametrize(
+    ("max_keep_ckpts", "left"), [(1, ["epoch_3"]), (-1, ["epoch_2", "epoch_3", "iter_10", "iter_8"])]
+)
+def test_checkpoints_in_the_middle_of_an_epoch_are_replaced_by_the_next_one(
+    tmp_path: Path, max_keep_ckpts: int, left: list[str]
+) -> None:
+    """Two signals in the second of three epochs of 7 updates."""
+    hooks = dict(checkpoint=dict(interval=1, save_begin=2, max_keep_ckpts=max_keep_ckpts))
+    for done in (8, 10):
+        assert ended(run(tmp_path, At(done, terminate), default_hooks=hooks)).saved == f"saved as iter_{done}"
+        assert is_checkpoint(tmp_path / f"iter_{done}")
+    assert is_checkpoint(tmp_path / "iter_8") == (max_keep_ckpts == -1)
+    run(tmp_path, default_hooks=hooks).train()
+    assert sorted(path.name for path in tmp_path.glob("*_[0-9]*") if is_checkpoint(path)) == left
 
 
 def test_what_has_just_been_saved_is_not_saved_again(tmp_path: Path) -> None:
@@ -223,11 +242,22 @@ def test_a_handler_that_c_code_has_set_stays(tmp_path: Path) -> None:
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         try:
-            make_runner(tmp_path / "run")
+            make_runner(tmp_path / "run", log_level="INFO")
             terminate(signal.SIGUSR1)
         finally:
             faulthandler.unregister(signal.SIGUSR1)
     assert "Current thread" in (tmp_path / "stacks").read_text()
+    (log,) = (tmp_path / "run").glob("*/*.log")
+    assert "preemption.signals: USR1 left alone, the program or a library has a handler of its own" in log.read_text()
+
+
+def test_outside_of_the_main_thread_there_is_no_handler(tmp_path: Path) -> None:
+    thread = threading.Thread(target=make_runner, args=[tmp_path], kwargs=dict(log_level="INFO"))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    (log,) = tmp_path.glob("*/*.log")
+    assert "preemption.signals: TERM, USR1 left alone, the runner was not made in the main thread" in log.read_text()
 
 
 class OwnIteration(EpochBasedTrainLoop):
@@ -360,6 +390,67 @@ def with_environment(names: dict[str, str], function: Callable[..., Any], *args:
         return function(*args)
 
 
+class Stuck(Hook):
+    """Gets a signal when it is made, before the process group, and does not come on."""
+
+    def __init__(self, rank: int) -> None:
+        if dist_rank() == rank:
+            terminate()
+            time.sleep(3600)
+
+
+def end_of_the_constructor(folder: Path, rank: int) -> tuple[Any, str]:
+    preemption_module.FORMING_S = 0.2
+    try:
+        with pytest.raises(Terminated) as caught:
+            run(folder, dict(type=Stuck, rank=rank), strategy=dict(type="DDPStrategy", timeout_s=3600))  # type: ignore[arg-type]
+    finally:
+        preemption_module.FORMING_S = 5.0
+    return caught.value.code, caught.value.what.partition(" on ")[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_process_that_is_ended_before_the_group_forms_ends_the_others_too(
+    tmp_path: Path, workers2: WorkerGroup, rank: int
+) -> None:
+    found = workers2.run(end_of_the_constructor, tmp_path, rank)
+    assert found[rank] == (143, "Ended by SIGTERM")
+    assert found[1 - rank] == (143, f"Ended by SIGTERM, which came to rank {rank}")
+
+
+def end_after_the_group_has_formed(folder: Path) -> tuple[Any, list[str]]:
+    """A signal right after the processes have met, when the runner is not complete."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    check = runner_module.check_agreement
+
+    def wait(*args: Any) -> None:
+        if dist_rank() == 1:
+            terminate()
+        time.sleep(3600)
+
+    runner_module.check_agreement = wait
+    logging.getLogger("flextrain").addHandler(handler)
+    try:
+        with pytest.raises(Terminated) as caught:
+            run(folder, strategy="DDPStrategy")
+    finally:
+        logging.getLogger("flextrain").removeHandler(handler)
+        runner_module.check_agreement = check
+    return caught.value.code, lines
+
+
+@pytest.mark.distributed
+def test_a_signal_in_the_constructor(tmp_path: Path, workers2: WorkerGroup) -> None:
+    (first, lines), (second, _) = workers2.run(end_after_the_group_has_formed, tmp_path / "run")
+    assert (first, second) == (143, 143)
+    (line,) = lines
+    assert line.startswith("Ended by SIGTERM, which came to rank 1 on ")
+    assert line.endswith(" outside of train(), where there is nothing to save")
+
+
 # Configuration
 
 
@@ -451,7 +542,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("context", ["fork"])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path, context: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "work"), context]

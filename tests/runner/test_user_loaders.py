@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import multiprocessing
 import queue
 import random
 import threading
@@ -27,8 +28,10 @@ from .training import (
     Samples,
     SaveEvery,
     Watch,
+    data_workers,
     differences,
     make_runner,
+    validation,
     whole_state,
 )
 
@@ -506,3 +509,18 @@ def test_torchdata_s_loader_goes_on_at_any_position_where_its_state_is_no_more()
         data = TrainData(build(loader), 1, seed=0)
         assert data.splittable is None
         assert data.keeps_position
+
+
+@pytest.mark.processes
+def test_no_worker_is_left_when_training_has_ended(tmp_path: Path) -> None:
+    """Workers that are kept between epochs would end with the runner only, and take five seconds each for that."""
+    workers = dict(**data_workers(1), persistent_workers=True)
+    before = multiprocessing.active_children()
+    loader = dict(batch_size=4, dataset=Samples(26), collate_fn="default_collate", **workers)
+    runner = make_runner(tmp_path, train_dataloader=loader, **validation(10, **workers))
+    runner.train()
+    assert multiprocessing.active_children() == before
+    assert runner.val()["count"] == 10
+    runner.train_loop._end_workers()
+    assert runner.val_loop is not None
+    runner.val_loop._end_workers()
