@@ -432,12 +432,14 @@ def end_after_the_group_has_formed(folder: Path) -> tuple[Any, list[str]]:
         time.sleep(3600)
 
     runner_module.check_agreement = wait
-    logging.getLogger("flextrain").addHandler(handler)
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")  # as it is before the first run
     try:
         with pytest.raises(Terminated) as caught:
             run(folder, strategy="DDPStrategy")
     finally:
-        logging.getLogger("flextrain").removeHandler(handler)
+        logger.removeHandler(handler)
         runner_module.check_agreement = check
     return caught.value.code, lines
 

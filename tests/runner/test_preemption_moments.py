@@ -1,0 +1,50 @@
+"""SIGTERM at random moments, from the beginning of FlexibleRunner to the end: all processes leave with 143, saved."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flextrain.core.checkpoint import is_checkpoint
+from flextrain.core.events import read_events
+
+JOB = Path(__file__).with_name("preempted_job.py")
+ENDS = ("training was complete", "no checkpoint was saved yet", "outside of train()", "before all processes had come")
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "DDPStrategy:28",
+        "FSDPStrategy:6",
+        pytest.param("DeepSpeedStrategy:6", marks=pytest.mark.deepspeed),
+    ],
+)
+def test_all_processes_leave_at_any_moment(tmp_path: Path, plan: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path), "0", plan], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    trials = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(trials) == int(plan.partition(":")[2])
+    for trial in trials:
+        folder = Path(trial["folder"])
+        assert trial["status"] == [143, 143], (
+            trial,
+            *((folder / f"out.{rank}").read_text()[-2000:] for rank in range(2)),
+        )
+        said = " ".join(trial["said"])
+        if saved := re.search(r"saved as (iter_(\d+))", said):
+            assert is_checkpoint(folder / saved[1]), trial
+            (event,) = (event for event in read_events(folder) if event["event"] == "preempted")
+            assert event["iter"] == int(saved[2]), trial
+        else:
+            assert any(end in said for end in ENDS), trial
+    assert any("saved as" in " ".join(trial["said"]) for trial in trials)
