@@ -223,6 +223,12 @@ def test_the_reason_of_a_failure(exits: dict[int, int], events: list[Any], reaso
     assert (found.reason, found.status) == (reason, status)
 
 
+@pytest.mark.parametrize(("event", "outside"), [("preempted", True), ("failed", False)])
+def test_a_preemption_is_from_outside_whatever_its_status(event: str, outside: bool) -> None:
+    events = [{"event": event, "rank": 0, "time": 0.0}]
+    assert failure_of({0: 85, 1: 85}, events).is_from_outside is outside
+
+
 # The agent's side, with a store and without processes
 
 

@@ -40,7 +40,7 @@ class FastTier:
     def __init__(self, folder: str | Path, interval: int, where: str, saves: AwaitedSaves, skips: bool) -> None:
         if interval < 1:
             raise ConfigError(f"{where}.fast_interval: {interval} is not allowed, give 1 or more iterations")
-        if "://" in str(folder):
+        if not str(folder) or "://" in str(folder):  # "" comes from a variable that is not set, and means no folder
             raise ConfigError(f'{where}.fast_dir: "{folder}" is not allowed, give a local or mounted folder')
         self.folder, self.interval = as_path(folder), interval
         self._key, self._saves, self._skips = f"{where}.fast_dir", saves, skips

@@ -301,6 +301,7 @@ def test_the_commands_take_it(tmp_path: Path, fast: Path, capsys: pytest.Capture
             dict(fast_dir="s3://a/b", fast_interval=1),
             'CheckpointHook.fast_dir: "s3://a/b" is not allowed, give a local',
         ),
+        (dict(fast_dir="", fast_interval=1), 'CheckpointHook.fast_dir: "" is not allowed, give a local'),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -19,16 +19,18 @@ class Fault:
         reason: in words, such as "rank 1 failed: ValueError: ...".
         status: the exit status of the process that failed; 128 + its number after a signal.
         samples: indices of the batch that was being read; None if they are not known.
+        is_preemption: whether the run ended itself after a signal or a request to stop, with any status.
     """
 
     reason: str
     status: int = 1
     samples: Sequence[int] | None = None
+    is_preemption: bool = False
 
     @property
     def is_from_outside(self) -> bool:
         """Whether a signal ended the process, or a watchdog that stalled ones: what is trained on may be innocent."""
-        return self.status > 128 or self.status == STALLED
+        return self.is_preemption or self.status > 128 or self.status == STALLED
 
 
 @dataclass
@@ -166,7 +168,8 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
     if first.get("follows"):
         return Fault(f"rank {rank} lost another process", status)
     if first["event"] == "preempted":
-        return Fault(f"rank {first.get('on_rank', rank)} was preempted, {first.get('by', 'by a signal')}", status)
+        who, why = first.get("on_rank", rank), first.get("by", "by a signal")
+        return Fault(f"rank {who} was preempted, {why}", status, is_preemption=True)
     said = first.get("reason")
     return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
 
