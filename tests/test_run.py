@@ -215,6 +215,14 @@ def test_repeated_updates_and_lost_time() -> None:
         ({0: -6, 1: 1}, [{"event": "failed", "rank": 1, "reason": "ValueError: no", "follows": False}], "rank 1 failed: ValueError: no", 1),
         ({0: 75}, [], "rank 0 ended with status 75 (a stall)", 75),
         ({1: -15}, [], "rank 1 was ended by SIGTERM", 143),
+        # What rank 0 says of rank 1, which the agent knows better, also if both have ended when it looks.
+        ({0: 1, 1: -9}, [{"event": "failed", "rank": 1, "reason": "gone", "follows": False, "killed": True},
+                         {"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 1 was ended by SIGKILL", 137),
+        ({0: 1, 1: 3}, [{"event": "failed", "rank": 1, "reason": "gone", "follows": False, "killed": True},
+                        {"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 1 ended with status 3", 3),
+        ({0: -6, 1: -9}, [{"event": "failed", "rank": 0, "reason": "closed", "follows": True}], "rank 1 was ended by SIGKILL", 137),
+        ({0: 1}, [{"event": "failed", "rank": 8, "reason": "rank 8 (node2) is gone", "follows": False, "killed": True}],
+         "rank 8 (node2) is gone", 1),
         ({0: 143, 1: 143}, [{"event": "preempted", "rank": 0, "on_rank": 1, "by": "SIGTERM"}], "rank 1 was preempted, SIGTERM", 143),
     ],
 )  # fmt: skip
@@ -227,6 +235,12 @@ def test_the_reason_of_a_failure(exits: dict[int, int], events: list[Any], reaso
 def test_a_preemption_is_from_outside_whatever_its_status(event: str, outside: bool) -> None:
     events = [{"event": event, "rank": 0, "time": 0.0}]
     assert failure_of({0: 85, 1: 85}, events).is_from_outside is outside
+
+
+def test_a_process_of_another_machine_that_was_killed_is_no_reason_to_give_up_at_once() -> None:
+    event = {"event": "failed", "time": 0.0, "rank": 8, "reason": "gone", "follows": False, "killed": True}
+    assert failure_of({0: 1}, [event]).is_from_outside
+    assert not failure_of({8: 3}, [event]).is_from_outside
 
 
 # The agent's side, with a store and without processes

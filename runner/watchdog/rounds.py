@@ -197,7 +197,7 @@ class Rounds:
         told = exchange.announce(watched.number, own)
         if told == own and not has_finished:
             facts = {"rank": gone.rank, "iter": watched.run.iter, "reason": own.words(), "where": "", "follows": False}
-            append_event(watched.run.work_dir, "failed", **facts)
+            append_event(watched.run.work_dir, "failed", **facts, killed=True)
         return told
 
     def _hear(self, exchange: Exchange, watched: Watched) -> None:

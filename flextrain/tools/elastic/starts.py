@@ -20,17 +20,19 @@ class Fault:
         status: the exit status of the process that failed; 128 + its number after a signal.
         samples: indices of the batch that was being read; None if they are not known.
         is_preemption: whether the run ended itself after a signal or a request to stop, with any status.
+        is_killed: whether a process of another machine ended without a word, with a status that is not known here.
     """
 
     reason: str
     status: int = 1
     samples: Sequence[int] | None = None
     is_preemption: bool = False
+    is_killed: bool = False
 
     @property
     def is_from_outside(self) -> bool:
         """Whether a signal ended the process, or a watchdog that stalled ones: what is trained on may be innocent."""
-        return self.is_preemption or self.status > 128 or self.status == STALLED
+        return self.is_preemption or self.is_killed or self.status > 128 or self.status == STALLED
 
 
 @dataclass
@@ -150,17 +152,24 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
         exits: exit status by rank, negative after a signal, in the order in which the processes ended; not empty.
         events: the lines that they have left in ``events.jsonl``.
     """
-    # The process that was killed has left none; others say only that they lost it.
-    told = [event for event in events if event.get("event") in ("failed", "stalled", "preempted")]
-    killed = {rank: -code for rank, code in exits.items() if code < 0 and code != -_TERM}
-    if killed and all(event.get("follows") for event in told):  # a back end may abort processes whose peer has failed
-        rank, number = next(iter(killed.items()))
-        return Fault(f"rank {rank} was ended by {signal_name(number)}", 128 + number)
+    # The process that was killed has left none. Others say that they lost it, or that it has ended without a word, which
+    # its exit status tells better.
+    told = [
+        event
+        for event in events
+        if event.get("event") in ("failed", "stalled", "preempted")
+        and not (event.get("killed") and event.get("rank") in exits)
+    ]
     rank, code = next(iter(exits.items()))
     status = code if code > 0 else 128 - code
-    if not told:
-        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}{_KNOWN.get(code, '')}"
-        return Fault(f"rank {rank} {how}", status)
+    if all(event.get("follows") for event in told):
+        killed = {rank: code for rank, code in exits.items() if code < 0 and code != -_TERM}
+        speakers = {event.get("rank") for event in told}
+        silent = {rank: code for rank, code in exits.items() if rank not in speakers}
+        # A back end may abort processes whose peer has failed.
+        for found in ({rank: code for rank, code in killed.items() if rank in silent}, killed, silent):
+            if found:
+                return _ended(*next(iter(found.items())))
     first = min(told, key=lambda event: (event.get("follows", False), event["time"]))
     rank = int(first.get("rank", rank))
     if exits.get(rank, 0) > 0:
@@ -171,7 +180,14 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
         who, why = first.get("on_rank", rank), first.get("by", "by a signal")
         return Fault(f"rank {who} was preempted, {why}", status, is_preemption=True)
     said = first.get("reason")
+    if first.get("killed"):
+        return Fault(str(said), status, is_killed=True)
     return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
+
+
+def _ended(rank: int, code: int) -> Fault:
+    how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}{_KNOWN.get(code, '')}"
+    return Fault(f"rank {rank} {how}", code if code > 0 else 128 - code)
 
 
 def signal_name(number: int) -> str:
