@@ -181,6 +181,11 @@ def takes_mode(module: nn.Module) -> bool:
     return False
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module defines forward, in its class or as an attribute of its own."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def overrides(module: nn.Module | type[nn.Module], name: str) -> bool:
     """Whether the module, or class of modules, defines a method ``name`` that is not BaseModel's or an added one's."""
     if not isinstance(module, type) and callable(vars(module).get(name)):

@@ -10,9 +10,9 @@ from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.config import known_keywords, validate
 from .arguments import Checked
+from .build_methods import BuildMethods
 from .configuration import check_loading
 from .options import Resume
-from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import find_start
 from .resume.failed_saves import check_on_error
@@ -20,7 +20,7 @@ from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
 
 
-class Checkpoints(Parts):
+class Checkpoints(BuildMethods):
     """The methods of FlexibleRunner that save and load checkpoints.
 
     Args:

@@ -68,6 +68,7 @@ class Parts(MissingNames):
         self.watchdog: Watchdog | None = None
         """What watches several processes; None for one."""
         self._model: nn.Module | None = None
+        self._has_engine = False  # True if the strategy makes updates in a way of its own
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None
         self._val_loop: BaseLoop | None = None
@@ -362,7 +363,7 @@ class Parts(MissingNames):
             model = self._build_model()
         module = module_to_set_up(model, trains=self._trains)
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
-        self.optim_wrapper = optim
+        self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches
             self._train_loop.data.accumulate = self.accumulate
         self._stepper = Stepper(self.strategy, self._model, optim)

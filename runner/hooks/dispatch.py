@@ -66,8 +66,12 @@ class HookDispatcher:
         """
         if not isinstance(hook, Hook):
             raise ConfigError(f"register_hook: {hook!r} is not allowed, give an instance of a subclass of Hook")
-        given = hook.priority if priority is None else priority
-        self._insert(hook, get_priority(given, f"{type(hook).__name__}.priority"))
+        where = f"{type(hook).__name__}.priority"
+        own = get_priority(hook.priority, where)
+        given = own if priority is None else get_priority(priority, where)
+        if given != own:
+            hook.priority = given  # who asks the hook is told what holds
+        self._insert(hook, given)
         self.refresh()
 
     def call(self, point: str, runner: Run, **kwargs: Any) -> None:

@@ -112,7 +112,10 @@ class Hook:
     # Iterations
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Before an update; ``batch_idx`` counts updates from the start of the epoch."""
+        """Before an update.
+
+        ``batch_idx`` counts updates from the start of the epoch; in training by iterations, from that of training.
+        """
         self._before_iter(runner, batch_idx, data_batch, mode="train")
 
     def after_train_iter(
@@ -211,7 +214,10 @@ class Hook:
         return n > 0 and count >= 0 and count % n == 0
 
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
-        """True if the iteration is the n-th, 2n-th, ... of its epoch; never for n < 1."""
+        """True if the iteration is the n-th, 2n-th, ... of its epoch, or in training by iterations of training.
+
+        Never for n < 1.
+        """
         return n > 0 and (batch_idx + 1) % n == 0
 
     def end_of_epoch(self, dataloader: Sized | int, batch_idx: int) -> bool:
@@ -220,9 +226,9 @@ class Hook:
         Args:
             dataloader: the dataloader of the loop, or the number of iterations. In training give
                 ``runner.train_loop.epoch_length``: with gradient accumulation the dataloader is longer.
-            batch_idx: index of the iteration in the epoch, from 0.
+            batch_idx: index of the iteration, from 0.
         """
-        return batch_idx + 1 == (dataloader if isinstance(dataloader, int) else len(dataloader))
+        return (batch_idx + 1) % (dataloader if isinstance(dataloader, int) else len(dataloader)) == 0
 
     def is_last_train_epoch(self, runner: Run) -> bool:
         """True if training ends with this epoch."""

@@ -132,7 +132,8 @@ class LoggerHook(Hook):
         if self.interval_exp_name is not None and done % self.interval_exp_name == 0:
             runner.logger.info("Exp name: %s", runner.experiment_name)
         if inner % self.interval == 0 or (is_last and (not self.ignore_last or self._length <= self.interval)):
-            log = runner.log_processor.later_log_after_iter(runner, batch_idx, "train")
+            index = batch_idx if self._by_epoch else runner.train_loop.inner - 1
+            log = runner.log_processor.later_log_after_iter(runner, index, "train")
             self._lines.put(partial(self._write, runner, log, done))
 
     def _write(self, runner: Run, log: Callable[[], tuple[dict[str, Any], str]], step: int) -> None:

@@ -45,6 +45,7 @@ class EvalLoop(BaseLoop):
     def run(self) -> dict[str, Any]:
         """Evaluate the data, and return the metrics by name, on every process."""
         runner = self._runner
+        runner.stepper.check_prediction(self.mode)
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
         was_training = runner.model.training

@@ -41,6 +41,10 @@ class IterBasedTrainLoop(TrainLoop):
         self._iterator: Iterator[Any] | None = None
 
     @property
+    def _index(self) -> int:
+        return self._done
+
+    @property
     def _length(self) -> int:
         return self.data.epoch_length or self._max_iters
 
@@ -72,7 +76,7 @@ class IterBasedTrainLoop(TrainLoop):
     def _run_iters(self) -> None:
         run_iter = self._iterate()
         for batch in self.batches():
-            run_iter(self._inner, batch)
+            run_iter(self._done, batch)
             self._iter = self._done  # a subclass's own may leave the counting to the loop
             self.validate(self._iter)
             if self.stop_training:

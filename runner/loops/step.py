@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
-from ...core.model import NO_LOSS, forget_averaged, overrides, own_run_forward, parse_losses, run_forward, takes_mode
+from ...core.model import (
+    NO_LOSS,
+    forget_averaged,
+    has_forward,
+    overrides,
+    own_run_forward,
+    parse_losses,
+    run_forward,
+    takes_mode,
+)
 from ...core.overriding import overridden
 from ...core.torch_private import is_compiled, is_view, tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step
@@ -91,6 +100,7 @@ class Stepper:
                 f"optim_wrapper: has {len(optim)} optimizers, {type(self.module).__name__} must define "
                 "train_step(data, optim_wrapper) to say which is updated when"
             )
+        self._check_methods("train_step", "training")
         if self.weighing is not None and self.custom_train:
             raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
         # True if ``update_params`` or ``train_step`` makes the update right after the last micro-batch's backward.
@@ -306,6 +316,17 @@ class Stepper:
             )
         model.module = self.module
         model.run_with(partial(self._evaluate_batch, mode="test"))
+
+    def check_prediction(self, mode: str) -> None:
+        """Raise ConfigError if the model has no method to predict with; ``mode`` is "val" or "test"."""
+        self._check_methods(f"{mode}_step", "evaluation")
+
+    def _check_methods(self, name: str, what: str) -> None:
+        if has_forward(self.module) or overrides(self.module, name) or self._own_forward is not None:
+            return
+        raise ConfigError(
+            f"model: {type(self.module).__name__} has neither forward nor {name}, {what} needs one of them"
+        )
 
     def evaluate(self, batch: Any, mode: str) -> Any:
         """Return the strategy's output for one batch; ``mode`` is "val" or "test"."""

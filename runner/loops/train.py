@@ -110,6 +110,11 @@ class TrainLoop(BaseLoop):
         return self.data.length(self._epoch) or self._length
 
     @property
+    def _index(self) -> int:
+        """The ``batch_idx`` of the next update."""
+        return self._inner
+
+    @property
     def _length(self) -> int:
         """Updates of a whole epoch; if it is endless, those of the run."""
         raise NotImplementedError
@@ -118,6 +123,8 @@ class TrainLoop(BaseLoop):
         """Make the dry pass of validation, before the first update of this process."""
         with raising_together():  # it is built here, and only rank 0 looks at the folders that its metrics write to
             loop = self._runner.val_loop
+        if loop is not None and not getattr(loop, "has_own_methods", True):
+            self._runner.stepper.check_prediction("val")
         batches = self._runner.options.env_cfg.dry_batches
         done, end = (self._epoch, self.max_epochs) if self.by_epoch else (self._iter, self.max_iters)
         if loop is not None and batches and done < end and not self._has_tried:
@@ -174,11 +181,11 @@ class TrainLoop(BaseLoop):
         """Make one update, with its hooks; ``run_iter(data_batch)`` does it too, as in MMEngine's IterBasedTrainLoop.
 
         Args:
-            idx: index of the update in the epoch, for the hooks.
+            idx: index of the update for the hooks, ``batch_idx``: in the epoch; in training by iterations, in the run.
             data_batch: the batch; with ``accumulative_counts`` above 1 the list of the update's micro-batches.
         """
         if data_batch is _LEFT_OUT:
-            idx, data_batch = self._inner, idx
+            idx, data_batch = self._index, idx
         runner = self._runner
         hooks = runner.hook_calls
         for hook in hooks.before_train_iter:

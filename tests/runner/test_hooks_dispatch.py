@@ -299,3 +299,12 @@ def test_a_method_that_only_mmengine_calls(new_run: Callable[..., FlexibleRunner
     cfg = dict(type=kind, monitor="accuracy") if base is EarlyStoppingHook else dict(type=kind)
     with pytest.raises(ConfigError, match=rf"^custom_hooks\[0\]: Own.{method} is never called here, "):
         new_run(custom_hooks=[cfg])
+
+
+def test_a_hook_shows_the_priority_that_it_was_given() -> None:
+    dispatcher, log = HookDispatcher(), list[str]()
+    given, own = named("given", "LOW", log), named("own", "LOW", log)
+    dispatcher.register(given, "VERY_HIGH")
+    dispatcher.register(own)
+    assert [get_priority(hook.priority) for hook in dispatcher.hooks] == [Priority.VERY_HIGH, Priority.LOW]
+    assert (given.priority, own.priority, Hook.priority) == (10, "LOW", "NORMAL")

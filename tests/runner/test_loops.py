@@ -372,3 +372,43 @@ def test_seeds_make_runs_equal(tmp_path: Path) -> None:
         return [float(loss) for loss in watch.losses]
 
     assert losses(1) == losses(1) != losses(2)
+
+
+class Indices(Hook):
+    """Writes down ``batch_idx``, and when something is due that happens every 3 inner iterations."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.due: list[int] = []
+        self.ends: list[int] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seen.append(batch_idx)
+        if self.every_n_inner_iters(batch_idx, 3):
+            self.due.append(runner.iter)
+        if self.end_of_epoch(runner.train_loop.epoch_length, batch_idx):
+            self.ends.append(runner.iter)
+
+
+def test_batch_idx_counts_from_the_start_of_training_by_iterations(tmp_path: Path) -> None:
+    def run(max_iters: int, **cfg: Any) -> tuple[FlexibleRunner, Indices]:
+        hook = Indices()
+        runner = make_runner(
+            tmp_path,
+            train_dataloader=dict(dataset=Samples(8), batch_size=2, collate_fn="default_collate"),
+            train_cfg=dict(by_epoch=False, max_iters=max_iters),
+            custom_hooks=[hook],
+            log_level="INFO",
+            default_hooks=dict(logger=dict(interval=1), checkpoint=dict(interval=1, by_epoch=False)),
+            **cfg,
+        )
+        runner.train()
+        return runner, hook
+
+    _, hook = run(6)
+    assert (hook.seen, hook.due, hook.ends) == (list(range(6)), [2, 5], [3])
+    again, resumed = run(10, resume=True, log_processor=dict(by_epoch=True))
+    assert (resumed.seen, resumed.due, resumed.ends) == ([6, 7, 8, 9], [8], [7])
+    lines = (Path(again.log_dir) / f"{again.timestamp}.log").read_text()
+    assert all(f"[{i}/4]" in lines.replace(" ", "") for i in (1, 2, 3, 4))
+    assert "[7/4]" not in lines.replace(" ", "")

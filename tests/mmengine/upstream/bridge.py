@@ -34,8 +34,10 @@ import page
 
 import flextrain
 from flextrain import optim as flextrain_optim
+from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.comm.topology import Topology  # noqa: F401
 from flextrain.core.errors import FlexTrainError
+from flextrain.runner.hooks import DEFAULT_HOOKS  # noqa: F401
 from flextrain.runner.reporting import close_logger  # noqa: F401
 
 KEPT = ("config", "device", "dist", "fileio", "structures", "testing", "utils")
@@ -281,6 +283,59 @@ class Averages:
 
     def __deepcopy__(self, _: Any) -> Averages:
         return Averages(self.hook, self.runner, copy.deepcopy(self.hook.state_dict()))
+
+
+def merged_in_test(runner: Any) -> Any:
+    """The BaseTTAModel with which ``runner.test()`` made its predictions; afterwards there is none."""
+    seen = []
+
+    class See(flextrain.Hook):
+        def after_test_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+            seen.append(runner.stepper.merging)
+
+    runner.register_hook(See())
+    runner.test()
+    assert runner.stepper.merging is None
+    return seen[0]
+
+
+def check_swap(hook: Any, runner: Any, name: str, own: nn.Module, averages: Averages) -> None:
+    """The model has the averages after ``before_...``, and its own weights after ``after_...``, bit for bit."""
+
+    def holds(expected: Any) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(runner.model.parameters(), expected.parameters(), strict=True))
+
+    getattr(hook, name.replace("after", "before"))(runner)
+    assert holds(averages)
+    assert not holds(own)
+    getattr(hook, name.replace("before", "after"))(runner)
+    assert holds(own)
+    assert all(map(torch.equal, averages.parameters(), Averages(hook, runner).parameters()))
+
+
+def best_of(checkpoint: dict[str, Any]) -> str:
+    """What the hook's state in the best checkpoint says of it."""
+    return json.dumps(checkpoint["hooks"]["CheckpointHook/best"])
+
+
+def read_checkpoint(path: Any, **_: Any) -> dict[str, Any]:
+    """What a checkpoint holds under the keys of MMEngine's files, where tests read them with torch.load."""
+    found = Checkpoint.open(path)
+    tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in found.tensors.items()}
+    found.load(tensors)
+    values = found.values
+    whole = {"meta": values["meta"], "message_hub": values["message_hub"]}
+    whole["state_dict"] = {k.removeprefix("model."): tensor for k, tensor in tensors.items() if k.startswith("model.")}
+    if any(key.startswith("optim.") for key in (*values, *tensors)):
+        whole["optimizer"] = {key: value for key, value in values.items() if key.startswith("optim.")}
+    if "scheduler" in values:
+        whole["param_schedulers"] = values["scheduler"].get("", values["scheduler"])
+    averages = "hook.EMAHook/averaged."
+    if any(key.startswith(averages) for key in tensors):
+        found_averages = {k.replace(averages, "module."): t for k, t in tensors.items() if k.startswith(averages)}
+        whole["ema_state_dict"] = {"steps": values["hook.EMAHook/updates"], **found_averages}
+    whole["hooks"] = {key.removeprefix("hook."): v for key, v in values.items() if key.startswith("hook.")}
+    return whole
 
 
 def profile_once(hook: Any, runner: Any) -> None:
