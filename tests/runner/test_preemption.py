@@ -544,7 +544,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path, context: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "work"), context]
