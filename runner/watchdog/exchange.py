@@ -117,11 +117,16 @@ class Exchange:
         return {rank: self._known[rank] for rank in ranks if rank in self._known}
 
     def ended_beside(self, number: int) -> list[Identity]:
-        """Processes on this machine that have ended, among ``number`` ranks up and down; asks the store only once."""
-        near = range(max(0, self.rank - number), min(self.world_size, self.rank + number + 1))
+        """Processes on this machine that have ended, among ``number`` ranks up and down; asks the store only once.
+
+        If the store is lost, rank 0, which may have kept it, is one of them.
+        """
+        near = [*range(max(0, self.rank - number), min(self.world_size, self.rank + number + 1))]
         known = self._known
         if self.lost is None and not all(rank in known for rank in near):
             known = self.identities(near)
+        elif self.lost is not None and 0 not in near:
+            near.append(0)
         return [
             known[rank]
             for rank in near

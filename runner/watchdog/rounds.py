@@ -117,6 +117,7 @@ class Rounds:
         self._send_beat(exchange, watched, is_due)
         if is_due:
             self._next_beat = self._clock.now + self._beat_s
+            exchange.identities([0])  # while it can be asked: this process may keep the store
             if watched is not None:
                 self.look(watched, near=1)
                 self._leave_if_others_left(watched)

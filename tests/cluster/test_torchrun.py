@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -66,6 +68,32 @@ def test_a_cut_link_ends_both_sides(nodes: Machines, tmp_path: Path) -> None:
         jobs[1].wait()
         nodes.mend(2)
     assert jobs[0].returncode != 0
+
+
+def test_a_cut_link_is_named_on_both_sides(nodes: Machines, tmp_path: Path) -> None:
+    """Long before the time limit of collectives: by rank, iteration and line, and with the status of a stall."""
+    stall_s, options = 3, json.dumps(dict(watchdog=dict(stall_s=3)))
+    jobs = torchrun(nodes, tmp_path, "--iters", 1000, "--step", 0.1, "--timeout", 200, "--env-cfg", options)
+    logs = [tmp_path / f"node{number}.log" for number in nodes.numbers]
+    try:
+        await_iteration(tmp_path, 5, jobs[0])
+        nodes.cut(2)
+        while "exitcode" not in logs[0].read_text() or "stands still" not in logs[1].read_text():
+            assert any(job.poll() is None for job in jobs), log_of(tmp_path)[-4000:]
+            time.sleep(0.1)
+    finally:
+        jobs[1].terminate()  # this agent looks for the store of the other one
+        jobs[1].wait()
+        nodes.mend(2)
+    jobs[0].wait()
+    stopped, alone = (
+        next(re.finditer(r"The run stands still for (\d+) s: (.*(?:\n  .*)?)", log.read_text())) for log in logs
+    )
+    assert re.search(r"^rank 1 \(process \d+ on node2\) does not answer\n  rank 0 waits for others in iteration \d+, in backward", stopped[2]), stopped  # fmt: skip
+    keeper = "torchrun or its machine, which keep the job's store, have not answered for "
+    assert re.search(rf"^{keeper}\d s; rank 1 is in iteration \d+ in backward", alone[2]), alone
+    assert all(int(found[1]) <= stall_s + 5 for found in (stopped, alone))
+    assert re.search(r"exitcode *: 75", logs[0].read_text())
 
 
 def test_a_lost_machine_is_done_without(nodes: Machines, tmp_path: Path) -> None:

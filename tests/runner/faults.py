@@ -98,6 +98,8 @@ def stop(runner: Any) -> None:
 
 
 def kill(runner: Any) -> None:
+    if runner.rank == 0:
+        time.sleep(1)  # it takes the store along: only what the others know by then can be said
     os.kill(os.getpid(), signal.SIGKILL)
 
 
