@@ -224,6 +224,7 @@ def test_repeated_updates_and_lost_time() -> None:
         ({0: 1}, [{"event": "failed", "rank": 8, "reason": "rank 8 (node2) is gone", "follows": False, "killed": True}],
          "rank 8 (node2) is gone", 1),
         ({0: 143, 1: 143}, [{"event": "preempted", "rank": 0, "on_rank": 1, "by": "SIGTERM"}], "rank 1 was preempted, SIGTERM", 143),
+        ({0: 85, 1: 85}, [{"event": "preempted", "rank": 0, "on_rank": 1, "by": "max_time"}], "the run was stopped, max_time", 85),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure(exits: dict[int, int], events: list[Any], reason: str, status: int) -> None:
@@ -241,6 +242,16 @@ def test_a_process_of_another_machine_that_was_killed_is_no_reason_to_give_up_at
     event = {"event": "failed", "time": 0.0, "rank": 8, "reason": "gone", "follows": False, "killed": True}
     assert failure_of({0: 1}, [event]).is_from_outside
     assert not failure_of({8: 3}, [event]).is_from_outside
+
+
+def test_what_was_asked_to_stop_is_not_started_again() -> None:
+    """Each start would have the whole of max_time again."""
+    for by, again in (("SIGTERM", True), ("max_time", False), ("loss is low enough", False)):
+        found = History()
+        found.begin(2, 1, 0)
+        found.saw(0, 10, 1.0)
+        found.current.fault = failure_of({0: 143}, [{"event": "preempted", "by": by, "time": 0.0}])
+        assert (found.futile() is None) is again
 
 
 # The agent's side, with a store and without processes
@@ -340,11 +351,14 @@ JOB_SCRIPT = """
         def after_train_iter(self, runner, *args, **kwargs):
             if kind == "kill" and runner.iter + 1 == 7 and rank == 1 and "FLEXTRAIN_RESUME" not in os.environ:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind.startswith("stop") and runner.iter + 1 == 7 and rank == 1:
+                runner.request_stop("enough")
 
     runner = FlexibleRunner(
         model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2, collate_fn="default_collate"),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=12),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3), logger=dict(interval=1)),
+        env_cfg=dict(preemption=dict(status=int(kind.removeprefix("stop")))) if kind.startswith("stop") else None,
         custom_hooks=[Killer()], randomness=dict(seed=0))
     runner.train()
     if rank == 0:
@@ -385,6 +399,17 @@ def test_a_killed_process_comes_back_and_nothing_is_lost(tmp_path: Path) -> None
     assert [line for line in shown.splitlines() if line.startswith("weights")] == [
         line for line in calm.splitlines() if line.startswith("weights")
     ]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("status", [0, 85])
+def test_a_run_that_asked_for_its_end_has_one_start_and_is_not_finished(tmp_path: Path, status: int) -> None:
+    ended_with, shown, events = run(tmp_path, "stopped", f"stop{status}")
+    assert ended_with == status, shown
+    assert [event["event"] for event in events if event.get("agent")] == ["launched", "ended"]
+    assert "flextrain run: the run was stopped, enough; exit status" in shown
+    assert "To go on: the same command" in shown
 
 
 @pytest.mark.full

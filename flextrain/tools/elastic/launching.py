@@ -105,10 +105,20 @@ class Supervisor:
         oldest = max(all_of_them, key=lambda one: one["starts"])  # the first of those that are equal
         return int(oldest["starts"]), str(oldest["job"])
 
-    def _reason(self, exits: Mapping[int, int]) -> Fault:
+    def how_it_ended(self) -> str:
+        """Return how processes ended that all gave the status 0; with ``preemption.status=0`` a run may be incomplete."""
+        self.looked(None)
+        if "preempted" not in [event["event"] for event in self._own_events()]:
+            return "finished"
+        self.history.current.fault = self._reason({0: 0})
+        return self.history.current.fault.reason
+
+    def _own_events(self) -> list[dict[str, Any]]:
         events = read_events(self._work_dir) if self._work_dir else []
-        own = [event for event in events if event["time"] >= self._began_at and "agent" not in event]
-        return failure_of(exits, own)
+        return [event for event in events if event["time"] >= self._began_at and "agent" not in event]
+
+    def _reason(self, exits: Mapping[int, int]) -> Fault:
+        return failure_of(exits, self._own_events())
 
     def _tell(self, event: str, **facts: Any) -> None:
         if self.is_first_machine:  # others would write the same
@@ -165,6 +175,9 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
             return 128 + number, f"ended by {signal_name(number)}", watcher
         except ChildFailedError:
             fault = watcher.history.current.fault or Fault("a process failed", _FAILED)
+            if fault.is_asked:
+                watcher.ended("ended", reason=fault.reason, status=fault.status)
+                return fault.status, fault.reason, watcher
             why = watcher.futile or f"no restart of {arguments.max_restarts} is left"
             facts = {"samples": list(fault.samples)} if fault.samples else {}
             watcher.ended("gave_up", reason=fault.reason, why=why, status=fault.status, **facts)
@@ -179,8 +192,9 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
         except (RendezvousError, TimeoutError) as error:
             watcher.ended("gave_up", reason=str(error), status=_FAILED)
             raise LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}") from error
-        watcher.ended("ended", reason="finished", status=0)
-        return 0, "finished", watcher
+        how = watcher.how_it_ended()
+        watcher.ended("ended", reason=how, status=0)
+        return 0, how, watcher
 
 
 def _take_as_sigterm(number: signal.Signals) -> None:

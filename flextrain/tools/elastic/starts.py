@@ -21,6 +21,7 @@ class Fault:
         samples: indices of the batch that was being read; None if they are not known.
         is_preemption: whether the run ended itself after a signal or a request to stop, with any status.
         is_killed: whether a process of another machine ended without a word, with a status that is not known here.
+        is_asked: whether that was by ``max_time`` or ``request_stop``, after which nobody wants another start.
     """
 
     reason: str
@@ -28,6 +29,7 @@ class Fault:
     samples: Sequence[int] | None = None
     is_preemption: bool = False
     is_killed: bool = False
+    is_asked: bool = False
 
     @property
     def is_from_outside(self) -> bool:
@@ -117,7 +119,10 @@ class History:
 
         It would if the last restart made no update, or if two starts in a row ended in the same iteration. What comes
         from outside, a signal or a stall, may hit twice by chance: then it takes two restarts, or three starts.
+        A run that was asked to stop is not started again.
         """
+        if self.starts and (fault := self.current.fault) is not None and fault.is_asked:
+            return "nobody wants it"
         if len(self.starts) < 2 or any(
             start.fault is None for start in self.starts[-2:]
         ):  # the number of machines changed
@@ -178,7 +183,9 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
         return Fault(f"rank {rank} lost another process", status)
     if first["event"] == "preempted":
         who, why = first.get("on_rank", rank), first.get("by", "by a signal")
-        return Fault(f"rank {who} was preempted, {why}", status, is_preemption=True)
+        if str(why).startswith(("SIG", "by a signal")):
+            return Fault(f"rank {who} was preempted, {why}", status, is_preemption=True)
+        return Fault(f"the run was stopped, {why}", status, is_preemption=True, is_asked=True)
     said = first.get("reason")
     if first.get("killed"):
         return Fault(str(said), status, is_killed=True)

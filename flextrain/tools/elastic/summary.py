@@ -31,9 +31,11 @@ def summary(status: int, how: str, watched: Supervisor) -> str:
 
 def _advice(status: int, watched: Supervisor) -> str:
     where = f" {watched.work_dir}/events.jsonl has all events." if watched.work_dir else ""
-    if status == 0:
+    fault = watched.history.current.fault if watched.history.starts else None
+    is_preemption = fault is not None and fault.is_preemption
+    if status == 0 and not is_preemption:
         return ""
-    if status in (130, 143):
+    if status in (130, 143) or is_preemption:
         return f"To go on: the same command, with resume=True in the script.{where}"
     if watched.futile:
         return f"To do: mend what fails, or leave such samples out; then the same command with resume=True.{where}"
