@@ -13,6 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_loop_overhead(tmp_path: Path) -> None:

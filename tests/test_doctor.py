@@ -70,6 +70,7 @@ def without_cann(tmp_path: Path) -> str:
     return str(package(tmp_path, "torch_npu", "99.0", NO_CANN, entry_points=AUTOLOADED))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_torch_npu_without_cann_keeps_torch_from_being_imported(without_cann: str) -> None:
@@ -89,6 +90,7 @@ def test_torch_npu_without_cann_keeps_torch_from_being_imported(without_cann: st
     assert report["versions"]["torch_npu"] == "99.0"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_the_way_out_works(without_cann: str) -> None:
@@ -102,6 +104,7 @@ def test_the_way_out_works(without_cann: str) -> None:
     assert not any("import torch fails" in line for line in said(report))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_a_torch_npu_for_an_older_torch(tmp_path: Path) -> None:
@@ -198,6 +201,7 @@ def test_a_machine_without_accelerators(without_accelerators: tuple[int, dict[st
     assert report["versions"]["torch_npu"] is None
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_deepspeed
 def test_deepspeed_is_asked_where_it_works_and_what_it_lacks(without_accelerators: tuple[int, dict[str, Any]]) -> None:
@@ -206,6 +210,7 @@ def test_deepspeed_is_asked_where_it_works_and_what_it_lacks(without_accelerator
     assert reason.startswith('on cpu; offloading to device="nvme" lacks a C++ compiler (apt-get install g++)')
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_a_strategy_of_a_third_party_says_what_it_needs(without_accelerators: tuple[int, dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from ...core.errors import CheckpointError, ConfigError, suggest
+from .step_order import StepOrder
 
 INF = int(1e9)
 """The ``end`` of a window without end."""
@@ -57,6 +58,7 @@ class ParamScheduler:
     last_step: int = -1
     by_epoch: bool = True
     verbose: bool = False
+    _order: StepOrder | None = field(default=None, init=False, repr=False)
 
     need_val_args: ClassVar[bool] = False
     """Whether `step` needs the metrics of a validation epoch."""
@@ -81,6 +83,8 @@ class ParamScheduler:
         self._global_step = -1 if self.last_step < 0 else self.begin + self.last_step
         self._last_value = self._values()
         self.step()
+        if not self.need_val_args:  # a validation may come before the first update
+            self._order = StepOrder(self.optimizer)
 
     @classmethod
     def build_iter_from_epoch(
@@ -107,6 +111,9 @@ class ParamScheduler:
     def step(self) -> None:
         """Advance by one step and set the values if it lies in the window."""
         self._global_step += 1
+        if self._order is not None:
+            self._order.check(type(self).__name__)
+            self._order = None
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
             for group, value in zip(self.optimizer.param_groups, self._get_value(), strict=True):
@@ -159,6 +166,9 @@ class ParamScheduler:
             raise CheckpointError(
                 f"{name}: saved by another kind of scheduler, the states differ in {', '.join(differing)}"
             )
+        if self._order is not None:  # the state may be that of an epoch's end, where a step is due before any update
+            self._order.close()
+            self._order = None
         regrouped = state["base_values"] != self.base_values
         vars(self).update({name: value for name, value in state.items() if name != "values"})
         if regrouped:

@@ -110,7 +110,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
         for name, tensor in runner.strategy.module.named_parameters():
             assert torch.equal(file.get_tensor(f"model.{name}"), tensor)
     others = [path.name for path in tmp_path.iterdir() if path.name != runner.timestamp]
-    assert sorted(others) == ["epoch_1", "epoch_2", "epoch_3", "latest"]
+    assert sorted(others) == ["epoch_1", "epoch_2", "epoch_3", "events.jsonl", "latest"]
 
 
 def on_two(folder: str) -> None:

@@ -144,6 +144,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_interpreter_ends_in_peace_right_after_a_collective(tmp_path: Path) -> None:
     """Without ``leave_at_exit`` about every third process aborts while gloo lets go of its last message."""

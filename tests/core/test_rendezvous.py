@@ -116,7 +116,7 @@ def of_two_jobs(step: int, world_size: int) -> str:
         time.sleep(0.3)
     mine = [("Slurm job 7 step 0", 2), (f"Slurm job 7 step {step}", world_size)][rank]
     try:
-        store_of_group("env://", rank=rank, world_size=mine[1], timeout_s=0.8, job=mine[0])
+        store_of_group("env://", rank=rank, world_size=mine[1], timeout_s=3, job=mine[0])
     except LaunchError as error:
         return str(error)
     return "joined"

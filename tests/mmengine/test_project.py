@@ -62,7 +62,7 @@ def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp",
+        pytest.param("ddp", marks=FULL),
         "fsdp",
         pytest.param("zero3", marks=DEEPSPEED),
         pytest.param("zero1", marks=[FULL, DEEPSPEED]),

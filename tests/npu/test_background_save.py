@@ -54,6 +54,7 @@ def saved(folder: Path) -> tuple[list[dict[str, list[float]]], list[list[tuple[s
     return contents, seen
 
 
+@pytest.mark.full
 def test_training_does_not_wait_and_what_it_changes_is_not_saved(npu1: Any, tmp_path: Path) -> None:
     ((contents, seen),) = npu1.run(saved, tmp_path)
     assert contents == [{"table": [n], "columns": [n], "count": [n], "none": []} for n in (1, 2, 3)]

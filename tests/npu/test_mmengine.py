@@ -40,6 +40,7 @@ def train_there(folder: str, strategy: dict[str, Any]) -> tuple[list[float], lis
     return losses, devices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain import ConfigError
+from flextrain import ConfigError, OptimWrapper
 from flextrain.optim import schedulers as library
 from flextrain.optim.schedulers import build_param_schedulers
 
@@ -196,6 +196,24 @@ def test_verbose_says_what_is_set(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="flextrain"):
         library.ConstantLR(sgd(), factor=0.5, verbose=True)
     assert caplog.messages == ["ConstantLR: lr is 5.0000e-02 from step 0 on"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_step_before_the_optimizer_s_is_warned_of_once(wrapped: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Right orders, also that of a resumed state, are silent, and leave no hook on the optimizer."""
+    torch_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer: Any = OptimWrapper(torch_optimizer) if wrapped else torch_optimizer
+    early, right, resumed = (library.ExponentialLR(optimizer, gamma=0.5) for _ in range(3))
+    early.step()
+    early.step()
+    assert caplog.text.count("ExponentialLR.step: called before the optimizer's first step") == 1
+    resumed.load_state_dict(early.state_dict())
+    resumed.step()
+    torch_optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    right.step()
+    assert caplog.text.count("called before") == 1
+    assert not torch_optimizer._optimizer_step_post_hooks
 
 
 def test_a_scheduler_of_ones_own_needs_a_formula_only() -> None:

@@ -167,7 +167,7 @@ def refusals(strategy: Any) -> list[str]:
     "strategy, reason",
     [
         ("FSDPStrategy", "this process holds a part"),
-        pytest.param("DeepSpeedStrategy", "DeepSpeed's engine holds", marks=pytest.mark.deepspeed),
+        pytest.param("DeepSpeedStrategy", "DeepSpeed's engine holds", marks=[pytest.mark.deepspeed, pytest.mark.full]),
     ],
 )
 def test_shards_are_refused(workers2: WorkerGroup, strategy: str, reason: str) -> None:

@@ -145,6 +145,7 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], partner: A
     assert len(expected[0]["checkpoint"]["rng"]) == len(expected)
 
 
+@pytest.mark.full
 def test_a_part_of_the_data_for_two_processes(tmp_path: Path, workers: Any) -> None:
     """Workers, uneven data, accumulation, loss weights, clipping, averages, metrics, log lines, checkpoints, and resuming."""
     for at in (None, 4):
@@ -196,7 +197,7 @@ def test_uneven_streams(tmp_path: Path, workers: Any, reading: int) -> None:
     same(workers(4).run(streams, str(tmp_path / "four"), DDPCopies, 2, reading), expected, lambda rank: rank // 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_copies_conform(workers: Any, world_size: int) -> None:
     some = ("facts", "initial_weights", "accumulation", "clipping", "evaluation", "resume_itself", "resume_to_single")
     assert check_strategy(DDPCopies, world_size=world_size, workers=workers(world_size), only=some).passed

@@ -283,7 +283,7 @@ def test_every_process_runs_forward_equally_often(tmp_path: Path, workers2: Work
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("length", [1, 5, 13])
+@pytest.mark.parametrize("length", [5, *(pytest.param(length, marks=pytest.mark.full) for length in (1, 13))])
 def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, length: int) -> None:
     pytest.importorskip("torchmetrics")
     assert (

@@ -95,6 +95,8 @@ def test_the_guard_lets_a_process_alone_that_gets_on(monkeypatch: pytest.MonkeyP
 
 
 class FirstBulletin(Bulletin):
+    pace_s = 0.0
+
     def put_first(self, key: str, text: str) -> str:
         return self.texts.setdefault(key, text)
 

@@ -200,6 +200,7 @@ def test_deepspeed_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: py
 # Folders
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_folders_of_the_killed_are_removed_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (

@@ -31,6 +31,7 @@ SCHEDULERS = [
     Rule("*_scheduler.py", r"param_group\[param_name\]", "bridge.momentum(param_group, param_name)", "Adam's betas change"),
     Rule("*_scheduler.py", r"construct2\(\)", "construct()", "a scheduler's settings are the configuration's, not the state's"),
     Rule("*_scheduler.py", r"(OneCycleParamScheduler\(\s+self.optimizer,)(?![^)]*eta_max)", r"\1 eta_max=1,", "eta_max is needed"),
+    Rule("*_scheduler.py", r"self.assertWarnsRegex\(UserWarning, r'how-to-adjust-learning-rate',\s+([\w.]+)\)", r"with self.assertLogs('flextrain', 'WARNING') as told:\n            \1()\n        self.assertIn('before the optimizer', told.output[0])", "warnings are logged"),
     Rule("test_param_scheduler.py", r"            if isinstance\(scheduler.optimizer, OptimWrapper\) (.|\n)*?result.pop\(\)\n", "", "an OptimWrapper has the groups of its optimizer, and none for a base value"),
 ]
 
