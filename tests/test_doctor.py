@@ -224,6 +224,7 @@ def test_a_strategy_of_a_third_party_says_what_it_needs(without_accelerators: tu
     assert reason.startswith("it cannot be loaded: AttributeError")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs_no_torch_npu
 def test_what_appears_is_found(theirs: Path, tmp_path: Path) -> None:

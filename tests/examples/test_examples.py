@@ -93,6 +93,7 @@ def test_horovod_style(run_example: RunExample) -> None:
     assert "The weights' norm is 7." in done.stdout
 
 
+@pytest.mark.full
 def test_hugging_face(run_example: RunExample) -> None:
     pytest.importorskip("transformers")
     done = run_example("hugging_face.py", "--max-iters", "40")

@@ -30,6 +30,7 @@ def losses(output: str) -> list[str]:
     return re.findall(r"Epoch\(train\).* loss: (\d+\.\d+)", output)
 
 
+@pytest.mark.full
 def test_the_example_trains_on_it_as_on_the_cpu(simulated_npu: Path, tmp_path: Path) -> None:
     found = run(tmp_path, *TOY).stdout
     expected = run(tmp_path, "--type", "cpu", "--backend", "gloo", "--package", "torch").stdout

@@ -142,7 +142,7 @@ def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -
 @pytest.mark.parametrize(
     "strategy",
     [
-        dict(type="DDPStrategy"),
+        pytest.param(dict(type="DDPStrategy"), marks=pytest.mark.full),
         dict(type="FSDPStrategy", wrap=["Linear"]),
         pytest.param(dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)), marks=pytest.mark.deepspeed),
     ],

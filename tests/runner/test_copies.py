@@ -154,6 +154,7 @@ def test_a_part_of_the_data_for_two_processes(tmp_path: Path, workers: Any) -> N
         same(found, expected, lambda rank: rank // 2)
 
 
+@pytest.mark.full
 def test_one_part_of_the_data_for_two_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
     for at in (None, 4):
         expected = [life(str(tmp_path / "one"), DDPStrategy, at)]

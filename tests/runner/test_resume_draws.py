@@ -59,7 +59,7 @@ def on(group: WorkerGroup | None, *args: Any) -> list[dict[str, Any]]:
 
 
 ALL = [(processes, accumulate, before) for processes in (1, 2) for accumulate in (1, 3) for before in (0, 1, 2)]
-USUAL = {(1, 1, 1), (2, 3, 2)}
+USUAL = {(1, 1, 1)}
 
 
 @pytest.mark.distributed

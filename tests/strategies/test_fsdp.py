@@ -109,7 +109,7 @@ OF_OPTIONS = ["gradients", "accumulation", "clipping", "resume_itself"]
     "options",
     [
         dict(wrap=["Linear"], reshard_after_forward=False, reduce_every_micro_batch=True),
-        dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2),
+        pytest.param(dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2), marks=pytest.mark.full),
         dict(replicate_size=2),
         dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])),
     ],
