@@ -42,6 +42,10 @@ foreach_copy_ = torch._foreach_copy_
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation that ``Tensor.to`` dispatches. 2.6, 2.15."""
 
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""The operations of ``scaled_dot_product_attention`` on the CPU. 2.15."""
+
 INITIALIZERS = ("_no_grad_trunc_normal_",)
 """Functions of ``nn.init`` that other packages, such as timm, import by their private names. 2.6, 2.15."""
 

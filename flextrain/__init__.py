@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from .strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .strategies.fsdp import FSDPStrategy as FSDPStrategy
     from .strategies.launch import launch as launch
+    from .strategies.mesh import Axis as Axis
+    from .strategies.mesh import MeshStrategy as MeshStrategy
     from .strategies.npu import NPUStrategy as NPUStrategy
     from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
 
@@ -111,6 +113,7 @@ _HOMES = {
     "strategies.ddp": ["DDPStrategy"],
     "strategies.deepspeed": ["DeepSpeedStrategy", "DeepSpeedOptimWrapper"],
     "strategies.fsdp": ["FSDPStrategy"],
+    "strategies.mesh": ["Axis", "MeshStrategy"],
     "strategies.launch": ["launch"],
     "strategies.npu": ["NPUStrategy"],
     "optim.wrapper": ["OptimWrapper"],

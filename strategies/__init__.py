@@ -11,6 +11,7 @@ from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
 from .launch import launch
 from .launchers import detect_launch
+from .mesh import MeshStrategy
 from .npu import NPUStrategy
 from .requirements import Needs
 from .single_device import SingleDeviceStrategy
@@ -24,6 +25,7 @@ __all__ = [
     "DeepSpeedOptimWrapper",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "MeshStrategy",
     "NPUStrategy",
     "Needs",
     "SingleDeviceStrategy",

@@ -62,6 +62,8 @@ PUBLIC = {
     "DefaultOptimWrapperConstructor",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "MeshStrategy",
+    "Axis",
     "NPUStrategy",
     "DeviceSpec",
     "register_device",

@@ -59,6 +59,10 @@ def multiple(found: Tensor, expected: Tensor) -> str:
     return f", it is {factor:.4g} times what it should be"
 
 
+def _exact(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
 def same_numbers(found: Iterable[float | None], expected: Iterable[float | None], what: str, tolerance: float) -> None:
     """Raise CheckFailedError at the first update whose number differs by more than the relative ``tolerance``."""
     found, expected = list(found), list(expected)
@@ -67,8 +71,8 @@ def same_numbers(found: Iterable[float | None], expected: Iterable[float | None]
         if ours is None or theirs is None:
             require(ours is theirs, f"{what} of update {number} is {ours}, single-device has {theirs}")
             continue
-        difference = relative_difference(torch.tensor(ours), torch.tensor(theirs))
-        hint = multiple(torch.tensor([ours]), torch.tensor([theirs])) if difference > 0.01 else ""
+        difference = relative_difference(_exact(ours), _exact(theirs))
+        hint = multiple(_exact(ours), _exact(theirs)) if difference > 0.01 else ""
         require(
             difference <= tolerance,
             f"{what} of update {number} is {ours:.8g}, single-device has {theirs:.8g} "

@@ -80,7 +80,7 @@ def train(
         trace.lrs_seen.append(stepper.seen)
         trace.lrs.append(learning_rates(optim))
         norm, skipped = outputs.get("grad_norm"), optim.last_step.skipped
-        trace.losses.append(float(strategy.topology.data.mean(outputs["loss"].float().clone())))
+        trace.losses.append(float(strategy.topology.data.mean(outputs["loss"].double().clone())))
         trace.grad_norms.append(None if norm is None else float(norm))
         trace.skipped.append(skipped)
         if not skipped:

@@ -1,0 +1,78 @@
+"""Axis, the base class of the kinds of model parallelism that MeshStrategy combines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..state import Optim
+from ..steps import EvalStep, TrainStep
+from .config import MeshConfig
+from .layout import Layout
+
+RunWindow = Callable[[Sequence[Any], TrainStep], dict[str, Tensor]]
+Evaluate = Callable[[Any, EvalStep], Any]
+
+
+class Axis:
+    """One kind of model parallelism: processes along one dimension of the mesh that work on the same samples.
+
+    Subclass it for another kind, and name the subclass in ``MeshStrategy.axes``. An object exists only where the axis has
+    several processes.
+
+    Attributes:
+        name: the name of the axis, and of the option that has its size.
+        outer: the axis is outside the data axes, so that its neighbours are the farthest ranks; otherwise inside.
+        folds: its processes have the same parameters and different parts of every sample, like data parallelism:
+            FSDP shards parameters over them too.
+        divides: its processes hold different parameters of one replica of the model, not parts of each.
+        reports_last: predictions are on its last process; otherwise on its first.
+    """
+
+    name: ClassVar[str]
+    outer: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+    divides: ClassVar[bool] = False
+    reports_last: ClassVar[bool] = False
+
+    def __init__(self, config: MeshConfig, layout: Layout) -> None:
+        self.config, self.layout = config, layout
+        self.size, self.index = layout.sizes[self.name], layout.index[self.name]
+
+    @classmethod
+    def check_config(cls, config: MeshConfig) -> None:
+        """Raise ConfigError for options of this axis that exclude each other; called when the strategy is made."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of one dimension that this process is in along this axis."""
+        return self.layout.over(self.name)
+
+    def check(self, model: nn.Module, optim: Optim | None) -> None:
+        """Raise StrategyError or ConfigError if a model or wrapper does not fit; before the model is changed."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return the module to call in place of ``model``, changed for this axis; parameters may be on the meta device.
+
+        Called for every axis in the order of ``MeshStrategy.axes``, before FSDP shards what is left of each parameter.
+        """
+        return model
+
+    def split(self, batch: Any) -> Any:
+        """Return this process's part of a batch."""
+        return batch
+
+    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+        """Run forward and backward of an update, see ``Strategy.run_window``; ``inner`` is that of the other axes."""
+        return inner(window, step)
+
+    def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
+        """Return the predictions for a batch, see ``Strategy.evaluate``; ``inner`` is that of the other axes."""
+        return inner(batch, step)
+
+    def described(self) -> str:
+        """Return what this axis divides, in words for the table that is logged at the start."""
+        return ""

@@ -1,0 +1,45 @@
+"""Options of MeshStrategy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+
+from ...core.errors import ConfigError
+from ..fsdp import FSDPConfig
+from .sizes import REST
+
+
+class MeshConfig(FSDPConfig):
+    """Options of MeshStrategy; a size is a positive number, or -1 for the processes that the other axes leave."""
+
+    pp: int = 1
+    """Pipeline parallelism: stages of layers that follow each other."""
+    dp_replicate: int = 1
+    """Replicas of the sharded model, each for other samples (hybrid sharding, with ``dp_shard``)."""
+    dp_shard: int = REST
+    """Fully sharded data parallelism: parameters are sharded over processes with other samples."""
+    cp: int = 1
+    """Context parallelism: each process has a part of every sequence."""
+    ep: int = 1
+    """Expert parallelism: each process has some of the experts; divides dp_shard * cp * tp."""
+    tp: int = 1
+    """Tensor parallelism: each process has a part of every matrix."""
+    plan: Literal["auto"] | dict[str, Any] | None = "auto"
+    """Tensor parallelism by module: ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; "auto": the model's own."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _of_fsdp(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "replicate_size" in given:
+            raise ConfigError("strategy.replicate_size: is FSDPStrategy's, give dp_replicate")
+        return given
+
+    @pydantic.model_validator(mode="after")
+    def _named(self) -> MeshConfig:
+        if self.replicates_by_node:
+            raise ConfigError(
+                "strategy.model_wrapper.sharding_strategy: one replica for each node is FSDPStrategy's, give dp_replicate"
+            )
+        return self

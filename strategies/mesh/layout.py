@@ -1,0 +1,96 @@
+"""Layout: the device meshes of a job, and the place of this process in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...core.comm.topology import DataShard, Topology
+
+DATA = ("dp_replicate", "dp_shard")
+"""The axes over which the samples of a global batch are divided."""
+SHARD = "shard"
+"""The dimension of ``dense`` over which FSDP shards; dp_shard, and the axes that divide samples, such as cp."""
+
+
+class Layout:
+    """The processes as one array, with a dimension for each axis; the last one has neighbouring ranks.
+
+    Args:
+        sizes: number of processes by axis, outermost first; every process gives the same.
+        folded: the axes, directly after dp_shard, whose processes shard parameters together with those of dp_shard.
+        device_type: such as "cuda".
+
+    Attributes:
+        sizes: as given.
+        index: this process's index, by axis.
+        dense: mesh of all processes, for parameters that every data shard has; ``folded`` are in its dimension SHARD.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], folded: Sequence[str], device_type: str) -> None:
+        self.sizes = dict(sizes)
+        self.device_type = device_type
+        self._folded = tuple(folded)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        shapes = {axis: size for axis, size in sizes.items() if axis not in folded}
+        shapes = {SHARD if axis == "dp_shard" else axis: size for axis, size in shapes.items()}
+        shapes[SHARD] = math.prod(sizes[axis] for axis in ("dp_shard", *folded))
+        self.dense = self.mesh_of(shapes)
+        indices = (self._ranks() == Topology().rank).nonzero()[0].tolist()
+        self.index: dict[str, int] = dict(zip(self.sizes, indices, strict=True))
+
+    def mesh_of(self, shape: Mapping[str, int]) -> DeviceMesh:
+        """Return a mesh of all processes with other dimensions; a collective.
+
+        Args:
+            shape: sizes by name, outermost first; their product is the number of processes.
+        """
+        ranks = torch.arange(math.prod(self.sizes.values())).view(*shape.values())
+        return DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(shape))
+
+    def over(self, *axes: str) -> DeviceMesh:
+        """Return the mesh of one dimension of the processes that differ from this one in ``axes`` only; a collective.
+
+        The first call with the same axes creates process groups, which every process must do.
+        """
+        if axes not in self._meshes:
+            if len(axes) == 1 and axes[0] in (self.dense.mesh_dim_names or ()):
+                self._meshes[axes] = self.dense[axes[0]]
+            elif axes == ("dp_shard", *self._folded):
+                self._meshes[axes] = self.dense[SHARD]
+            else:
+                names = list(self.sizes)
+                order = [names.index(axis) for axis in (*(a for a in names if a not in axes), *axes)]
+                size = math.prod(self.sizes[axis] for axis in axes)
+                ranks = self._ranks().permute(order).reshape(-1, size)
+                mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", "_".join(axes)))
+                self._meshes[axes] = mesh["_".join(axes)]
+        return self._meshes[axes]
+
+    def sharding(self) -> DeviceMesh:
+        """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas."""
+        return self.dense["dp_replicate", SHARD] if self.sizes["dp_replicate"] > 1 else self.dense[SHARD]
+
+    def topology(self, reporting: Mapping[str, int], dividing: Sequence[str]) -> Topology:
+        """Return the relations of this process to the others; a collective.
+
+        Args:
+            reporting: by axis, the index at which processes have the outputs that metrics count.
+            dividing: axes whose processes hold different parameters of one replica of the model.
+        """
+        count = math.prod(self.sizes[axis] for axis in DATA)
+        index = self.index["dp_replicate"] * self.sizes["dp_shard"] + self.index["dp_shard"]
+        spread = [axis for axis in DATA if self.sizes[axis] > 1]
+        divided = [axis for axis in dividing if self.sizes[axis] > 1]
+        return Topology(
+            data=DataShard(index, count, self.over(*spread).get_group() if spread else None),
+            reports=all(self.index[axis] == at for axis, at in reporting.items()),
+            model=self.over(*divided).get_group() if divided else None,
+            axes={axis: (self.index[axis], size) for axis, size in self.sizes.items()},
+        )
+
+    def _ranks(self) -> torch.Tensor:
+        return torch.arange(math.prod(self.sizes.values())).view(*self.sizes.values())

@@ -1,0 +1,60 @@
+"""Sizes of a mesh: how many processes each axis has; their product is the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...core.errors import ConfigError, StrategyError
+
+REST = -1
+"""The size of an axis that takes all the processes that the others leave."""
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Check sizes before the number of processes is known.
+
+    Args:
+        sizes: by axis, a positive number or ``REST``.
+
+    Raises:
+        ConfigError: a size is neither, or several are ``REST``.
+    """
+    for axis, size in sizes.items():
+        if size < 1 and size != REST:
+            raise ConfigError(
+                f"strategy.{axis}: {size} is not allowed, give a positive number, or -1 for the processes that are left"
+            )
+    rests = [axis for axis, size in sizes.items() if size == REST]
+    if len(rests) > 1:
+        others = ", ".join(f"strategy.{axis}" for axis in rests[1:])
+        raise ConfigError(
+            f"strategy.{rests[0]}: -1 is given for {others} too, one axis takes what is left; give the others"
+        )
+
+
+def resolved(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the sizes with a number in place of ``REST``.
+
+    Args:
+        sizes: by axis, as ``check_sizes`` accepts them.
+        world_size: number of processes.
+
+    Raises:
+        StrategyError: their product cannot be the number of processes.
+    """
+    given = math.prod(size for size in sizes.values() if size != REST)
+    rest = next((axis for axis, size in sizes.items() if size == REST), None)
+    product = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, REST)) or "1"
+    if rest is None:
+        if given != world_size:
+            free = next((axis for axis in ("dp_shard", *sizes) if sizes[axis] == 1), next(iter(sizes)))
+            raise StrategyError(
+                f"strategy: {product} is {given}, but there are {world_size} processes; start {given}, or give {free}=-1"
+            )
+        return dict(sizes)
+    if world_size % given:
+        raise StrategyError(
+            f"strategy.{rest}: nothing whole is left for it, {product} is {given} and does not divide the {world_size} processes"
+        )
+    return {**sizes, rest: world_size // given}

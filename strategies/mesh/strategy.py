@@ -1,0 +1,128 @@
+"""MeshStrategy: any product of data, tensor, context, expert and pipeline parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...core.comm.topology import Topology
+from ...core.registry import STRATEGIES
+from ..fsdp import FSDPStrategy
+from ..state import Optim
+from ..steps import EvalStep, TrainStep
+from .axis import Axis, Evaluate, RunWindow
+from .config import MeshConfig
+from .layout import DATA, Layout
+from .sizes import REST, check_sizes, resolved
+from .tensor import TensorParallel
+
+_logger = logging.getLogger("flextrain")
+
+
+@STRATEGIES.register_module()
+class MeshStrategy(FSDPStrategy):
+    """Trains an unmodified model on a mesh of processes, each axis of which divides the work in another way.
+
+    Samples are divided over ``dp_replicate`` and ``dp_shard``, the latter with parameters and optimizer state sharded as by
+    FSDPStrategy, whose options this class has too. The other axes are model parallelism, see ``axes``.
+
+    Neighbouring ranks are along ``tp``, then ``cp``, ``dp_shard``, ``dp_replicate`` and ``pp``: what sends most is nearest.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+    """
+
+    Config = MeshConfig
+    axes: ClassVar[Sequence[type[Axis]]] = (TensorParallel,)
+    """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks."""
+    short_names = {"mesh": {}}
+    config: MeshConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        check_sizes(self._sizes())
+        for axis in self.axes:
+            axis.check_config(self.config)
+        self._layout: Layout | None = None
+        self._axes: list[Axis] = []
+        self._window: RunWindow = super().run_window
+        self._evaluation: Evaluate = super().evaluate
+
+    @property
+    def layout(self) -> Layout:
+        """The device meshes; valid after ``setup_environment``."""
+        assert self._layout is not None
+        return self._layout
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the sizes of the options, outermost axis first."""
+        outer = [axis.name for axis in self.axes if axis.outer]
+        inner = [axis.name for axis in self.axes if not axis.outer]
+        sizes = {name: getattr(self.config, name) for name in (*outer, *DATA, *inner)}
+        if "dp_shard" not in self.config.model_fields_set and REST in (
+            size for name, size in sizes.items() if name != "dp_shard"
+        ):
+            sizes["dp_shard"] = 1  # its default takes what is left only if no other axis does
+        return sizes
+
+    def _check_world(self, world_size: int) -> None:
+        resolved(self._sizes(), world_size)
+
+    def _arrange(self) -> Topology:
+        self._join_alone()
+        sizes = resolved(self._sizes(), Topology().world_size)
+        folded = [axis.name for axis in self.axes if axis.folds]
+        layout = self._layout = Layout(sizes, folded, self.device.type)
+        self._axes = [axis(self.config, layout) for axis in self.axes if sizes[axis.name] > 1]
+        for axis in reversed(self._axes):  # the first one is around all others
+            if type(axis).run_window is not Axis.run_window:
+                self._window = partial(axis.run_window, inner=self._window)
+            if type(axis).evaluate is not Axis.evaluate:
+                self._evaluation = partial(axis.evaluate, inner=self._evaluation)
+        reporting = {axis.name: axis.size - 1 if axis.reports_last else 0 for axis in self._axes}
+        return layout.topology(reporting, [axis.name for axis in self._axes if axis.divides])
+
+    def _mesh(self) -> DeviceMesh:
+        return self.layout.sharding()
+
+    def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        super()._check_request(model, optim)
+        for axis in self._axes:
+            axis.check(model, optim)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        for axis in self._axes:
+            model = axis.apply(model)
+        self._log_axes()
+        return super()._wrap(model)
+
+    def _log_axes(self) -> None:
+        parts = [f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1]
+        _logger.info(f"Mesh: {' x '.join(parts) or 'one process'}")
+        for axis in self._axes:
+            if text := axis.described():
+                _logger.info(f"{axis.name}: {text}")
+
+    def split(self, batch: Any) -> Any:
+        """See Strategy."""
+        for axis in self._axes:
+            batch = axis.split(batch)
+        return batch
+
+    def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
+        """See Strategy."""
+        return self._window(window, step)
+
+    def evaluate(self, batch: Any, step: EvalStep) -> Any:
+        """See Strategy."""
+        return self._evaluation(batch, step)
+
+    def teardown(self) -> None:
+        """See Strategy."""
+        super().teardown()
+        self._layout, self._axes = None, []
+        self._window, self._evaluation = super().run_window, super().evaluate

@@ -1,0 +1,125 @@
+"""Train under a mesh and on one device, and compare losses, gradient norms and final weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flextrain import OptimWrapper, SingleDeviceStrategy, Strategy
+from flextrain.core.comm import collectives as dist
+from flextrain.core.registry import STRATEGIES
+from flextrain.testing.differences import same_numbers, same_tensors
+from flextrain.testing.loop import Trace, alone, train, windows
+from flextrain.testing.sessions import Session, whole_model
+
+from .models import build, sample
+
+UPDATES = 20
+BATCH = 8  # samples of a global micro-batch
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Three micro-batches an epoch in windows of two: every second window is a part of one.
+ACCUMULATED = 3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an update is."""
+
+    optimizer: str = "AdamW"
+    lr: float = 3e-3
+    accumulate: int = 1
+    clip: float | None = 0.1  # a norm that is always exceeded
+    frozen: bool = False  # every layer norm
+
+    def optim(self) -> OptimWrapper:
+        clip = {} if self.clip is None else dict(clip_grad=dict(max_norm=self.clip))
+        decay = dict(weight_decay=0.05)
+        return OptimWrapper(dict(type=self.optimizer, lr=self.lr, **decay), accumulative_counts=self.accumulate, **clip)
+
+    def model(self, name: str) -> nn.Module:
+        model = build(name)
+        if self.frozen:
+            for part_name, parameter in model.named_parameters():
+                parameter.requires_grad_("norm" not in part_name)
+        return model
+
+
+RECIPES = {
+    "adamw-clip": Recipe(),
+    "adamw": Recipe(clip=None),
+    "accumulate-clip": Recipe(accumulate=2),
+    "frozen": Recipe(frozen=True),
+}
+
+
+@contextlib.contextmanager
+def dtype_of(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which new tensors have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def data(name: str, recipe: Recipe, updates: int) -> list[list[dict[str, Tensor]]]:
+    """The windows of a number of updates, epoch after epoch over the same samples."""
+    epoch = [sample(name, BATCH, seed) for seed in range(ACCUMULATED if recipe.accumulate > 1 else 4)]
+    one = windows(epoch, recipe.accumulate)
+    return (one * (updates // len(one) + 1))[:updates]
+
+
+@functools.cache
+def reference(name: str, recipe: Recipe, updates: int, dtype: torch.dtype) -> tuple[Trace, dict[str, Tensor]]:
+    """The training run of one device, once in each process."""
+    with alone(), dtype_of(dtype):
+        strategy = SingleDeviceStrategy(device="cpu")
+        model, optim = strategy.setup(recipe.model(name), recipe.optim())
+        trace = train(strategy, model, optim, data(name, recipe, updates))  # type: ignore[arg-type]
+        weights = whole_model(strategy)
+        strategy.teardown()
+    return trace, weights
+
+
+@contextlib.contextmanager
+def started(spec: Mapping[str, Any], name: str, recipe: Recipe, *, deferred: bool = False) -> Iterator[Session]:
+    """A strategy with a model set up in this worker."""
+    strategy: Strategy = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
+    try:
+        strategy.setup_environment()
+        with strategy.init_context() if deferred else contextlib.nullcontext():
+            given = recipe.model(name)
+        model, optim = strategy.setup(given, recipe.optim())
+        yield Session(strategy, model, optim)  # type: ignore[arg-type]
+    finally:
+        strategy.teardown()
+        dist.destroy_process_group()
+
+
+def compare(
+    spec: Mapping[str, Any],
+    name: str,
+    recipe: Recipe = RECIPES["accumulate-clip"],
+    dtype: torch.dtype = torch.float64,
+    updates: int = UPDATES,
+    tolerance: float | None = None,
+) -> Trace:
+    """In a worker: train under the strategy, and raise where its results are not those of one device."""
+    torch.set_num_threads(1)
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+    expected, weights = reference(name, recipe, updates, dtype)
+    with dtype_of(dtype), started(spec, name, recipe) as session:
+        found = train(session.strategy, session.model, session.optim, data(name, recipe, updates))
+        found_weights = whole_model(session.strategy)
+    same_numbers(found.losses, expected.losses, "the loss", tolerance)
+    same_numbers(found.grad_norms, expected.grad_norms, "the gradient norm", tolerance)
+    same_tensors(found_weights, weights, "final weights", tolerance)
+    assert found_weights.keys() == weights.keys()
+    return found
