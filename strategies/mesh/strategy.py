@@ -38,7 +38,8 @@ class MeshStrategy(FSDPStrategy):
 
     Config = MeshConfig
     axes: ClassVar[Sequence[type[Axis]]] = (TensorParallel,)
-    """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks."""
+    """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks;
+    those with ``folds`` are the farthest inside ``dp_shard``."""
     short_names = {"mesh": {}}
     config: MeshConfig
 
@@ -61,7 +62,8 @@ class MeshStrategy(FSDPStrategy):
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of the options, outermost axis first."""
         outer = [axis.name for axis in self.axes if axis.outer]
-        inner = [axis.name for axis in self.axes if not axis.outer]
+        # Axes that shard parameters together with dp_shard are beside it.
+        inner = [axis.name for axis in sorted(self.axes, key=lambda axis: not axis.folds) if not axis.outer]
         sizes = {name: getattr(self.config, name) for name in (*outer, *DATA, *inner)}
         if "dp_shard" not in self.config.model_fields_set and REST in (
             size for name, size in sizes.items() if name != "dp_shard"
