@@ -78,6 +78,22 @@ def test_custom_strategy_is_short() -> None:
     assert len((EXAMPLES / "custom_strategy.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.full
+@pytest.mark.distributed
+def test_custom_axis(run_example: RunExample) -> None:
+    """Divided batches are the batches of one data loader: groups of two on four processes have as many as two processes."""
+    two = run_example("custom_axis.py", processes=2)
+    assert "Mesh: divide 2" in two.stdout
+    assert "[1][20/23]" in two.stdout
+    assert accuracies(two.stdout)[-1] > 85
+    four = run_example("custom_axis.py", processes=4)
+    assert "[1][10/12]" in four.stdout
+
+
+def test_custom_axis_is_short() -> None:
+    assert len((EXAMPLES / "custom_axis.py").read_text().splitlines()) < 80
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
 def test_gan(run_example: RunExample, tmp_path: Path, processes: int) -> None:
