@@ -59,8 +59,11 @@ class ReplicaCheck:
         if get_world_size() == 1:
             return {}
         parts = [part for section in sections for part in _whole_and_sharded(section)]
-        owned: dict[_Key, Tensor] = {
-            (name, ()): buffer.detach() for name, buffer in buffers.items() if not buffer.is_inference()
+        owned = {
+            (name, at): local
+            for name, buffer in buffers.items()
+            if not buffer.is_inference() and (held := replica_of(buffer)) is not None
+            for local, at in (held,)
         }
         every = {(number, key): tensor for number, part in enumerate([*parts, owned]) for key, tensor in part.items()}
         hashes = fingerprints(every)

@@ -1,0 +1,162 @@
+"""What a run has beside its updates goes with every mesh: metrics, averages, checkpoints, recomputation, compiling, precision."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flextrain import BaseMetric, FlexibleRunner
+from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_tensors
+from flextrain.testing.loop import alone
+from flextrain.testing.models import TinyTransformer
+from flextrain.testing.sessions import whole_model
+
+pytestmark = pytest.mark.distributed
+
+BATCH = 8
+PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # processes that read different samples, and options
+    "tp2": (1, dict(MESH, tp=2, plan=PLAN)),
+}
+ONE = dict(type="SingleDeviceStrategy", device="cpu")
+# Options of the runner; "more" has further ones of the mesh.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "average": dict(custom_hooks=[dict(type="EMAHook", momentum=0.1)]),
+    "recomputing": dict(more=dict(activation_checkpointing=dict(classes=["Block"]))),
+    "compiled": dict(more=dict(wrap="blocks"), compile=dict(backend="eager")),
+    "units": dict(more=dict(wrap="blocks", prefetch=1)),
+    "asynchronous saves": dict(default_hooks=dict(checkpoint=dict(interval=1, async_save=True))),
+}
+Result = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Correct(BaseMetric):
+    """How many predictions are right, and of how many samples."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        predicted, target = data_samples
+        self.results += (predicted == target).float().mean(1).tolist()
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"correct": round(sum(results), 4), "count": len(results)}
+
+
+def loader(count: int, seed: int, batch_size: int, shuffle: bool) -> dict[str, Any]:
+    batch = TinyTransformer.sample(count, seed)
+    items = [{name: values[i] for name, values in batch.items()} for i in range(count)]
+    sampler = dict(type="DefaultSampler", shuffle=shuffle)
+    return dict(batch_size=batch_size, dataset=items, sampler=sampler, collate_fn=dict(type="default_collate"))
+
+
+def runner(strategy: Mapping[str, Any], folder: Path, shards: int, **options: Any) -> FlexibleRunner:
+    given: dict[str, Any] = dict(
+        model=TinyTransformer,
+        work_dir=folder,
+        strategy=dict(strategy) | options.pop("more", {}),
+        train_dataloader=loader(44, 0, BATCH // shards, shuffle=True),
+        val_dataloader=loader(21, 1, 2, shuffle=False),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Correct),
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3, weight_decay=0.05), clip_grad=dict(max_norm=0.5)),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        randomness=dict(seed=7),
+        default_hooks=dict(checkpoint=dict(interval=1)),
+    )
+    return FlexibleRunner(**given | options)
+
+
+def run(strategy: Mapping[str, Any], folder: Path, shards: int, **options: Any) -> Result:
+    made = runner(strategy, folder, shards, **options)
+    try:
+        made.train()
+        return whole_model(made.strategy), made.val()
+    finally:
+        made.strategy.teardown()
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    same_tensors(found[0], expected[0], "final weights", 1e-6)
+    assert found[1] == expected[1]
+    assert found[1]["count"] == 21
+
+
+@functools.cache
+def of_one_device(feature: str) -> Result:
+    """In a worker, once: the run of one process."""
+    options = {key: value for key, value in FEATURES[feature].items() if key != "more"}
+    with alone(), tempfile.TemporaryDirectory() as folder:
+        return run(ONE, Path(folder), 1, **options)
+
+
+def trained(mesh: str, feature: str, folder: Path) -> None:
+    shards, spec = MESHES[mesh]
+    expected = of_one_device(feature)
+    assert_same(run(spec, folder, shards, **FEATURES[feature]), expected)
+
+
+def pairs() -> list[Any]:
+    return [
+        pytest.param(mesh, feature, marks=[] if feature in ("plain", "average") else [pytest.mark.full])
+        for mesh in MESHES
+        for feature in FEATURES
+    ]
+
+
+@pytest.mark.parametrize("mesh, feature", pairs())
+def test_feature(workers: Callable[[int], WorkerGroup], tmp_path: Path, mesh: str, feature: str) -> None:
+    workers(2).run(trained, mesh, feature, tmp_path)
+
+
+def resumed(mesh: str, folder: Path) -> None:
+    shards, spec = MESHES[mesh]
+    expected, is_first = of_one_device("plain"), os.environ["RANK"] == "0"
+    made = runner(spec, folder / "mesh", shards, train_cfg=dict(by_epoch=True, max_epochs=1))
+    made.train()
+    made.strategy.teardown()
+    if is_first:
+        with alone():
+            assert_same(run(ONE, folder / "one", 1, resume=True, load_from=str(folder / "mesh" / "epoch_1")), expected)
+    assert_same(run(spec, folder / "mesh", shards, resume=True), expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_resumed_on_the_mesh_and_on_one_device(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
+    workers2.run(resumed, mesh, tmp_path)
+
+
+def evaluated(mesh: str, folder: Path) -> dict[str, Any]:
+    """Validation of weights from a file, without any training."""
+    shards, spec = MESHES[mesh]
+    torch.manual_seed(1)
+    model = TinyTransformer()
+    path = folder / f"weights{os.environ['RANK']}.pth"
+    torch.save(model.state_dict(), path)
+    with alone():
+        made = runner(ONE, folder / f"one{path.stem}", 1, load_from=str(path))
+        expected = made.val()
+        made.strategy.teardown()
+    made = runner(spec, folder / "mesh", shards, load_from=str(folder / "weights0.pth"))
+    try:
+        found = made.val()
+        same_tensors(whole_model(made.strategy), {f"model.{n}": p for n, p in model.named_parameters()}, "weights")
+    finally:
+        made.strategy.teardown()
+    assert found == expected
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES)
+def test_evaluated_from_a_file(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
+    assert workers2.run(evaluated, mesh, tmp_path)[0]["count"] == 21
