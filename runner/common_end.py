@@ -55,10 +55,12 @@ class CommonEnd:
         """Count this process among those who ``does``, such as "know", and wait for the others, not for long."""
         board, key, deadline = self._bulletin, f"{self._key} {does}", time.monotonic() + TOGETHER_S
         try:
-            number = board.count(key)
+            number, nap_s = board.count(key), max(_NAP_S, board.pace_s / 5)
             while number < board.world_size and time.monotonic() < deadline:
-                time.sleep(max(_NAP_S, board.pace_s / 5))
+                time.sleep(nap_s)
                 number = board.count(key, 0)
+            if board.rank == 0:  # which may keep the store: the others look once more
+                time.sleep(2 * nap_s)
         except StoreLostError:  # then somebody has left
             return
 

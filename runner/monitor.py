@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from ..core.errors import FlexTrainError
+from . import signals
 
 _logger = logging.getLogger("flextrain")
 
@@ -95,6 +96,7 @@ _started: weakref.WeakSet[Monitor] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """Stop all threads before the interpreter ends: one that it finds in a call of torch's store would abort the process."""
+    signals.end_all()  # one that came now would raise in here
     deadline = time.monotonic() + _EXIT_S
     monitors = list(_started)
     for monitor in monitors:

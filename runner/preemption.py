@@ -101,7 +101,7 @@ class Preemption:
         self._asked_at = 0.0
         self._word: dict[str, Any] | None = None  # what came, and to which process; the same on all
         self._is_now = False  # True: nothing is to be saved
-        self._calls_main = self._has_raised = False
+        self._calls_main = self._has_raised = self._waits_to_leave = False
         self._all_leave = threading.Event()
         self._common_end: CommonEnd | None = None
         self._saved = ""
@@ -202,6 +202,9 @@ class Preemption:
         if run is None or self._is_over:
             return
         if self._word is not None:
+            if self._waits_to_leave and not self._all_leave.is_set() and self._common_end is not None:
+                self._common_end.meet_those_who("leave")
+                self._all_leave.set()
             return
         if self._deadline is not None and time.monotonic() > self._deadline and self._rank == 0:
             self.ask("max_time")
@@ -246,7 +249,8 @@ class Preemption:
         is_stuck = not self._has_raised
         if is_stuck:
             self._has_raised = True
-            self._tell("in a call that waits for another process", on_every_rank=True)
+            lost = "" if self._is_cut_off else "; there is nothing to save"
+            self._tell(f"in a call that waits for another process{lost}", on_every_rank=True)
         before_the_end()
         self._all_leave.set()
         if is_stuck:
@@ -289,6 +293,9 @@ class Preemption:
         if self._word is not None:  # no update was left at which all could have ended
             self._saved = "training was complete"
             self._note(run)
+            if self._size > 1:  # others have left train() already, and wait for this process before they end
+                self._waits_to_leave = True
+                self._all_leave.wait(TOGETHER_S)
             raise self._terminated()
 
     def check(self, where: str) -> None:

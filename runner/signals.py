@@ -32,6 +32,7 @@ class Listener(Protocol):
 
 
 _pid = os.getpid()
+_is_over = False
 _latest: weakref.ref[Any] | None = None
 _in_progress: list[Listener] = []
 
@@ -109,6 +110,12 @@ def end(listener: Listener) -> None:
     _in_progress.remove(listener)
 
 
+def end_all() -> None:
+    """Leave signals to the system, because the interpreter exits: no run is left that could end."""
+    global _is_over
+    _is_over = True
+
+
 def hearing() -> Listener | None:
     """The listener of the run in progress, or of the one that was made last and still exists."""
     if _in_progress:
@@ -143,7 +150,7 @@ def is_caught(number: int, pid: int | None = None) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _pid or (listener := hearing()) is None:  # a forked child
+    if os.getpid() != _pid or _is_over or (listener := hearing()) is None:  # a forked child
         _as_ever(number, frame)
     else:
         listener.came(number)

@@ -140,7 +140,7 @@ def trial(folder: Path, strategy: str, after: float | None, targets: tuple[int, 
         os.waitpid(pid, 0)
         status[rank] = "hangs"
     said = [line for line in (folder / "out.0").read_text().splitlines() if "Ended by" in line]
-    found = dict(status=[status[0], status[1]], seconds=round(seconds, 2), said=said[-1:], targets=targets, after=after)
+    found = dict(status=[status[0], status[1]], seconds=round(seconds, 2), said=said, targets=targets, after=after)
     return {**found, "over": bool(at_once), "folder": str(folder), "strategy": strategy}
 
 
