@@ -33,6 +33,19 @@ def test_loop_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.slow
+def test_oversight(tmp_path: Path) -> None:
+    flags = ["--rounds", "1", "--iterations", "20", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "oversight.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "oversight.json").read_text())["strategies"]
+    assert [(row["name"], row["processes"]) for row in rows] == [("single", 1), ("ddp", 2), ("fsdp", 2)]
+    assert all(row["with_us"] > 0 and row["without_us"] > 0 for row in rows)
+    assert "| ddp | 2 |" in (tmp_path / "oversight.md").read_text()
+
+
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_checkpoint(tmp_path: Path) -> None:
