@@ -21,9 +21,10 @@ from ..core.errors import CheckpointError
 from ..core.events import append_event
 from ..strategies.launchers import say_that_the_end_was_asked
 from . import signals, time_limit
-from .common_end import TOGETHER_S, CommonEnd
+from .common_end import CommonEnd
+from .departure import Departure
 from .hooks.checkpoint import CheckpointHook
-from .last_words import leave, try_for_a_while
+from .last_words import try_for_a_while
 from .loops.base import EvaluationCut
 from .monitor import Monitor, weakly
 from .options import PreemptionOptions
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flextrain")
 
 _MAX_TIME = "env_cfg.preemption.max_time"
+_TIME_IS_UP, _REQUEST = "max_time", "request_stop()"
 
 FORMING_S = 5.0
 """Seconds that a process with a signal waits for the others to come to the process group, so that all end together."""
-MAIN_S = 0.5
-"""Seconds after which a main thread that does not return to Python is left behind."""
 
 
 class Preemption:
@@ -101,8 +101,7 @@ class Preemption:
         self._asked_at = 0.0
         self._word: dict[str, Any] | None = None  # what came, and to which process; the same on all
         self._is_now = False  # True: nothing is to be saved
-        self._calls_main = self._has_raised = self._waits_to_leave = False
-        self._all_leave = threading.Event()
+        self._departure = Departure()
         self._common_end: CommonEnd | None = None
         self._saved = ""
         self._is_over = False  # last, because the other thread waits for it
@@ -117,7 +116,7 @@ class Preemption:
             raise
         except EndAskedError as error:
             _logger.warning(f"{error} before all processes had come")
-            self._has_raised = self._calls_main = True
+            self._departure.begin()
             raise Terminated(self._options.status, str(error)) from None
 
     def start(self, run: Run) -> None:
@@ -146,15 +145,15 @@ class Preemption:
 
     def came(self, number: int) -> None:
         """Hear of a signal, in the main thread."""
-        if self._calls_main:
-            if not self._has_raised and not self._is_elsewhere:
-                self._has_raised = True
+        if self._departure.is_due:
+            if not self._departure.has_begun and not self._is_elsewhere:
+                self._departure.begin()
                 if self._size > 1:
-                    self._all_leave.wait(TOGETHER_S)
+                    self._departure.wait()
                 raise self._terminated()
             return  # a later signal does not disturb the end
         self.ask(signal.Signals(number).name)
-        if self._size == 1 and self._is_now and not self._is_elsewhere and not self._has_raised:
+        if self._size == 1 and self._is_now and not self._is_elsewhere and not self._departure.has_begun:
             raise self._terminated()
 
     @property
@@ -202,12 +201,11 @@ class Preemption:
         if run is None or self._is_over:
             return
         if self._word is not None:
-            if self._waits_to_leave and not self._all_leave.is_set() and self._common_end is not None:
-                self._common_end.meet_those_who("leave")
-                self._all_leave.set()
+            if self._common_end is not None:
+                self._departure.meet_if_awaited(self._meet_those_who_leave)
             return
         if self._deadline is not None and time.monotonic() > self._deadline and self._rank == 0:
-            self.ask("max_time")
+            self.ask(_TIME_IS_UP)
         if self._size == 1 or self.bulletin is None:
             if self._is_now:
                 self._call_main()
@@ -232,29 +230,23 @@ class Preemption:
             common_end.meet_those_who("know")
         if not self._in_run:
             self._tell("outside of train(), where there is nothing to save")
-        self._call_main(lambda: common_end.meet_those_who("leave"))
+        self._call_main()
 
-    def _call_main(self, before_the_end: Callable[[], None] = lambda: None) -> None:
+    def _meet_those_who_leave(self) -> None:
+        if self._common_end is not None and self._size > 1:
+            self._common_end.meet_those_who("leave")
+
+    def _call_main(self) -> None:
         """Raise Terminated in the main thread; end the process if that thread is in a call that does not return."""
         number = signals.heard(self._signals)
         if number is None or signals.hearing() is not self or self._is_elsewhere:
             return  # the next check raises it
-        self._calls_main = True
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, number)
-        deadline = time.monotonic() + MAIN_S
-        while not self._has_raised and time.monotonic() < deadline:
-            time.sleep(0.01)
-        is_stuck = not self._has_raised
-        if is_stuck:
-            self._has_raised = True
-            lost = "" if self._is_cut_off else "; there is nothing to save"
-            self._tell(f"in a call that waits for another process{lost}", on_every_rank=True)
-        before_the_end()
-        self._all_leave.set()
-        if is_stuck:
-            leave(self._options.status)
+        # A process that is cut off may have more to lose.
+        lost = "" if self._is_cut_off else "; there is nothing to save"
+        stuck = f"in a call that waits for another process{lost}"
+        self._departure.call(
+            number, self._meet_those_who_leave, lambda: self._tell(stuck, on_every_rank=True), self._options.status
+        )
 
     def _tell(self, where: str, on_every_rank: bool = False) -> None:
         if self._rank == 0 or on_every_rank:
@@ -294,8 +286,7 @@ class Preemption:
             self._saved = "training was complete"
             self._note(run)
             if self._size > 1:  # others have left train() already, and wait for this process before they end
-                self._waits_to_leave = True
-                self._all_leave.wait(TOGETHER_S)
+                self._departure.wait()
             raise self._terminated()
 
     def check(self, where: str) -> None:
@@ -371,10 +362,16 @@ class Preemption:
         return self._terminated() if is_asked and isinstance(error, Exception) else error
 
     def _terminated(self) -> Terminated:
-        self._has_raised = self._calls_main = True
+        self._departure.begin()
         return Terminated(self._options.status, self._what(), self._saved)
 
     def _what(self) -> str:
         word = self._word or {"what": self._asked}
-        where = f", which came to rank {word['rank']} on {word['host']}" if self._size > 1 and "rank" in word else ""
-        return f"Ended by {word['what']}{where}"
+        what, is_told = str(word["what"]), self._size > 1 and "rank" in word
+        place = f"rank {word['rank']} on {word['host']}" if is_told else ""
+        if what == _TIME_IS_UP:
+            return f"Ended by {what}"
+        if what.startswith("SIG"):
+            return f"Ended by {what}{f', which came to {place}' if place else ''}"
+        reason = "" if what == _REQUEST else f": {what}"
+        return f"Ended by {_REQUEST}{f' on {place}' if place else ''}{reason}"

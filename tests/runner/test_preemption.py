@@ -210,7 +210,7 @@ def test_the_allowed_time_ends_training_and_another_thread_can_ask(tmp_path: Pat
     assert end.saved == f"saved as iter_{runner.iter}"
     asked = run(tmp_path / "asked", train_cfg=ENDLESS)
     threading.Timer(0.3, lambda: asked.request_stop("the room is too warm")).start()
-    assert ended(asked).what == "Ended by the room is too warm"
+    assert ended(asked).what == "Ended by request_stop(): the room is too warm"
     assert find_latest(tmp_path / "asked") == tmp_path / "asked" / f"iter_{asked.iter}"
 
 
