@@ -14,7 +14,12 @@ from flextrain.core.checkpoint import is_checkpoint
 from flextrain.core.events import read_events
 
 JOB = Path(__file__).with_name("preempted_job.py")
-ENDS = ("training was complete", "no checkpoint was saved yet", "there is nothing to save", "before all processes had come")
+ENDS = (
+    "training was complete",
+    "no checkpoint was saved yet",
+    "there is nothing to save",
+    "before all processes had come",
+)
 
 
 @pytest.mark.processes
