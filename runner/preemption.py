@@ -368,10 +368,10 @@ class Preemption:
     def _what(self) -> str:
         word = self._word or {"what": self._asked}
         what, is_told = str(word["what"]), self._size > 1 and "rank" in word
-        place = f"rank {word['rank']} on {word['host']}" if is_told else ""
+        rank = f"rank {word['rank']} on {word['host']}" if is_told else ""
         if what == _TIME_IS_UP:
             return f"Ended by {what}"
         if what.startswith("SIG"):
-            return f"Ended by {what}{f', which came to {place}' if place else ''}"
+            return f"Ended by {what}{f', which came to {rank}' if rank else ''}"
         reason = "" if what == _REQUEST else f": {what}"
-        return f"Ended by {_REQUEST}{f' on {place}' if place else ''}{reason}"
+        return f"Ended by {_REQUEST}{f' on {rank}' if rank else ''}{reason}"
