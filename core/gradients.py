@@ -69,7 +69,7 @@ def average(parameters: list[Tensor], data: DataShard) -> None:
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)
-    data.average([p.grad for p in parameters if p.grad is not None])
+    data.average([local for p in parameters if p.grad is not None for local in _local([p.grad])])
 
 
 def clip_by_norm(

@@ -1,4 +1,4 @@
-"""All private names of torch that flextrain uses; other modules use public names only.
+"""All private names of torch that flextrain uses, but for those of DTensors, which are in dtensor_private.
 
 Each entry says what it does, and with which versions of torch it was checked. A test finds private names elsewhere.
 """

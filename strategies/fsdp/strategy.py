@@ -147,6 +147,7 @@ class FSDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, reshard = self._mesh(), self.config.reshards
         self._sharded = ShardedOptimizers(mesh)
+        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # may be others by now
         roots = choose_roots(model)
         self._units = [unit for unit in choose_units(model, self.config) if unit not in roots and unit is not model]
         for unit in (*self._units, *roots):

@@ -29,6 +29,9 @@ class MeshConfig(FSDPConfig):
     plan: Literal["auto"] | dict[str, Any] | None = "auto"
     """Tensor parallelism by module: ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; "auto": the model's own."""
 
+    sequence_parallel: bool = False
+    """With tensor parallelism, divide activations along their dimension 1 where ``plan`` divides no features."""
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _of_fsdp(cls, given: Any) -> Any:

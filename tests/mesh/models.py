@@ -158,6 +158,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": _convolutions,
 }
 OF_IMAGES = ("vision", "convolutions")
+OF_TRANSFORMERS = ("llama", "llama_tied", "gpt2", "mixtral", "qwen3_moe")  # they shift the labels themselves
 
 
 def build(name: str, seed: int = 7) -> nn.Module:
@@ -177,6 +178,5 @@ def sample(name: str, count: int, seed: int) -> Batch:
     start = torch.randint(0, VOCABULARY, (count, 1), generator=generator)
     step = torch.randint(1, 4, (count, 1), generator=generator)
     ids = (start + step * torch.arange(LENGTH + 1)) % VOCABULARY
-    if MODELS[name] in (MODELS["plain"], MODELS["plain_tied"], MODELS["fused"]):
-        return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, :-1].contiguous()}
+    labels = ids[:, :-1] if name in OF_TRANSFORMERS else ids[:, 1:]
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels.contiguous()}

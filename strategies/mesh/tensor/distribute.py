@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,39 +12,85 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ....core.errors import StrategyError
 from ....core.torch_private import tree_map_only
+from .styles import Style
 
-_DIMENSIONS = {"colwise": 0, "rowwise": 1}
+
+def check_styles(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """Raise StrategyError if a parameter cannot be divided over ``size`` processes as its style says."""
+    for name, style in styles.items():
+        for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            why = style.unfit(
+                model.get_submodule(name), parameter, style.placement(model.get_submodule(name), key, parameter), size
+            )
+            if why is not None:
+                raise StrategyError(f"strategy.plan: model.{name}.{key}: its {why}; choose another style or tp")
 
 
-def distribute_model(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+def distribute_model(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], *, sequence: bool = False
+) -> None:
     """Replace every parameter and buffer by a DTensor, sharded by the style of its module, replicated without one.
 
     DTensor derives the layout of every activation, and communicates where an operation needs it. Therefore a plan decides
     how fast a model is, and never what it computes.
+
+    Args:
+        styles: by name of the module.
+        sequence: outside of divided modules, activations are divided along dimension 1.
     """
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
-        style = styles.get(name)
+        style = styles.get(name) or Style()
         for key, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(parameter) not in made:  # a tied one has the style of the first module that has it
-                placed = distribute_tensor(parameter.detach(), mesh, [_placement(style, parameter)], src_data_rank=None)
+                layout = style.placement(module, key, parameter)
+                placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
                 made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+                if not parameter.ndim:
+                    made[id(parameter)].register_post_accumulate_grad_hook(_reduce_gradient)  # type: ignore[no-untyped-call]
             setattr(module, key, made[id(parameter)])
         for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, key, distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=None))
-        if style == "rowwise":  # nothing may see a part of a sum, least of all dropout
-            module.register_forward_hook(_reduce_output)
+        if style.inputs is not None:
+            module.register_forward_pre_hook(partial(_lay_out_inputs, style.inputs), with_kwargs=True)
+        if style.sums or isinstance(module, nn.MultiheadAttention):  # whose forward does not call its last projection
+            module.register_forward_hook(partial(_reduce, sequence))  # nothing may see a part of a sum
+        elif style.outputs is not None:
+            module.register_forward_hook(partial(_lay_out_output, style.outputs))
 
 
-def _placement(style: str | None, parameter: Tensor) -> Placement:
-    if style is None or (style == "rowwise" and parameter.ndim < 2):
-        return Replicate()
-    return Shard(_DIMENSIONS[style])
+def _reduce_gradient(parameter: Tensor) -> None:
+    """Reduce what only FSDP would, which leaves alone what has no dimension."""
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=(Replicate(),))
 
 
-def _reduce_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(DTensor, lambda tensor: tensor.redistribute(placements=(Replicate(),)), output)
+def _laid_out(values: Any, layout: Placement) -> Any:
+    dim = getattr(layout, "dim", -1)
+
+    def lay_out(tensor: DTensor) -> DTensor:
+        if tensor.ndim <= dim or not tensor.is_floating_point():
+            return tensor
+        return tensor.redistribute(placements=(layout,))
+
+    return tree_map_only(DTensor, lay_out, values)
+
+
+def _lay_out_inputs(layout: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _laid_out(args, layout), _laid_out(kwargs, layout)
+
+
+def _lay_out_output(layout: Placement, module: nn.Module, args: Any, output: Any) -> Any:
+    return _laid_out(output, layout)
+
+
+def _reduce(sequence: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    def reduce(tensor: DTensor) -> DTensor:
+        return tensor.redistribute(placements=(Shard(1) if sequence and tensor.ndim > 2 else Replicate(),))
+
+    return tree_map_only(DTensor, reduce, output)
 
 
 def as_replicated(mesh: DeviceMesh, values: Any) -> Any:

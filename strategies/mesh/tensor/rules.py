@@ -14,7 +14,7 @@ def match_rules(plan: Mapping[str, str], names: Collection[str], styles: Collect
     Args:
         plan: styles by glob, such as ``{"layers.*.up": "colwise"}``; a name without ``*`` is a glob too.
         names: the names of the modules.
-        styles: the styles there are.
+        styles: the styles there are; a rule may add an argument, as in "packed_colwise:3".
 
     Raises:
         ConfigError: an unknown style, a rule that names no module, or two rules of different styles for one module.
@@ -23,7 +23,7 @@ def match_rules(plan: Mapping[str, str], names: Collection[str], styles: Collect
     by_rule: dict[str, str] = {}
     for rule, style in plan.items():
         where = f'strategy.plan["{rule}"]'
-        if style not in styles:
+        if style.partition(":")[0] not in styles:
             raise ConfigError(f'{where}: "{style}" is not allowed, choose {one_of(styles)}{suggest(style, styles)}')
         matching = [name for name in names if fnmatchcase(name, rule)]
         if not matching:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
 from .attention import register_cpu_attention
-from .distribute import as_local, as_replicated, distribute_model
+from .distribute import as_local, as_replicated, check_styles, distribute_model
+from .gathered import register_views
+from .random_numbers import register_cpu_random_numbers
+from .replaced_functions import DTensorFunctions
 from .rules import match_rules
-
-STYLES = ("colwise", "rowwise")
+from .styles import STYLES, style_of
 
 
 class TensorParallel(Axis):
@@ -35,12 +38,18 @@ class TensorParallel(Axis):
                 f"strategy.plan: {type(model).__name__} has none of its own, give one, such as "
                 '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
             )
-        self._styles = match_rules(self.config.plan, [name for name, _ in model.named_modules() if name], STYLES)
+        names = [name for name, _ in model.named_modules() if name]
+        found = match_rules(self.config.plan, names, list(STYLES))
+        self._styles = {name: style_of(style, f"strategy.plan, for {name}") for name, style in found.items()}
+        check_styles(model, self._styles, self.size)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
-        register_cpu_attention()
-        distribute_model(model, self.mesh, self._styles)
+        register_views()
+        if self.mesh.device_type == "cpu":
+            register_cpu_attention()
+            register_cpu_random_numbers()
+        distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
         for root in choose_roots(model):
             root.register_forward_pre_hook(self._enter, with_kwargs=True)
             root.register_forward_hook(self._leave)
@@ -53,11 +62,18 @@ class TensorParallel(Axis):
         return as_local(output)
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
-        """See Axis; tensors that the model makes itself, such as masks, are equal on all processes."""
-        with implicit_replication():
+        """See Axis."""
+        with _running():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        with implicit_replication():
+        with _running():
             return inner(batch, step)
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
+    with implicit_replication(), DTensorFunctions():
+        yield

@@ -1,0 +1,63 @@
+"""All private names of torch.distributed.tensor that flextrain uses.
+
+Each entry says what it does, and with which versions of torch it was checked, as in torch_private.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Layout of a DTensor that is ``split_factor`` tensors joined along ``dim``, of each of which a process has a shard. 2.15."""
+    return importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard(
+        dim, split_factor=split_factor
+    )
+
+
+def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
+    """Functions ``(operation, args, kwargs)`` that compute operations on DTensors in place of torch's rules. 2.6, 2.15."""
+    return cast(dict[Any, Callable[..., Any]], DTensor._op_dispatcher._custom_op_handlers)
+
+
+def relax_views(tell: Callable[[Any], None]) -> None:
+    """Let ``view`` of DTensors communicate where a layout cannot stay, as ``reshape`` does, instead of raising. 2.15.
+
+    Torch asks these functions once for every operation and layout, and remembers the answer.
+
+    Args:
+        tell: called with the operation's schema where a view communicates.
+    """
+    tensor: Any = importlib.import_module("torch.distributed.tensor._op_schema")
+    specs: Any = importlib.import_module("torch.distributed.tensor._dtensor_spec")
+    utils: Any = importlib.import_module("torch.distributed.tensor._ops.utils")
+    strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    reshape = strategies[torch.ops.aten.reshape.default]
+
+    def whole(schema: Any) -> Any:
+        given = schema.args_schema[0]
+        mesh = given.mesh
+        everywhere = (Replicate(),) * mesh.ndim
+        spec = specs.DTensorSpec(mesh, everywhere, tensor_meta=given.strategies[0].output_spec.tensor_meta)
+        cost = utils.generate_redistribute_costs(given, spec)
+        found = tensor.OpSpec(specs.DTensorSpec(mesh, everywhere), input_specs=(spec,), redistribute_cost=[cost])
+        return tensor.OpStrategy([found])
+
+    def relaxed(strict: Callable[[Any], Any], schema: Any) -> Any:
+        try:
+            return strict(schema)
+        except RuntimeError:
+            tell(schema)
+        try:
+            return reshape(schema)
+        except RuntimeError:
+            return whole(schema)
+
+    for operation in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        strategies[operation] = partial(relaxed, strategies[operation])

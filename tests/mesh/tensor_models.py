@@ -1,0 +1,87 @@
+"""Models with what tensor parallelism may get wrong: registered as ``MODELS`` of this folder."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .models import LENGTH, MODELS, VOCABULARY, Plain
+
+
+class ChunkedBlock(nn.Module):
+    """Attention as many write it: a joint projection cut by ``chunk`` or ``split``, dropout of probabilities."""
+
+    def __init__(self, width: int, heads: int, dropout: float, *, split: bool = False) -> None:
+        super().__init__()
+        self.heads, self.split, self.dropout = heads, split, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        joint = self.qkv(self.norm1(x))
+        parts = joint.split(width, dim=2) if self.split else joint.chunk(3, dim=-1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        dropped = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Odd(nn.Module):
+    """Widths that two does not divide, a parameter without dimension, buffers, and smoothed, weighted classes."""
+
+    scale: Tensor
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 10)
+        self.up, self.gate, self.down = nn.Linear(10, 7), nn.Linear(10, 7), nn.Linear(7, 10)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 7))
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, VOCABULARY), persistent=False)
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        x = self.embed(input_ids)
+        x = x + self.down(functional.silu(self.gate(x)) * self.up(x) * self.scale)
+        logits: Tensor = self.head(self.norm(x)) / self.temperature
+        if labels is None:
+            return logits
+        smoothed = functional.cross_entropy(
+            logits.transpose(1, 2), labels, self.weights, ignore_index=3, label_smoothing=0.1, reduction="none"
+        )
+        return {"loss": smoothed.mean() + functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Attending(nn.Module):
+    """torch's own attention over another sequence than its queries', and its whole encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.cross = nn.MultiheadAttention(16, 4, batch_first=True, bias=False)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, bias=False)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        x = self.embed(input_ids) + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        x = self.layer(x, src_mask=mask)
+        logits: Tensor = self.head(x + self.cross(x, x.flip(1), x, need_weights=False)[0])
+        return logits if labels is None else {"loss": functional.cross_entropy(logits.mT, labels)}
+
+
+MODELS["chunked"] = functools.partial(Plain, ChunkedBlock)
+MODELS["split"] = functools.partial(Plain, functools.partial(ChunkedBlock, split=True))
+MODELS["dropping"] = functools.partial(Plain, dropout=0.3)
+MODELS["dropping_heads"] = functools.partial(Plain, ChunkedBlock, dropout=0.3)
+MODELS["odd"] = Odd
+MODELS["attending"] = Attending
