@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...optim.wrapper import OptimWrapper
 from ..state import Optim
 from ..steps import EvalStep, TrainStep
 from .config import MeshConfig
@@ -60,6 +61,9 @@ class Axis:
         Called for every axis in the order of ``MeshStrategy.axes``, before FSDP shards what is left of each parameter.
         """
         return model
+
+    def check_optimizer(self, wrapper: OptimWrapper) -> None:
+        """Raise StrategyError if an optimizer, which is built, cannot train what this axis has made of the parameters."""
 
     def split(self, batch: Any) -> Any:
         """Return this process's part of a batch."""

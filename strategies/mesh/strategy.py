@@ -96,6 +96,14 @@ class MeshStrategy(FSDPStrategy):
         for axis in self._axes:
             axis.check(model, optim)
 
+    def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
+        """See Strategy."""
+        called, optim = super().setup(model, optim)
+        for axis in self._axes:
+            for wrapper in optim.wrappers.values() if optim is not None else ():
+                axis.check_optimizer(wrapper)
+        return called, optim
+
     def _wrap(self, model: nn.Module) -> nn.Module:
         for axis in self._axes:
             model = axis.apply(model)

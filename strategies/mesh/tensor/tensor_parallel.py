@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ....core.errors import ConfigError
+from ....core.errors import ConfigError, StrategyError
+from ....optim.adapters.trial import Samples, why_not_flat_shards
+from ....optim.wrapper import OptimWrapper
 from ...fsdp.units import choose_roots
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
@@ -60,6 +62,17 @@ class TensorParallel(Axis):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return as_local(output)
+
+    def check_optimizer(self, wrapper: OptimWrapper) -> None:
+        """See Axis; FSDP may give an optimizer whole rows, tensor parallelism gives it any elements of a matrix."""
+        if wrapper.adapter.is_elementwise:
+            return
+        reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))
+        if reason is not None:
+            raise StrategyError(
+                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {reason}; tp={self.size} divides matrices, "
+                "choose AdamW, or tp=1"
+            )
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
