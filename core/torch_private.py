@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only"]
-# These three (2.6, 2.15) intercept every operation on a tensor, and traverse its arguments.
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only", "tree_unflatten"]
+# These four (2.6, 2.15) intercept every operation on a tensor, and traverse its arguments.
 
 # Operations on lists of tensors
 

@@ -77,6 +77,9 @@ class Axis:
         """Return the predictions for a batch, see ``Strategy.evaluate``; ``inner`` is that of the other axes."""
         return inner(batch, step)
 
+    def release(self) -> None:
+        """Undo what ``apply`` did to objects that outlive the strategy; called by ``teardown`` after ``apply``."""
+
     def described(self) -> str:
         """Return what this axis divides, in words for the table that is logged at the start."""
         return ""

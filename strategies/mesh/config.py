@@ -22,6 +22,14 @@ class MeshConfig(FSDPConfig):
     """Fully sharded data parallelism: parameters are sharded over processes with other samples."""
     cp: int = 1
     """Context parallelism: each process has a part of every sequence."""
+    cp_kind: Literal["auto", "ring", "ulysses"] = "auto"
+    """How attention goes over the processes of a sequence: keys and values round a ring, or heads for positions
+    (Ulysses); "auto": the latter for models of transformers whose number of heads ``cp * tp`` divides."""
+    cp_keys: dict[str, int | None] | None = None
+    """The dimension of sequences by key of the batch, for example ``{"tokens": 1}``; None: that entry stays whole.
+    Keys of transformers' models need not be given."""
+    cp_positions: str | None = "position_ids"
+    """The parameter of forward for the position of each token, given if the batch has none; None: the model needs none."""
     ep: int = 1
     """Expert parallelism: each process has some of the experts; divides dp_shard * cp * tp."""
     tp: int = 1

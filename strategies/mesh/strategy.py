@@ -17,6 +17,7 @@ from ..state import Optim
 from ..steps import EvalStep, TrainStep
 from .axis import Axis, Evaluate, RunWindow
 from .config import MeshConfig
+from .context import Context
 from .layout import DATA, Layout
 from .sizes import REST, check_sizes, resolved
 from .tensor import TensorParallel
@@ -37,7 +38,7 @@ class MeshStrategy(FSDPStrategy):
     """
 
     Config = MeshConfig
-    axes: ClassVar[Sequence[type[Axis]]] = (TensorParallel,)
+    axes: ClassVar[Sequence[type[Axis]]] = (TensorParallel, Context)
     """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks;
     those with ``folds`` are the farthest inside ``dp_shard``."""
     short_names = {"mesh": {}}
@@ -133,6 +134,8 @@ class MeshStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         """See Strategy."""
+        for axis in self._axes if self._model is not None else ():
+            axis.release()
         super().teardown()
         self._layout, self._axes = None, []
         self._window, self._evaluation = super().run_window, super().evaluate

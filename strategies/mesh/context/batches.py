@@ -1,0 +1,220 @@
+"""Cut batches along their sequences: which keys, true positions, shifted labels, and how much of the loss is where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ....core.errors import ConfigError, StrategyError
+from .sequence import SequenceShards
+
+KEYS: Mapping[str, int] = {
+    "input_ids": 1, "labels": 1, "position_ids": -1, "inputs_embeds": 1, "token_type_ids": 1, "shift_labels": 1,
+}  # fmt: skip
+"""The dimension of sequences in entries with these names, unless ``strategy.cp_keys`` has others."""
+IGNORED = -100
+"""The label of positions that do not count in a loss, as in transformers and by default in torch."""
+
+
+class CutBatch(dict[str, Any]):
+    """This process's shard of the sequences of a batch.
+
+    Attributes:
+        whole: the batch.
+        shards: the division of its sequences.
+        size: number of its samples; None if sequences are along the first dimension.
+        dim: dimension of the sequences.
+        count, total: number of targets that count in the loss, on this process and on all that share the batch.
+        weight: what ``loss_weight`` gives for this shard.
+        is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
+    """
+
+    whole: Mapping[str, Any]
+    shards: SequenceShards
+    size: int | None
+    dim: int
+    count: float
+    total: float
+    weight: float
+    is_sum: bool
+
+    @property
+    def factor(self) -> float:
+        """The factor of this shard's loss, so that the mean over the processes is that of the whole batch."""
+        if self.is_sum:
+            return float(self.shards.count)
+        # Without any target a loss is 0/0 on one device too.
+        return self.shards.count * self.count / self.total if self.total else 1.0
+
+
+@dataclass
+class SequenceBatches:
+    """Cuts batches.
+
+    Args:
+        keys: dimension of sequences by key of the batch; None: that entry stays whole.
+        positions: key of positions; None: the model needs none.
+        shards: gives the division for a length.
+        index: number of this process.
+        of_transformers: the model is one of transformers: masks may be given, and caches are turned off.
+        shifts: labels have to be shifted.
+        loss_weight: the model's, see Weighing; None: it has none.
+    """
+
+    keys: Mapping[str, int | None]
+    positions: str | None
+    shards: Callable[[int], SequenceShards]
+    index: int
+    of_transformers: bool = False
+    shifts: bool = False
+    loss_weight: Callable[[Any], Any] | None = None
+
+    def cut(self, batch: Any) -> CutBatch:
+        """Return this process's shard of a batch.
+
+        Raises:
+            ConfigError, StrategyError: the batch cannot be divided; the message names its key.
+        """
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"batch: is {type(batch).__name__}, cp={self._count} needs a dict, whose keys say what is a sequence"
+            )
+        whole = self._completed(batch)
+        dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
+        lengths = {key: self._length(key, whole[key], dim) for key, dim in dims.items()}
+        main = next(iter(lengths))
+        length = lengths[main]
+        self._check(whole, lengths, main)
+        shards = self.shards(length)
+        cut = CutBatch({key: value for key, value in whole.items() if key not in dims})
+        for key, dim in dims.items():
+            cut[key] = shards.cut(whole[key], dim, self.index).contiguous()
+        cut.whole, cut.shards, cut.dim = batch, shards, dims[main] % whole[main].ndim
+        cut.size = whole[main].shape[0] if cut.dim else None
+        cut.is_sum = cut.get("num_items_in_batch") is not None
+        counted = self._counted(whole, dims)
+        if counted is None:
+            cut.count, cut.total = length / shards.count, length
+        else:
+            cut.count, cut.total = float(shards.cut(counted, -1, self.index).sum()), float(counted.sum())
+        if self.loss_weight is not None:
+            # It may shift labels itself, which those of a shard are already.
+            shifted = self._is_shifted(whole)
+            share = (cut.count / cut.total if cut.total else 0.0) if shifted else 1.0
+            cut.weight = share * float(self.loss_weight(batch if shifted else cut))
+        return cut
+
+    def excerpt(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """Return a batch with ``length`` positions of each sequence, if possible some that count in the loss."""
+        whole = {key: value for key, value in batch.items()}
+        dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
+        if self.of_transformers and isinstance(whole.get("attention_mask"), Tensor):
+            dims["attention_mask"] = 1
+        full = next(iter(whole[key].shape[dim] for key, dim in dims.items()))
+        length = min(length, full)
+        counted = self._counted(whole, {key: dim for key, dim in dims.items() if key != "attention_mask"})
+        start = 0
+        if counted is not None and bool(counted.any()):
+            # Labels that are not shifted yet belong to the position before them.
+            first = int(counted.reshape(-1, full).any(0).nonzero()[0])
+            start = max(0, min(first - 1, full - length))
+        found = {key: whole[key].narrow(dim, start, length).contiguous() for key, dim in dims.items()}
+        return {**whole, **found}
+
+    @property
+    def _count(self) -> int:
+        return self.shards(0).count
+
+    def _dim(self, key: str) -> int | None:
+        if key in self.keys:
+            return self.keys[key]
+        if key == self.positions:
+            return -1
+        return KEYS.get(key)
+
+    def _is_shifted(self, batch: Mapping[str, Any]) -> bool:
+        return self.shifts and batch.get("labels") is not None
+
+    def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with true positions, shifted labels, and masks of one kind."""
+        whole = dict(batch)
+        known = [
+            key for key, value in whole.items()
+            if isinstance(value, Tensor) and self._dim(key) is not None and key != self.positions
+        ]  # fmt: skip
+        if not known:
+            names = ", ".join(f'"{key}"' for key, value in whole.items() if isinstance(value, Tensor)) or "no tensors"
+            raise ConfigError(
+                f"strategy.cp_keys: names no entry of the batch, which has {names}; give the dimension of sequences by key, "
+                f"such as {{{names.split(', ')[0]}: 1}}"
+            )
+        main, dim = whole[known[0]], self._dim(known[0])
+        assert dim is not None
+        length = self._length(known[0], main, dim)
+        if self._is_shifted(whole) and whole.get("shift_labels") is None:
+            # The target of a position is the next label, which another process may have.
+            labels = functional.pad(whole["labels"], (0, 1), value=IGNORED)
+            whole["labels"] = labels[:, 1:]
+        if self.of_transformers:
+            self._mask(whole)
+            if whole.get("use_cache"):
+                raise ConfigError('batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache')
+        if self.positions is not None and whole.get(self.positions) is None:
+            whole[self.positions] = torch.arange(length, device=main.device)[None]
+        return whole
+
+    def _mask(self, whole: dict[str, Any]) -> None:
+        """Replace masks and restarting positions by one entry that stays whole, or by none if all attend to all."""
+        mask, positions = whole.pop("attention_mask", None), whole.get("position_ids")
+        if mask is not None:
+            if mask.ndim != 2:
+                raise ConfigError(
+                    f'batch["attention_mask"]: has {mask.ndim} dimensions, cp needs (samples, positions) with 0 for padding'
+                )
+            if not bool(mask.all()):
+                whole["attention_mask"] = mask != 0
+        elif isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] > 1:
+            restarts = torch.diff(positions, dim=-1) != 1
+            if bool(restarts.any()):  # transformers separates them, as several documents in one sequence
+                numbers = functional.pad(restarts.long().cumsum(-1), (1, 0)) + 1
+                size = next(value.shape[0] for key in ("input_ids", "inputs_embeds") if (value := whole.get(key)) is not None)
+                whole["attention_mask"] = numbers.expand(size, -1)
+
+    def _length(self, key: str, value: Tensor, dim: int) -> int:
+        if not -value.ndim <= dim < value.ndim:
+            raise ConfigError(f"strategy.cp_keys.{key}: {dim} is no dimension of a tensor of shape {tuple(value.shape)}")
+        return value.shape[dim]
+
+    def _check(self, whole: Mapping[str, Any], lengths: Mapping[str, int], main: str) -> None:
+        length = lengths[main]
+        for key, other in lengths.items():
+            if other != length:
+                raise StrategyError(f'batch["{key}"]: has {other} positions and "{main}" has {length}, cp needs the same')
+        if length % self._count:
+            raise StrategyError(
+                f'batch["{main}"]: {length} positions do not divide over cp={self._count} processes; pad to a multiple of '
+                f"{self._count}, with label {IGNORED}"
+            )
+        for key, value in whole.items():
+            known = key in lengths or key in self.keys or (self.of_transformers and key == "attention_mask")
+            if not known and isinstance(value, Tensor) and length in value.shape[1:]:
+                raise ConfigError(
+                    f'batch["{key}"]: has a dimension of {length} as the sequence has; give strategy.cp_keys={{"{key}": dim}}, '
+                    "or None for an entry that every process needs whole"
+                )
+
+    def _counted(self, whole: Mapping[str, Any], dims: Mapping[str, int]) -> Tensor | None:
+        """(..., positions) of bool: where a target counts in the loss; None if nothing says that some do not."""
+        names = ["shift_labels"] if isinstance(whole.get("shift_labels"), Tensor) else list(dims)
+        found = [
+            (whole[key] != IGNORED).movedim(dims[key], -1)
+            for key in names
+            if not whole[key].is_floating_point() and key != self.positions
+        ]
+        ignoring = [counts for counts in found if not bool(counts.all())]
+        return None if not ignoring else ignoring[0]

@@ -1,0 +1,224 @@
+"""Models of transformers: their attention interface, their masks and their loss, for sequences that are cut."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....core.errors import StrategyError
+from .masks import CAUSAL, FULL, Mask, Rule
+from .sequence_attention import SequenceAttention
+
+NAME = "flextrain_context"
+"""The name of this attention in transformers' registries."""
+_HARMLESS = {"position_ids", "sliding_window", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
+             "output_router_logits", "output_hidden_states"}  # fmt: skip
+_attention_of: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
+_running: list[SequenceAttention] = []
+"""The attention of the forward that is running, from which masks are made."""
+
+
+def models_of_transformers(model: nn.Module) -> list[Any]:
+    """Return the outermost submodules, or the model itself, that are models of transformers."""
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == "transformers.modeling_utils"}
+        if "PreTrainedModel" in kinds and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+class TransformersModel:
+    """One model of transformers whose attention, masks and loss are replaced until ``release``.
+
+    Args:
+        model: the model, before it is sharded.
+        attention: what its attention layers call.
+
+    Attributes:
+        shifts: its loss compares each position with the label of the next one.
+        losses: number of calls of its loss.
+    """
+
+    def __init__(self, model: Any, attention: SequenceAttention) -> None:
+        _register()
+        self.model, self._attention = model, attention
+        self._before = _implementation(model)
+        self._loss = model.loss_function
+        self.losses = 0
+        self.shifts = shifts_labels(self._loss, model)
+        self._has_own_loss = "_loss_function" in vars(model)
+        for module in model.modules():
+            _attention_of[module] = attention
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+        self.is_cut = False
+        self.cut(True)
+
+    def cut(self, is_cut: bool) -> None:
+        """Choose whether the model is called with sequences that are cut, or as on one device."""
+        if is_cut == self.is_cut:
+            return
+        self.is_cut = is_cut
+        self.model.set_attn_implementation(NAME if is_cut else self._before)
+        if is_cut and _implementation(self.model) != NAME:
+            raise StrategyError(
+                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
+            )
+        self.model.loss_function = self._shifted_loss if is_cut else self._loss
+
+    def release(self) -> None:
+        """Give the model back what was replaced."""
+        self.cut(False)
+        if not self._has_own_loss:
+            vars(self.model).pop("_loss_function", None)
+        for hook in self._hooks:
+            hook.remove()
+        for module in self.model.modules():
+            _attention_of.pop(module, None)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self.is_cut:
+            return None
+        if args:
+            bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+            kwargs = {**bound.kwargs, **{name: bound.arguments[name] for name in list(bound.arguments)[: len(args)]}}
+        attention, numbers = self._attention, kwargs.get("attention_mask")
+        attention.keys = attention.documents = None
+        if isinstance(numbers, Tensor):
+            numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
+            # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
+            attention.keys, attention.documents = (numbers, None) if numbers.dtype == torch.bool else (None, numbers)
+        given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        # Without a mask transformers takes positions that do not follow each other for several documents.
+        ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+        _running.append(attention)
+        cache = {"use_cache": False} if "use_cache" in _parameters(type(self.model).forward) else {}
+        return (), {**kwargs, "attention_mask": ones, **cache}
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_cut and _running:
+            _running.pop()
+
+    def _shifted_loss(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's loss for labels that were shifted before the sequence was cut."""
+        self.losses += 1
+        if not self.shifts or labels is None or kwargs.get("shift_labels") is not None:
+            return self._loss(logits, labels, *args, **kwargs)
+        if "shift_labels" in _parameters(self._loss):
+            return self._loss(logits, labels, *args, **kwargs, shift_labels=labels)
+        # It compares position i with label i + 1: a position and an ignored label more at either end.
+        logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
+        labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
+        return self._loss(logits, labels, *args, **kwargs)
+
+
+def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:
+    """Return whether a loss of transformers compares each position with the next label, by trying.
+
+    Raises:
+        StrategyError: it does neither this nor compare each position with its own label.
+    """
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 2
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 4, size, generator=generator, dtype=torch.float32)
+    values = []
+    for labels in ([0, 1, 0, 1], [1, 1, 0, 1], [0, 0, 0, 1]):
+        try:
+            value = loss(logits=logits.clone(), labels=torch.tensor([labels]), vocab_size=size)
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+            raise StrategyError(
+                f"model: {type(model).__name__}.loss_function cannot be called with logits and labels of each position "
+                f"({error}), which cp needs"
+            ) from error
+        values.append(float(value))
+    if values[1] == values[0] and values[2] != values[0]:
+        return True
+    if values[1] != values[0] and values[2] != values[0]:
+        return False
+    raise StrategyError(
+        f"model: {type(model).__name__}.loss_function does not depend on the label of each position, which cp needs"
+    )
+
+
+def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule | None:
+    """Return the rule that a mask function of transformers has, by trying; None if it is another.
+
+    Args:
+        function: gives whether position ``query`` attends to ``key``, from numbers of sample, head, query and key.
+        window: the size of a sliding window, if there is one.
+    """
+    points = list(range(12)) + ([] if window is None else [window + i for i in range(-3, 16)])
+    at = torch.tensor(sorted({point for point in points if point >= 0}), device="cpu")
+    zero = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    try:
+        found = function(zero, zero, at[:, None], at[None]).expand(len(at), len(at))
+    except (RuntimeError, IndexError):  # it looks up what belongs to these positions of the batch
+        return None
+    rules = [CAUSAL, FULL, *([] if window is None else [Rule(True, window), Rule(False, window)])]
+    return next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
+
+
+def _mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Mask:
+    """What transformers asks for in place of a mask tensor; attention layers get it as it is."""
+    rule = None if mask_function is None else rule_of(mask_function, local_size)
+    if rule is None or not _running:
+        raise StrategyError(
+            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
+        )
+    return _running[-1].mask(rule)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' interface has it; gives (samples, positions, heads, width)."""
+    name = f"model: {type(module).__name__}"
+    unknown = [key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS]
+    if unknown:
+        raise StrategyError(f"{name}: calls attention with {unknown[0]}, which cp does not have")
+    attention = _attention_of[module]
+    mask = attention_mask
+    if mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        mask = attention.mask(CAUSAL if causal else FULL)
+    elif not isinstance(mask, Mask):
+        raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
+    found = attention(query, key, value, mask, scaling, dropout, name)
+    return found.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _implementation(model: Any) -> str:
+    return str(model.config._attn_implementation)
+
+
+@functools.lru_cache(maxsize=16)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
