@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ...core.comm import collectives as dist
 from ...core.comm.model_sync import share_weights
+from ...core.comm.topology import DataShard
 from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
@@ -101,8 +102,13 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
             if own:
-                wrapper.register_step_pre_hook(lambda _, scalars=own: average(scalars, self.topology.data))  # type: ignore[misc]
+                data = self._averaged_over()
+                wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
         return called, optim
+
+    def _averaged_over(self) -> DataShard:
+        """Return the processes over which gradients are averaged, also those that FSDP does not shard."""
+        return self.topology.data
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")

@@ -74,6 +74,15 @@ class Layout:
         """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas."""
         return self.dense["dp_replicate", SHARD] if self.sizes["dp_replicate"] > 1 else self.dense[SHARD]
 
+    def averaging(self) -> DataShard:
+        """Return the processes over which gradients are averaged: those of the data axes and of ``folded``; a collective."""
+        axes = [axis for axis in (*DATA, *self._folded) if self.sizes[axis] > 1]
+        index = 0
+        for axis in axes:
+            index = index * self.sizes[axis] + self.index[axis]
+        count = math.prod(self.sizes[axis] for axis in axes)
+        return DataShard(index, count, self.over(*axes).get_group() if axes else None)
+
     def topology(self, reporting: Mapping[str, int], dividing: Sequence[str]) -> Topology:
         """Return the relations of this process to the others; a collective.
 

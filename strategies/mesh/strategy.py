@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.comm.topology import Topology
+from ...core.comm.topology import DataShard, Topology
 from ...core.registry import STRATEGIES
 from ..fsdp import FSDPStrategy
 from ..state import Optim
@@ -91,6 +91,9 @@ class MeshStrategy(FSDPStrategy):
 
     def _mesh(self) -> DeviceMesh:
         return self.layout.sharding()
+
+    def _averaged_over(self) -> DataShard:
+        return self.layout.averaging()
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         super()._check_request(model, optim)

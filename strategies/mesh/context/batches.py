@@ -32,6 +32,7 @@ class CutBatch(dict[str, Any]):
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
         weight: what ``loss_weight`` gives for this shard.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
+        is_void: no target of this shard counts, but some of the batch do: the loss has factor 0.
     """
 
     whole: Mapping[str, Any]
@@ -42,6 +43,7 @@ class CutBatch(dict[str, Any]):
     total: float
     weight: float
     is_sum: bool
+    is_void: bool
 
     @property
     def factor(self) -> float:
@@ -97,29 +99,46 @@ class SequenceBatches:
         cut.whole, cut.shards, cut.dim = batch, shards, dims[main] % whole[main].ndim
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = cut.get("num_items_in_batch") is not None
-        counted = self._counted(whole, dims)
-        if counted is None:
+        ignoring = self._ignoring(whole, dims)
+        if ignoring is None:
             cut.count, cut.total = length / shards.count, length
         else:
+            counted = _counted(whole[ignoring], dims[ignoring])
             cut.count, cut.total = float(shards.cut(counted, -1, self.index).sum()), float(counted.sum())
         if self.loss_weight is not None:
             # It may shift labels itself, which those of a shard are already.
             shifted = self._is_shifted(whole)
             share = (cut.count / cut.total if cut.total else 0.0) if shifted else 1.0
             cut.weight = share * float(self.loss_weight(batch if shifted else cut))
+        weight = cut.weight if self.loss_weight is not None else cut.count if cut.total else 1.0
+        cut.is_void = not weight and not cut.is_sum
+        if cut.is_void:
+            self._fill(cut, ignoring)
         return cut
+
+    def _fill(self, cut: CutBatch, key: str | None) -> None:
+        """Let one target count in a loss whose factor is 0.
+
+        The gradient of a mean over nothing is NaN, and attention would carry it to the other processes.
+        """
+        if key is None or cut.count:
+            raise StrategyError(
+                f"model.loss_weight: gave 0 for {cut.count:g} targets of a process; with strategy.cp targets that do not count "
+                f"are {IGNORED}"
+            )
+        for name in {key, *({"labels", "shift_labels"} & cut.keys() if self.shifts else ())}:
+            cut[name].view(-1)[0] = 0
 
     def excerpt(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
         """Return a batch with ``length`` positions of each sequence, if possible some that count in the loss."""
-        whole = {key: value for key, value in batch.items()}
+        whole: dict[str, Any] = dict(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
         if self.of_transformers and isinstance(whole.get("attention_mask"), Tensor):
             dims["attention_mask"] = 1
         full = next(iter(whole[key].shape[dim] for key, dim in dims.items()))
         length = min(length, full)
-        counted = self._counted(whole, {key: dim for key, dim in dims.items() if key != "attention_mask"})
-        start = 0
-        if counted is not None and bool(counted.any()):
+        ignoring, start = self._ignoring(whole, {key: dim for key, dim in dims.items() if key != "attention_mask"}), 0
+        if ignoring is not None and bool((counted := _counted(whole[ignoring], dims[ignoring])).any()):
             # Labels that are not shifted yet belong to the position before them.
             first = int(counted.reshape(-1, full).any(0).nonzero()[0])
             start = max(0, min(first - 1, full - length))
@@ -163,7 +182,9 @@ class SequenceBatches:
         if self.of_transformers:
             self._mask(whole)
             if whole.get("use_cache"):
-                raise ConfigError('batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache')
+                raise ConfigError(
+                    'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache'
+                )
         if self.positions is not None and whole.get(self.positions) is None:
             whole[self.positions] = torch.arange(length, device=main.device)[None]
         return whole
@@ -182,19 +203,25 @@ class SequenceBatches:
             restarts = torch.diff(positions, dim=-1) != 1
             if bool(restarts.any()):  # transformers separates them, as several documents in one sequence
                 numbers = functional.pad(restarts.long().cumsum(-1), (1, 0)) + 1
-                size = next(value.shape[0] for key in ("input_ids", "inputs_embeds") if (value := whole.get(key)) is not None)
+                size = next(
+                    value.shape[0] for key in ("input_ids", "inputs_embeds") if (value := whole.get(key)) is not None
+                )
                 whole["attention_mask"] = numbers.expand(size, -1)
 
     def _length(self, key: str, value: Tensor, dim: int) -> int:
         if not -value.ndim <= dim < value.ndim:
-            raise ConfigError(f"strategy.cp_keys.{key}: {dim} is no dimension of a tensor of shape {tuple(value.shape)}")
+            raise ConfigError(
+                f"strategy.cp_keys.{key}: {dim} is no dimension of a tensor of shape {tuple(value.shape)}"
+            )
         return value.shape[dim]
 
     def _check(self, whole: Mapping[str, Any], lengths: Mapping[str, int], main: str) -> None:
         length = lengths[main]
         for key, other in lengths.items():
             if other != length:
-                raise StrategyError(f'batch["{key}"]: has {other} positions and "{main}" has {length}, cp needs the same')
+                raise StrategyError(
+                    f'batch["{key}"]: has {other} positions and "{main}" has {length}, cp needs the same'
+                )
         if length % self._count:
             raise StrategyError(
                 f'batch["{main}"]: {length} positions do not divide over cp={self._count} processes; pad to a multiple of '
@@ -208,13 +235,13 @@ class SequenceBatches:
                     "or None for an entry that every process needs whole"
                 )
 
-    def _counted(self, whole: Mapping[str, Any], dims: Mapping[str, int]) -> Tensor | None:
-        """(..., positions) of bool: where a target counts in the loss; None if nothing says that some do not."""
+    def _ignoring(self, whole: Mapping[str, Any], dims: Mapping[str, int]) -> str | None:
+        """The key of the targets, if some of them do not count in the loss; None if nothing says so."""
         names = ["shift_labels"] if isinstance(whole.get("shift_labels"), Tensor) else list(dims)
-        found = [
-            (whole[key] != IGNORED).movedim(dims[key], -1)
-            for key in names
-            if not whole[key].is_floating_point() and key != self.positions
-        ]
-        ignoring = [counts for counts in found if not bool(counts.all())]
-        return None if not ignoring else ignoring[0]
+        found = (key for key in names if not whole[key].is_floating_point() and key != self.positions)
+        return next((key for key in found if bool((whole[key] == IGNORED).any())), None)
+
+
+def _counted(targets: Tensor, dim: int) -> Tensor:
+    """(..., positions) of bool: where a target counts in the loss."""
+    return (targets != IGNORED).movedim(dim, -1)

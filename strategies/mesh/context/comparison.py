@@ -31,7 +31,7 @@ _CAUSE = (
 )
 
 
-class Comparison:
+class OneProcessComparison:
     """Runs forward of some positions, in evaluation mode, on every process alone and on all together."""
 
     def __init__(
@@ -59,6 +59,7 @@ class Comparison:
             cut = self._batches.cut(whole)
             self._interception.losses = []
             with self._interception:
+                self._attention.length = cut.shards.length
                 loss = step.forward(cut)[0]
         losses, self._interception.losses = self._interception.losses, None
         self._check_calls()
@@ -87,6 +88,7 @@ class Comparison:
             expected = self._on_one_process(lambda: step.predict(whole))
             cut = self._batches.cut(whole)
             with self._interception:
+                self._attention.length = cut.shards.length
                 found = gather_outputs(step.predict(cut), cut, self._mesh)
         self._check_calls()
         worst = (0.0, 0.0)
@@ -151,7 +153,9 @@ class Comparison:
             return
         tolerance = _TOLERANCE.get(self._attention.dtype, 3e-2)
         if difference > tolerance * max(scale, 1e-3):
-            raise StrategyError(f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}")
+            raise StrategyError(
+                f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}"
+            )
 
 
 def _short(value: Any) -> Any:

@@ -21,7 +21,7 @@ from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
 from .batches import CutBatch, SequenceBatches
-from .comparison import Comparison
+from .comparison import OneProcessComparison
 from .interception import Interception
 from .of_transformers import TransformersModel, models_of_transformers
 from .outputs import gather_outputs
@@ -49,7 +49,9 @@ class Context(Axis):
                 if key in config.model_fields_set:
                     raise ConfigError(f"strategy.{key}: has no effect with strategy.cp=1; give cp, or leave it out")
         elif config.pp != 1:
-            raise ConfigError(f"strategy.pp: {config.pp} is not possible with strategy.cp={config.cp}; give pp=1 or cp=1")
+            raise ConfigError(
+                f"strategy.pp: {config.pp} is not possible with strategy.cp={config.cp}; give pp=1 or cp=1"
+            )
         elif config.compile:
             raise ConfigError(f"strategy.compile: is not possible with strategy.cp={config.cp}; leave it out")
 
@@ -90,7 +92,7 @@ class Context(Axis):
             self._batches.loss_weight = weight
             model.loss_weight = self._weight_of  # type: ignore[assignment]
         self._interception: Interception | None = Interception(self._attention)
-        self._comparison: Comparison | None = Comparison(
+        self._comparison: OneProcessComparison | None = OneProcessComparison(
             self._model, self._batches, self._attention, self._adapted, self._interception, self.mesh, self._is_weighed
         )
         self._names: list[str] | None = None
@@ -116,13 +118,15 @@ class Context(Axis):
         if self._comparison is not None:
             self._comparison.of_training(window[0], step)
             self._compared()
-        if not self._is_weighed:
-            # The window of a process whose shard has fewer targets counts less.
-            step.shares = [
-                batch.factor * (1.0 if share is None else share) for batch, share in zip(window, step.shares, strict=True)
-            ]
+        # A shard with fewer targets counts less; the model's own weights know that.
+        factors = [1.0 if self._is_weighed else batch.factor for batch in window]
+        shares = (1.0 if share is None else share for share in step.shares)
+        step.shares = [
+            1.0 if batch.is_void else factor * share
+            for batch, factor, share in zip(window, factors, shares, strict=True)
+        ]
         with self._attending(), _own_random_numbers(self.layout.device_type, self.index):
-            outputs = inner(window, _Scaled(step, window, self._is_weighed))
+            outputs = inner(window, _Scaled(step, window, factors, self._attention))
         return self._averaged(outputs, window)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
@@ -130,6 +134,7 @@ class Context(Axis):
         if self._comparison is not None:
             self._comparison.of_evaluation(batch, step)
             self._compared()
+        self._attention.length = batch.shards.length
         with self._attending():
             outputs = inner(batch, step)
         return gather_outputs(outputs, batch, self.mesh)
@@ -167,19 +172,32 @@ class Context(Axis):
 class _Scaled:
     """A TrainStep whose values to log have the weight of a process's shard of the batch."""
 
-    def __init__(self, step: TrainStep, window: Sequence[CutBatch], is_weighed: bool) -> None:
-        self._step = step
-        self._factors = [1.0 if is_weighed else batch.factor for batch in window]
+    def __init__(
+        self, step: TrainStep, window: Sequence[CutBatch], factors: Sequence[float], attention: SequenceAttention
+    ) -> None:
+        self._step, self._factors, self._attention = step, factors, attention
+        self._is_void = [batch.is_void for batch in window]
         self.shares = step.shares
-        self.begin, self.prepare, self.backward, self.mean = step.begin, step.prepare, step.backward, step.mean
+        self.begin, self.prepare, self.mean = step.begin, step.prepare, step.mean
 
     def run(self, batch: Any, index: int) -> dict[str, Tensor]:
         """See TrainStep."""
-        return self._scaled(self._step.run(batch, index), self._factors[index])
+        if self._is_void[index]:
+            loss, logs = self.forward(batch)
+            self._step.backward(loss * 0.0, index)
+        else:
+            self._attention.length = batch.shards.length
+            logs = self._step.run(batch, index)
+        return self._scaled(logs, self._factors[index])
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """See TrainStep."""
+        self._attention.length = batch.shards.length
         return self._step.forward(batch)
+
+    def backward(self, loss: Tensor, index: int) -> None:
+        """See TrainStep."""
+        self._step.backward(loss * 0.0 if self._is_void[index] else loss, index)
 
     def _scaled(self, logs: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
         if factor == 0:  # a mean over nothing
@@ -237,7 +255,9 @@ def _check_of_transformers(model: Any, config: Any, kind: str) -> None:
     """Raise ConfigError for a model of transformers that context parallelism does not fit."""
     name, settings = class_name(model), _settings(model)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences")
+        raise ConfigError(
+            f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"strategy.cp: {config.cp} is not possible for {name}, whose forward has no position_ids and counts positions from 0"

@@ -76,8 +76,9 @@ class Interception(TorchFunctionMode):
                 f"{_NAME}: queries of shape {tuple(query.shape)}, cp needs (samples, heads, positions, width)"
             )
         mask = self._attention.mask(CAUSAL if given["is_causal"] else FULL)
-        found = self._attention(*tensors, mask, given["scale"], given["dropout_p"], _NAME)
-        return found.squeeze(1) if query.ndim == 3 else found
+        query, key, value = tensors
+        found = self._attention(query, key, value, mask, given["scale"], given["dropout_p"], _NAME)
+        return found.squeeze(1) if given["query"].ndim == 3 else found
 
     def _multi_head(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``nn.MultiheadAttention``: the calls inside of such a function are not intercepted by themselves."""
@@ -96,5 +97,3 @@ def _replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
         yield
     finally:
         setattr(functional, "scaled_dot_product_attention", _SDPA)  # noqa: B010
-
-

@@ -193,7 +193,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' interface has it; gives (samples, positions, heads, width)."""
     name = f"model: {type(module).__name__}"
-    unknown = [key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS]
+    unknown = [
+        key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS
+    ]
     if unknown:
         raise StrategyError(f"{name}: calls attention with {unknown[0]}, which cp does not have")
     attention = _attention_of[module]

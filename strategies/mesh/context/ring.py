@@ -68,14 +68,21 @@ def ring_attention(
     in Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    found: Tensor = _RingAttention.apply(query, key, value, mask, scale, shards, ring)  # type: ignore[no-untyped-call]
+    found: Tensor = _RingAttention.apply(query, key, value, mask, scale, shards, ring)
     return found
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, shards: SequenceShards, ring: Ring
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        scale: float,
+        shards: SequenceShards,
+        ring: Ring,
     ) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             grouped, dtype = _grouped(query, key.shape[1]), _accumulated(query)
@@ -102,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
         mask, scale, shards, ring = ctx.options
@@ -142,7 +149,7 @@ def _accumulated(tensor: Tensor) -> torch.dtype:
 
 def _grouped(tensor: Tensor, heads: int) -> Tensor:
     """(samples, heads of queries, ...) as (samples, heads of keys, queries for each, ...)."""
-    return tensor.unflatten(1, (heads, -1))
+    return tensor.reshape(tensor.shape[0], heads, -1, *tensor.shape[2:])
 
 
 def _unsqueezed(tensor: Tensor) -> Tensor:

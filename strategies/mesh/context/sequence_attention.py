@@ -97,8 +97,8 @@ class SequenceAttention:
         layout: Sequence[Placement] = [Replicate()] * mesh.ndim
         if mesh.ndim == 1 and query.placements == (Shard(1),) and key.shape[1] % mesh.size() == 0:
             layout = (Shard(1),)
-        local = [tensor.redistribute(placements=layout).to_local() for tensor in (query, key, value)]
-        found = self(*local, mask, scale, dropout, source)
+        query, key, value = (one.redistribute(placements=layout).to_local() for one in (query, key, value))
+        found = self(query, key, value, mask, scale, dropout, source)
         return cast(Tensor, DTensor.from_local(found, mesh, layout, run_check=False))
 
     def mask(self, rule: Rule) -> Mask:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
 
 from .masks import CAUSAL, FULL, Mask
 from .sequence import SequenceShards
@@ -37,7 +37,9 @@ def ulysses_attention(
     Transformer Models", 2023.
     """
     count, shared = shards.count, query.shape[1] // key.shape[1]
-    repeats = math.lcm(key.shape[1], count) // key.shape[1]  # with fewer heads of keys than processes, several have the same
+    repeats = (
+        math.lcm(key.shape[1], count) // key.shape[1]
+    )  # with fewer heads of keys than processes, several have the same
     if repeats > 1:
         repeats = repeats if shared % repeats == 0 else shared
         key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
@@ -51,7 +53,7 @@ def ulysses_attention(
         whole = (0, shards.length)
         found = mask.tile(whole, whole, query.device)
         allowed = found if isinstance(found, Tensor) else None
-    out = functional.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale
     )
     return _own_positions(out, shards, group)
@@ -70,7 +72,7 @@ def _own_positions(tensor: Tensor, shards: SequenceShards, group: Any) -> Tensor
 
 
 def _exchange(tensors: Tensor, group: Any) -> Tensor:
-    return cast(Tensor, _Exchange.apply(tensors, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Exchange.apply(tensors, group))
 
 
 class _Exchange(torch.autograd.Function):
@@ -82,7 +84,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(tensors, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradient, ctx.group), None
 
