@@ -34,6 +34,7 @@ from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
 
 LATEST = "latest"
+_SCALARS = {int, float, str, bool, type(None)}
 ANOTHER_NAME = "; write the name of another one"
 """Advice at the end of an error of ``find_latest``."""
 
@@ -301,10 +302,12 @@ def to_json(value: Any, where: str) -> bytes:
 
 def _check_keys(value: Any, where: str) -> None:
     """Raise CheckpointError if a key is not a string: JSON would convert a number to text, and loading not find it."""
+    has_keys = isinstance(value, Mapping)
     for key, item in _items(value):
-        if isinstance(value, Mapping) and not isinstance(key, str):
+        if has_keys and not isinstance(key, str):
             raise CheckpointError(f"{where}[{key!r}]: cannot be saved, keys have to be text, not {type(key).__name__}")
-        if isinstance(item, (Mapping, list, tuple)):
+        # Asked first: states of generators are long lists of numbers.
+        if type(item) not in _SCALARS and isinstance(item, (Mapping, list, tuple)):
             _check_keys(item, f"{where}.{key}")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..run import Run
 
 HookCall = Callable[..., None]
+_Table = dict[str, tuple[HookCall, ...]]
 
 _NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for name in groups))
 
@@ -47,16 +48,16 @@ class HookDispatcher:
     """
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._entries: list[tuple[int, Hook]] = []
-        self._table: dict[str, tuple[HookCall, ...]] = {}
+        self._entries: list[tuple[int, Hook, _Table]] = []
+        self._table: _Table = {}
         for hook in hooks:
             self._insert(hook, get_priority(hook.priority, f"{type(hook).__name__}.priority"))
-        self.refresh()
+        self._join()
 
     @property
     def hooks(self) -> list[Hook]:
         """The hooks in the order in which they run at every hook point."""
-        return [hook for _, hook in self._entries]
+        return [hook for _, hook, _ in self._entries]
 
     def register(self, hook: Hook, priority: int | str | Priority | None = None) -> None:
         """Add ``hook`` after those of the same priority; ``priority`` overrides the hook's own.
@@ -72,7 +73,7 @@ class HookDispatcher:
         if given != own:
             hook.priority = given  # who asks the hook is told what holds
         self._insert(hook, given)
-        self.refresh()
+        self._join()
 
     def call(self, point: str, runner: Run, **kwargs: Any) -> None:
         """Call every hook that overrides ``point``."""
@@ -86,18 +87,23 @@ class HookDispatcher:
             raise ConfigError(f'call_hook: "{point}" is no hook point{suggest(point, POINTS)}') from None
 
     def _insert(self, hook: Hook, priority: int) -> None:
-        at = sum(1 for other, _ in self._entries if other <= priority)
-        self._entries.insert(at, (priority, hook))
+        at = sum(1 for other, _, _ in self._entries if other <= priority)
+        self._entries.insert(at, (priority, hook, _table_of(hook)))
 
     def refresh(self) -> None:
         """Find again which hook points are overridden; a hook may have a function as a new attribute."""
-        self._table = {
-            point: tuple(call for _, hook in self._entries for call in _calls(hook, point, groups))
-            for point, groups in HOOK_POINTS.items()
-        }
+        self._entries = [(priority, hook, _table_of(hook)) for priority, hook, _ in self._entries]
+        self._join()
+
+    def _join(self) -> None:
+        self._table = {point: tuple(call for _, _, own in self._entries for call in own[point]) for point in POINTS}
         # These two are called in every training iteration.
         self.before_train_iter = self._table["before_train_iter"]
         self.after_train_iter = self._table["after_train_iter"]
+
+
+def _table_of(hook: Hook) -> _Table:
+    return {point: tuple(_calls(hook, point, groups)) for point, groups in HOOK_POINTS.items()}
 
 
 def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall]:
