@@ -10,7 +10,8 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io lint types unit bench format clean distclean
+.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest \
+	bench format clean distclean
 
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
@@ -31,7 +32,10 @@ help:
 demo: $(VENV)/.installed-examples
 	$(PY) examples/demo.py
 
-test: lint types unit
+# Two at a time: a download beside the installation, mypy on one core beside tests that sometimes wait.
+test: $(VENV)/pyvenv.cfg
+	@$(MAKE) --no-print-directory --jobs=2 lint npu-sources
+	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
 test-fast: PYTEST_ARGS += -m "not full and not processes and not slow"
 test-fast: $(VENV)/.installed-dev
@@ -70,10 +74,14 @@ types: $(VENV)/.installed-dev
 	@$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flextrain
 
-# torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
-unit: $(VENV)/.installed-dev
-	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
+unit: npu-sources pytest
+
+pytest: $(VENV)/.installed-dev
 	$(PYTEST)
+
+# torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
+npu-sources: $(VENV)/pyvenv.cfg
+	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
 
 # MMEngine's own tests, downloaded and translated, with flextrain in MMEngine's place.
 test-mmengine: $(VENV)/.installed-dev

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -25,6 +24,8 @@ CPU = dict(type="SingleDeviceStrategy", device="cpu")
 
 def digits(count: int) -> TensorDataset:
     """The first ``count`` of the 8 x 8 images, (count, 1, 8, 8) from 0 to 1, and their classes."""
+    from sklearn.datasets import load_digits  # its import takes a second, which only the workers need
+
     data = load_digits()
     images = torch.tensor(data.images[:count], dtype=torch.float32).unsqueeze(1) / 16
     return TensorDataset(images, torch.tensor(data.target[:count]))

@@ -19,7 +19,7 @@ from flextrain import DDPStrategy
 
 def train(start, *, step):
     strategy = DDPStrategy(device="cpu")
-    strategy.setup(torch.nn.Linear(1, 1))
+    strategy.setup_environment()
     total = torch.tensor([start + step * strategy.rank])
     torch.distributed.all_reduce(total)
     facts = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
