@@ -157,7 +157,7 @@ def life(folder: Path, make: Callable[[], dict[str, Any]], **resume: Any) -> Non
 
 
 def _runner(folder: Path, own: dict[str, Any], *hooks: Hook, **more: Any) -> FlexibleRunner:
-    checkpoint = dict(interval=1, save_best="accuracy", rule="greater")
+    checkpoint = dict(interval=2, save_best="accuracy", rule="greater")
     given: dict[str, Any] = {
         "model": Net,
         "optim_wrapper": dict(optimizer=SGD, clip_grad=dict(max_norm=1.0)),
