@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from .examples.conftest import forked
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -25,10 +27,11 @@ def test_shortest_script_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_loops_of_the_documentation_run(tmp_path: Path) -> None:
+def test_the_loops_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "loops.md").read_text()
     (tmp_path / "script.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    monkeypatch.chdir(tmp_path)
+    done = forked(tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
     assert "Epoch(val) [5]" in done.stdout
     assert 0 <= float(done.stdout.splitlines()[-1].removeprefix("error ")) < 0.5

@@ -33,10 +33,20 @@ def test_train_classifier_alone_then_resumed(run_example: RunExample) -> None:
 @pytest.mark.distributed
 def test_train_classifier_with_ddp(run_example: RunExample) -> None:
     flags = ("--use-ddp", "--epochs", "2", "--batch-size", "32", "--amp", "--accumulate", "2")
-    done = run_example("train_classifier.py", *flags, processes=2, launcher="torch.distributed.run")
+    done = run_example("train_classifier.py", *flags, processes=2)
     assert "[1][10/11]" in done.stdout
     assert len(accuracies(done.stdout)) == 2, "rank 0 alone reports"
     assert accuracies(done.stdout)[-1] > 70
+
+
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+def test_train_classifier_with_deepspeed(run_example: RunExample) -> None:
+    pytest.importorskip("deepspeed")
+    flags = ("--use-deepspeed", "--zero-stage", "2", "--epochs", "1", "--batch-size", "32")
+    done = run_example("train_classifier.py", *flags, processes=2)
+    assert "DeepSpeedStrategy on 2 processes" in done.stdout
+    assert len(accuracies(done.stdout)) == 1, "rank 0 alone reports"
 
 
 @pytest.mark.full
@@ -146,15 +156,14 @@ def rows(output: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.deepspeed
 def test_demo_in_short(run_example: RunExample, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    done = run_example("demo.py", "--epochs", "1", "--only", "SingleDevice", "ZeRO-2", check=False)
+    """One that the demo starts as a process, and one that torchrun starts."""
+    done = run_example("demo.py", "--epochs", "1", "--only", "SingleDevice", "DDP", check=False)
     found = rows(done.stdout)
-    assert [row[:2] for row in found] == [("SingleDevice", "1"), ("ZeRO-2", "2")], done.stdout + done.stderr
+    assert [row[:2] for row in found] == [("SingleDevice", "1"), ("DDP", "2")], done.stdout + done.stderr
     assert all(float(difference) < 1e-3 for _, _, difference in found[1:])
     assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
-    assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, ZeRO-2\n", "one epoch is little"
+    assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, DDP\n", "one epoch is little"
     assert done.returncode == 1
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import VARIABLES, environment, python
+from flextrain.tools.doctor import Machine, examine
+from flextrain.tools.doctor.package_probe import strategy_facts, torch_facts, torch_npu_facts
+
+from .conftest import VARIABLES, NpuWorkers, environment, python
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_device.py")
@@ -78,7 +81,21 @@ def doctor(**variables: str) -> tuple[dict[str, tuple[bool, str]], list[str]]:
     return strategies, [f"{finding['level']}: {finding['what']}; {finding['advice']}" for finding in report["findings"]]
 
 
-def test_the_doctor_sees_the_simulated_npu(simulated_npu: Path) -> None:
+def asked() -> dict[str, str]:
+    """What the doctor concludes from the facts that its questions give in a process with the device."""
+    versions = dict(torch="2.15.0", torch_npu="own", deepspeed=None)
+    probes = {"torch": torch_facts(), "torch_npu": torch_npu_facts()}
+    report = examine(Machine(versions, probes, strategy_facts()["strategies"]))
+    return {status.name: status.reason for status in report.strategies if status.usable}
+
+
+def test_the_doctor_sees_the_simulated_npu(npu1: NpuWorkers) -> None:
+    (usable,) = npu1.run(asked)
+    assert usable["NPUStrategy"] == usable["FSDPStrategy"] == "on 2 x npu, one per process"
+
+
+@pytest.mark.full
+def test_the_doctors_command_sees_the_simulated_npu(simulated_npu: Path) -> None:
     strategies, _ = doctor()
     assert strategies["NPUStrategy"] == (True, "on 2 x npu, one per process")
     assert strategies["FSDPStrategy"] == (True, "on 2 x npu, one per process")

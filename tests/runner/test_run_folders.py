@@ -203,7 +203,7 @@ def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
     """Whoever opens the file as it is removed must not hold a file that is not there any more."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom flextrain.core.folder_lock import FolderLock, OccupiedError\n"
-        "folder = Path(sys.argv[1])\nend = time.time() + 1.5\n"
+        "folder = Path(sys.argv[1])\nend = time.time() + 0.7\n"
         "while time.time() < end:\n"
         "    try:\n        lock = FolderLock(folder)\n    except OccupiedError:\n        continue\n"
         "    (folder / 'mine').touch(exist_ok=False)\n    (folder / 'mine').unlink()\n    lock.release()\n"

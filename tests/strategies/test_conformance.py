@@ -186,13 +186,18 @@ SIX = [
 ]  # fmt: skip
 
 
+# What a fault in the arithmetic would most likely spread to, and all that it could.
+NEAR = {"initial_weights", "gradients", "accumulation", "clipping"}
+FAR = {*ARITHMETIC, "facts", "losses", "schedule", "frozen", "tied", "evaluation", "state_keys", "resume_to_single"}
+
+
+@pytest.mark.parametrize("others", [NEAR, pytest.param(FAR, marks=pytest.mark.full)], ids=["near", "far"])
 @pytest.mark.parametrize("strategy, name, message, spread", SIX, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_fault_fails_the_check_of_its_name(
-    workers2: WorkerGroup, strategy: type[Strategy], name: str, message: str, spread: set[str]
+    workers2: WorkerGroup, strategy: type[Strategy], name: str, message: str, spread: set[str], others: set[str]
 ) -> None:
-    others = ("facts", "losses", "schedule", "frozen", "tied", "evaluation", "state_keys", "resume_to_single")
     with pytest.raises(ConformanceError, match=f"{strategy.__name__}: .* checks failed on 2 processes") as caught:
-        check_strategy(strategy, workers=workers2, only={*ARITHMETIC, *others})
+        check_strategy(strategy, workers=workers2, only={name, *others})
     failed = caught.value.report.failed
     assert message in failed[name]
     assert "Traceback" not in failed[name]
