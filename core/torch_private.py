@@ -232,6 +232,17 @@ def settle_root(root: nn.Module) -> None:
     cast(Any, root)._get_fsdp_state()._lazy_init()
 
 
+def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:
+    """Add the gradient of ``leaf`` to it, not those of weights; return a function that adds these to the weights. 2.6, 2.15.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
+    """
+    halves = importlib.import_module("torch.distributed.pipelining._backward")
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _, groups = halves.stage_backward_input([output], [grad], [leaf], iter(weights))
+    return lambda: halves.stage_backward_weight(iter(weights), groups)
+
+
 class GroupedGradScaler(GradScaler):
     """A GradScaler for gradients of several layouts; torch's takes one layout in its call. 2.6, 2.15.
 
@@ -257,6 +268,14 @@ class GroupedGradScaler(GradScaler):
         if self.agree is not None:
             found_inf = self.agree(found_inf)
         return {found_inf.device: found_inf} if groups or self.agree is not None else {}
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have a shape, a dtype and a device, but no memory; others may be operands. 2.6, 2.15.
+
+    Outside of the mode, an operation with such an operand gives one, and all others compute as usual.
+    """
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # Compiling

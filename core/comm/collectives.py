@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -238,6 +238,15 @@ def _timeout(seconds: float | None) -> datetime.timedelta | None:
 
 
 _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def group_with_this_process(sets: Iterable[Sequence[int]]) -> Any:
+    """Make a process group of each of several disjoint sets of ranks; return this process's, or None; a collective."""
+    own = None
+    for ranks in sets:
+        made = dist.new_group(list(ranks))
+        own = made if get_rank() in ranks else own
+    return own
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class FSDPStrategy(Strategy):
         self._sharded = ShardedOptimizers(mesh)
         self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # may be others by now
         roots = choose_roots(model)
-        self._units = [unit for unit in choose_units(model, self.config) if unit not in roots and unit is not model]
+        self._units = [unit for unit in self._choose_units(model) if unit not in roots and unit is not model]
         for unit in (*self._units, *roots):
             check_one_dtype(unit)
             options = self._options(outermost=unit in roots)
@@ -177,6 +177,9 @@ class FSDPStrategy(Strategy):
             if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
+
+    def _choose_units(self, model: nn.Module) -> list[nn.Module]:
+        return choose_units(model, self.config)
 
     def _mesh(self) -> DeviceMesh:
         data = self.topology.data

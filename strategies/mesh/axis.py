@@ -30,7 +30,7 @@ class Axis:
         folds: its processes have the same parameters and different parts of every sample, like data parallelism:
             FSDP shards parameters over them too.
         divides: its processes hold different parameters of one replica of the model, not parts of each.
-        reports_last: predictions are on its last process; otherwise on its first.
+        reports_last: predictions are on its last process; otherwise on its first. May be a property of the object.
     """
 
     name: ClassVar[str]
@@ -64,6 +64,9 @@ class Axis:
 
     def check_optimizer(self, wrapper: OptimWrapper) -> None:
         """Raise StrategyError if an optimizer, which is built, cannot train what this axis has made of the parameters."""
+
+    def finish(self, model: nn.Module, optim: Optim | None) -> None:
+        """Prepare what needs the wrapped model and the built optimizer; called at the end of setup, a collective."""
 
     def split(self, batch: Any) -> Any:
         """Return this process's part of a batch."""

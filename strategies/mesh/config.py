@@ -40,6 +40,15 @@ class MeshConfig(FSDPConfig):
     sequence_parallel: bool = False
     """With tensor parallelism, divide activations along their dimension 1 where ``plan`` divides no features."""
 
+    pp_schedule: str = "1f1b"
+    """Order of forwards and backwards over the stages: gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv."""
+    pp_stages_per_process: int | None = None
+    """Stages that each process has, more than 1 with interleaved_1f1b, zero_bubble and zbv; None: the schedule's smallest."""
+    pp_layers: list[str] | None = None
+    """Names of the layers that stages are cut from, in the order of their calls, or of one list of modules; None: found."""
+    pp_split: list[int] | None = None
+    """Number of layers of every stage; None: stages have about the same number of parameters."""
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _of_fsdp(cls, given: Any) -> Any:

@@ -70,6 +70,11 @@ class Layout:
                 self._meshes[axes] = mesh["_".join(axes)]
         return self._meshes[axes]
 
+    def lines(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the ranks of every set of processes that differ in one axis only, in their order along it."""
+        ranks = self._ranks().movedim(list(self.sizes).index(axis), -1)
+        return [tuple(line) for line in ranks.reshape(-1, self.sizes[axis]).tolist()]
+
     def sharding(self) -> DeviceMesh:
         """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas."""
         return self.dense["dp_replicate", SHARD] if self.sizes["dp_replicate"] > 1 else self.dense[SHARD]

@@ -19,6 +19,7 @@ from .axis import Axis, Evaluate, RunWindow
 from .config import MeshConfig
 from .context import Context
 from .layout import DATA, Layout
+from .pipeline import Pipeline
 from .sizes import REST, check_sizes, resolved
 from .tensor import TensorParallel
 
@@ -38,7 +39,7 @@ class MeshStrategy(FSDPStrategy):
     """
 
     Config = MeshConfig
-    axes: ClassVar[Sequence[type[Axis]]] = (TensorParallel, Context)
+    axes: ClassVar[Sequence[type[Axis]]] = (Pipeline, TensorParallel, Context)
     """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks;
     those with ``folds`` are the farthest inside ``dp_shard``."""
     short_names = {"mesh": {}}
@@ -51,6 +52,7 @@ class MeshStrategy(FSDPStrategy):
             axis.check_config(self.config)
         self._layout: Layout | None = None
         self._axes: list[Axis] = []
+        self._chosen: list[nn.Module] = []  # submodules of the whole model that are FSDP units
         self._window: RunWindow = super().run_window
         self._evaluation: Evaluate = super().evaluate
 
@@ -106,9 +108,16 @@ class MeshStrategy(FSDPStrategy):
         for axis in self._axes:
             for wrapper in optim.wrappers.values() if optim is not None else ():
                 axis.check_optimizer(wrapper)
+            axis.finish(called, optim)
         return called, optim
 
+    def _choose_units(self, model: nn.Module) -> list[nn.Module]:
+        # Chosen while the model is whole: which modules repeat does not depend on what a process has of them.
+        held = set(model.modules())
+        return [unit for unit in self._chosen if unit in held and any(True for _ in unit.parameters())]
+
     def _wrap(self, model: nn.Module) -> nn.Module:
+        self._chosen = super()._choose_units(model)
         for axis in self._axes:
             model = axis.apply(model)
         self._log_axes()
@@ -140,5 +149,5 @@ class MeshStrategy(FSDPStrategy):
         for axis in self._axes if self._model is not None else ():
             axis.release()
         super().teardown()
-        self._layout, self._axes = None, []
+        self._layout, self._axes, self._chosen = None, [], []
         self._window, self._evaluation = super().run_window, super().evaluate

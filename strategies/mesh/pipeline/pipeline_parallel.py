@@ -1,0 +1,160 @@
+"""Pipeline: the axis of MeshStrategy along which each process has some of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....core.device import DEVICES
+from ....core.errors import ConfigError, StrategyError, one_of, suggest
+from ....core.model import overrides
+from ....core.overriding import overridden
+from ...state import Optim
+from ...steps import EvalStep, TrainStep
+from ..axis import Axis, Evaluate, RunWindow
+from ..config import MeshConfig
+from ..layout import Layout
+from .chain import Chain, chain_of, split_of
+from .collected import CollectedBatch, CollectedWindow
+from .engine import Engine
+from .orders import SCHEDULES, Schedule
+from .stages import StageRun
+from .ties import Ties
+from .transfers import Transfers
+
+_OPTIONS = ("pp_schedule", "pp_stages_per_process", "pp_layers", "pp_split")
+_UPDATES = ("update_params", "scale_loss", "should_update")
+
+
+class Pipeline(Axis):
+    """The layers of a model are divided into stages; micro-batches of a window pass through them one after the other.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+    """
+
+    name = "pp"
+    outer = True
+    divides = True
+
+    def __init__(self, config: MeshConfig, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self._schedule, self._each = SCHEDULES[config.pp_schedule], stages_per_process(config)
+        self._chain, self._split = Chain([]), [0]
+        self._engine: Engine | None = None
+        self._ties: Ties | None = None
+
+    @property
+    def reports_last(self) -> bool:  # type: ignore[override]
+        """Whether the last stage is on the last process."""
+        return not self._schedule.is_v
+
+    @classmethod
+    def check_config(cls, config: MeshConfig) -> None:
+        """See Axis."""
+        given = [name for name in _OPTIONS if name in config.model_fields_set]
+        if config.pp == 1:
+            if given:
+                raise ConfigError(f"strategy.{given[0]}: has no meaning with pp=1, give pp, or leave it out")
+            return
+        if config.pp_schedule not in SCHEDULES:
+            raise ConfigError(
+                f'strategy.pp_schedule: "{config.pp_schedule}" is not allowed, choose {one_of(SCHEDULES)}'
+                f"{suggest(config.pp_schedule, SCHEDULES)}"
+            )
+        stages_per_process(config)
+        for number in config.pp_split or ():
+            if number < 1:
+                raise ConfigError(f"strategy.pp_split: {number} is not allowed, every stage has 1 layer or more")
+        if config.pp_layers is not None and not config.pp_layers:
+            raise ConfigError("strategy.pp_layers: is empty, name the layers, or leave it out")
+
+    def check(self, model: nn.Module, optim: Optim | None) -> None:
+        """See Axis."""
+        if overrides(model, "train_step"):
+            raise StrategyError(
+                f"strategy.pp: {type(model).__name__} defines its own train_step, but no process of a pipeline can run it; "
+                "remove it, or give pp=1"
+            )
+        for wrapper in optim.wrappers.values() if optim is not None else ():
+            if found := overridden(wrapper, *_UPDATES):
+                raise StrategyError(
+                    f"optim_wrapper: {type(wrapper).__name__}.{found[0]} would be called on one process of a pipeline only; "
+                    "override step, or give strategy.pp=1"
+                )
+        self._chain = chain_of(model, self.config.pp_layers)
+        self._split = split_of(model, self._chain, self.size * self._each, self.config.pp_split)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """See Axis."""
+        kind = self.layout.device_type
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, DEVICES[kind].module.current_device())
+        own = self._schedule.stages_of(self.index, self.size, self._each)
+        mixed = self.config.mixed_precision
+        dtype = None if mixed is None else mixed.dtype("param_dtype")
+        run = StageRun(model, self._chain, self._split, own, device, dtype)
+        self._ties = Ties(model)
+        run.cut()
+        transfers = Transfers(self.layout, self.name, device)
+        self._engine = Engine(
+            run, self.config.pp_schedule, transfers, self.size, self._each,
+            reduces_always=self.config.reduce_every_micro_batch,
+            tensor_mesh=self.layout.over("tp") if self.layout.sizes.get("tp", 1) > 1 else None,
+        )  # fmt: skip
+        return model
+
+    def finish(self, model: nn.Module, optim: Optim | None) -> None:
+        """See Axis."""
+        assert self._engine is not None
+        assert self._ties is not None
+        self._engine.finish(model)
+        self._ties.gather(model, self.layout, self.name)
+        for wrapper in optim.wrappers.values() if optim is not None else ():
+            wrapper.register_step_pre_hook(self._ties.add)
+
+    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+        """See Axis."""
+        assert self._engine is not None
+        return inner(window, CollectedWindow(step, len(window), self._engine.run_window))
+
+    def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
+        """See Axis."""
+        assert self._engine is not None
+        return inner(batch, CollectedBatch(step, self._engine.evaluate))
+
+    def described(self) -> str:
+        """See Axis."""
+        names, parts, start = self._chain.layers, [], 0
+        for stage, layers in enumerate(self._split):
+            process = self._schedule.process_of(stage, self.size)
+            last = f" to {names[start + layers - 1]}" if layers > 1 else ""
+            parts.append(f"{names[start]}{last} on {process}")
+            start += layers
+        return f"{self.config.pp_schedule}, {', '.join(parts)}"
+
+
+def stages_per_process(config: MeshConfig) -> int:
+    """Return the number of stages of each process.
+
+    Raises:
+        ConfigError: the schedule does not allow the given one.
+    """
+    allowed = SCHEDULES[config.pp_schedule].stages_per_process
+    given = config.pp_stages_per_process
+    if given is None:
+        return allowed[0]
+    if given in allowed[: None if allowed[-1] else -1] or (not allowed[-1] and given >= allowed[0]):
+        return given
+    wanted = f"{allowed[0]} or more" if not allowed[-1] else f"{allowed[0]}"
+    fitting = [name for name, schedule in SCHEDULES.items() if _allows(schedule, given)]
+    hint = f', or pp_schedule="{fitting[0]}"' if fitting else ""
+    raise ConfigError(
+        f'strategy.pp_stages_per_process: {given} is not allowed, "{config.pp_schedule}" has {wanted}; give {allowed[0]}{hint}'
+    )
+
+
+def _allows(schedule: Schedule, given: int) -> bool:
+    allowed = schedule.stages_per_process
+    return given in allowed[:1] or (not allowed[-1] and given > allowed[0])

@@ -1,0 +1,341 @@
+"""Rehearsal: the forward of a whole model without memory, to see whether its layers can be computed by several processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....core.errors import FlexTrainError, StrategyError
+from ....core.random_state import kept_random_state
+from ....core.torch_private import TorchDispatchMode, fake_mode, tree_flatten, tree_map_only
+from .chain import Chain
+
+
+@dataclass
+class Plan:
+    """What a rehearsal has found out about calls with one kind of arguments.
+
+    Attributes:
+        draws: the forward draws random numbers.
+        forms: by layer, the length of the tuple that it returns; 0 for a tensor.
+        changes: the layers that give another shape or dtype than they get.
+    """
+
+    draws: bool = False
+    forms: dict[int, int] = field(default_factory=dict)
+    changes: set[int] = field(default_factory=set)
+
+
+def chained(args: Any, kwargs: Any) -> Tensor:
+    """Return the argument of a layer that the layer before has computed: its first."""
+    found = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(found, Tensor):
+        raise StrategyError(
+            f"model: a layer of a pipeline is called with {type(found).__name__} first, it has to be the tensor that the layer "
+            "before it returned"
+        )
+    return found
+
+
+def kind_of(values: Any, *others: Hashable) -> Hashable:
+    """Return what a rehearsal depends on: everything of the arguments but sizes and contents of tensors."""
+    leaves, shape = tree_flatten(values)
+    return tuple(_described(leaf, False) for leaf in leaves), str(shape), others
+
+
+def signature_of(values: Any, *others: Hashable) -> Hashable | None:
+    """Return what shapes depend on: everything of the arguments but contents of tensors; None if it cannot be told."""
+    leaves, shape = tree_flatten(values)
+    if any(not isinstance(leaf, (Tensor, bool, int, float, str, type(None))) for leaf in leaves):
+        return None
+    return tuple(_described(leaf, True) for leaf in leaves), str(shape), others
+
+
+def _described(leaf: Any, sizes: bool) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, tuple(leaf.shape) if sizes else leaf.ndim)
+    found: Any = leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+    return found  # type: ignore[no-any-return]
+
+
+class Rehearsal:
+    """Runs a copy of the whole model without memory, once for each kind of arguments, the same on every process.
+
+    Every tensor is followed to the parameters from which it was computed. It is right on the stages that have all of these,
+    and on the stage that it is sent to. What a layer or the result needs has to be right where it is computed.
+
+    Args:
+        model: the whole model, before it is cut.
+        chain: its layers.
+        spans: first layer, and first layer after it, of every stage.
+        device: on which the model computes.
+        dtype: in which FSDP computes; None: that of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        spans: Sequence[tuple[int, int]],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._chain, self._spans, self._device = chain, spans, device
+        self._mode = fake_mode()
+        self._name = type(model).__name__
+        self._whole = self._without_memory(model, dtype)
+        self._layers = [self._whole.get_submodule(name) for name in chain.layers]
+        self._plans: dict[Hashable, Plan] = {}
+        self._plan = Plan()
+        self._stand_ins: dict[Hashable, Any] = {}
+
+    def _without_memory(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)
+        try:
+            whole = copy.deepcopy(model, memo)
+        except Exception as error:  # a model may hold anything
+            reason = " ".join(str(error).split())
+            raise StrategyError(
+                f"strategy.pp: {self._name} cannot be copied, which cutting it needs ({reason})"
+            ) from error
+        made: dict[int, Tensor] = {}
+        stages = range(len(self._spans))
+        for path, module in whole.named_modules():
+            every = frozenset(self._stages_of(path, stages))
+            tensors = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+            for key, parameter in tensors:
+                name = f"{path}.{key}".lstrip(".")
+                if id(parameter) not in made:
+                    floating = dtype is not None and parameter.is_floating_point()
+                    made[id(parameter)] = self._fake(parameter, dtype if floating else None)
+                found = made[id(parameter)]
+                held = (
+                    every if every != frozenset(stages) or name not in self._chain.own else frozenset({0, max(stages)})
+                )
+                _note(found, (_right(found) or frozenset()) | held, name)
+                delattr(module, key)
+                object.__setattr__(module, key, found)
+            for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                fake = self._fake(buffer, None)
+                _note(fake, every, f"{path}.{key}".lstrip("."))
+                delattr(module, key)
+                object.__setattr__(module, key, fake)
+        return whole
+
+    def _stages_of(self, path: str, stages: range) -> Sequence[int]:
+        for names, stage in ((self._chain.before, 0), (self._chain.after, stages[-1])):
+            if any(path == name or path.startswith(f"{name}.") for name in names):
+                return [stage]
+        for number, name in enumerate(self._chain.layers):
+            if path == name or path.startswith(f"{name}."):
+                return [self._stage_of(number)]
+        return stages
+
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, (start, end) in enumerate(self._spans) if start <= layer < end)
+
+    def _fake(self, like: Tensor, dtype: torch.dtype | None) -> Tensor:
+        with self._mode:
+            return torch.empty(like.shape, dtype=dtype or like.dtype, device=self._device)
+
+    # One rehearsal
+
+    def plan(self, args: Any, kwargs: Any, training: bool) -> Plan:
+        """Return what is known of calls with such arguments; the first time, run the whole model.
+
+        Raises:
+            StrategyError: the model's forward cannot be cut between its layers.
+        """
+        kind = kind_of((args, kwargs), training, torch.is_autocast_enabled(self._device.type))
+        if kind not in self._plans:
+            self._plan = self._rehearse(args, kwargs, training)
+            self._plans[kind] = self._plan
+        self._plan = self._plans[kind]
+        return self._plan
+
+    def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
+        self._whole.train(training)
+        following = _Following(self._chain, self._spans)
+        with kept_random_state(self._device), torch.no_grad(), self._watched(following), following:
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+            try:
+                result = self._whole(*args, **kwargs)
+            except FlexTrainError:
+                raise
+            except Exception as error:  # the model's own code
+                reason = " ".join(str(error).split())
+                raise StrategyError(
+                    f"strategy.pp: the forward of {self._name} cannot be followed through its layers, {type(error).__name__}: "
+                    f"{reason}"
+                ) from error
+        following.check_result(result, self._name)
+        return following.plan
+
+    @contextmanager
+    def _watched(self, following: _Following) -> Iterator[None]:
+        handles: list[Any] = []
+        for number, layer in enumerate(self._layers):
+
+            def enter(module: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
+                following.enter(number, args, kwargs)
+
+            def leave(module: nn.Module, args: Any, output: Any, number: int = number) -> None:
+                following.leave(number, output)
+
+            handles += [
+                layer.register_forward_pre_hook(enter, with_kwargs=True),
+                layer.register_forward_hook(leave),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # Stand-ins
+
+    def changes_shape(self, layer: int) -> bool:
+        """Return whether a layer gives another shape or dtype than it gets."""
+        return layer in self._plan.changes
+
+    def as_given(self, layer: int, value: Tensor) -> Any:
+        """Return a tensor in the form in which a layer returns it; what else it returned is None."""
+        length = self._plan.forms.get(layer, 0)
+        return (value, *[None] * (length - 1)) if length else value
+
+    def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return what a submodule would give for arguments of these shapes, with zeros in it that take no memory."""
+        key = signature_of((name, args, kwargs), torch.is_autocast_enabled(self._device.type))
+        if key is None or key not in self._stand_ins:
+            with kept_random_state(self._device), torch.no_grad():
+                fake = self._whole.get_submodule(name)(*args, **kwargs)
+            self._stand_ins[key] = tree_map_only(Tensor, self._form, fake)
+        return tree_map_only(_Form, lambda form: form.zeros(self._device), self._stand_ins[key])
+
+    @staticmethod
+    def _form(tensor: Tensor) -> _Form:
+        return _Form(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class _Form:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+def _note(tensor: Tensor, right: frozenset[int], origin: str) -> None:
+    tensor.__dict__["_pipeline"] = (right, origin)
+
+
+def _right(tensor: Tensor) -> frozenset[int] | None:
+    found = tensor.__dict__.get("_pipeline")
+    return None if found is None else found[0]
+
+
+class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows tensors through a forward: on which stages they are right, and what they were computed from."""
+
+    def __init__(self, chain: Chain, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.plan = Plan()
+        self._chain, self._spans = chain, spans
+        self._next = 0
+        self._inside: int | None = None
+        self._last: Tensor | None = None
+        self._input: Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = [t.__dict__["_pipeline"] for t in tree_flatten((args, kwargs))[0] if _is_known(t)]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.plan.draws = True
+        out = func(*args, **kwargs)
+        if known:
+            right, origin = known[0]
+            for other, name in known[1:]:
+                if not right <= other:
+                    origin = name
+                right = right & other
+            if self._inside is not None and (stage := self._stage_of(self._inside)) not in right:
+                raise StrategyError(
+                    f"strategy.pp: {self._chain.layers[self._inside]} on stage {stage} needs what was computed from {origin}, which "
+                    "another stage has; only the tensor that layers hand on is sent"
+                )
+            for tensor in tree_flatten(out)[0]:
+                if isinstance(tensor, Tensor):
+                    _note(tensor, right, origin)
+        return out
+
+    def enter(self, number: int, args: Any, kwargs: Any) -> None:
+        """A layer is called."""
+        names = self._chain.layers
+        if number != self._next or self._inside is not None:
+            expected = f"{names[self._next]} comes next" if self._next < len(names) else "all layers had been called"
+            raise StrategyError(
+                f"strategy.pp: {names[number]} is called where {expected}; the layers of a pipeline are called once, in their order"
+            )
+        value = chained(args, kwargs)
+        begins = number and self._stage_of(number) != self._stage_of(number - 1)
+        if begins and value is not self._last:
+            raise StrategyError(
+                f"strategy.pp: {names[number]} is called with another tensor than {names[number - 1]} returned, and a stage begins "
+                "with it; give pp_split so that it does not"
+            )
+        self._inside, self._input = number, value
+
+    def leave(self, number: int, output: Any) -> None:
+        """A layer has returned."""
+        value = output[0] if isinstance(output, tuple) and output else output
+        name = self._chain.layers[number]
+        if not isinstance(value, Tensor):
+            raise StrategyError(
+                f"strategy.pp: {name} returned {type(output).__name__}, a layer of a pipeline returns a tensor, or a tuple that "
+                "begins with it"
+            )
+        stage = self._stage_of(number)
+        self._inside, self._next, self._last = None, number + 1, value
+        if isinstance(output, tuple):
+            self.plan.forms[number] = len(output)
+        assert self._input is not None
+        if value.shape != self._input.shape or value.dtype != self._input.dtype:
+            self.plan.changes.add(number)
+        if _right(value) is None:  # was computed from the batch alone, and is right everywhere
+            return
+        after = {self._stage_of(number + 1)} if number + 1 < len(self._chain.layers) else set()
+        _note(value, frozenset({stage, *after}), name)
+
+    def check_result(self, result: Any, model: str) -> None:
+        """Raise StrategyError if a result is not right on the last stage."""
+        names, last = self._chain.layers, len(self._spans) - 1
+        if self._next < len(names):
+            raise StrategyError(
+                f"strategy.pp: {names[self._next]} is not called by the forward of {model}; name the layers that follow each other "
+                "in pp_layers"
+            )
+        values = [*tree_flatten(result)[0], getattr(result, "loss", None)]
+        for tensor in values:
+            if _is_known(tensor) and last not in tensor.__dict__["_pipeline"][0]:
+                raise StrategyError(
+                    f"strategy.pp: what {model} returns was computed from {tensor.__dict__['_pipeline'][1]}, which the last stage "
+                    "lacks; only the tensor that layers hand on is sent to it"
+                )
+
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, (start, end) in enumerate(self._spans) if start <= layer < end)
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, Tensor) and "_pipeline" in value.__dict__

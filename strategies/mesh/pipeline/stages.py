@@ -1,0 +1,234 @@
+"""Stages: a model whose own forward computes the layers of one stage, with stand-ins for what other processes have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....core.errors import StrategyError
+from .chain import Chain
+from .rehearsal import Plan, Rehearsal, chained
+from .streams import Streams
+
+
+class Left(BaseException):
+    """Ends a forward of a stage that is not the last; not an error, and not to be caught as one by a model.
+
+    Attributes:
+        value: what the layers of the stage have computed.
+        spread: it was a DTensor.
+    """
+
+    def __init__(self, value: Tensor, spread: bool = False) -> None:
+        super().__init__()
+        self.value, self.spread = value, spread
+
+
+class Absent(nn.Module):
+    """Stands for a submodule of another process: gives zeros of the shape that it would give, and takes no memory."""
+
+    def __init__(self, run: StageRun, name: str) -> None:
+        super().__init__()
+        self._run, self._name = (run,), name  # in a tuple, because it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run[0].stand_in(self._name, args, kwargs)
+
+
+class AbsentLayer(nn.Module):
+    """Stands for a layer of another stage: gives what that stage has sent, ends the forward, or passes its input on."""
+
+    def __init__(self, run: StageRun, number: int) -> None:
+        super().__init__()
+        self._run, self._number = (run,), number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run[0].pass_on(self._number, args, kwargs)
+
+
+class StageRun:
+    """The forward of a model of which this process has some stages.
+
+    The model runs its own forward. Before the layers of the stage under way it computes with stand-ins: what depends on
+    the batch alone, such as masks and positions, is right, and the rest is replaced by what the stage before has sent. After
+    the layers the forward ends, unless the stage is the last one.
+
+    Args:
+        model: the whole model; it is cut by ``cut``.
+        chain: its layers.
+        split: number of layers of every stage.
+        own: the stages of this process.
+        device: on which it computes.
+        dtype: in which FSDP computes; None: that of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        split: Sequence[int],
+        own: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.chain, self.own, self.count, self._device = chain, list(own), len(split), device
+        starts = [sum(split[:stage]) for stage in range(len(split) + 1)]
+        self.spans = list(itertools.pairwise(starts))
+        self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype)
+        self._slots: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
+        self._stage: int | None = None
+        self._given: Tensor | None = None
+        self._model = model
+        self._left: Tensor | None = None
+        self._micro_batch = 0
+        self._plan = Plan()
+        self.streams = Streams(device)
+
+    def stage_of(self, layer: int) -> int:
+        """Return the stage that has a layer."""
+        return next(stage for stage, (start, end) in enumerate(self.spans) if start <= layer < end)
+
+    # Cutting
+
+    def cut(self) -> None:
+        """Replace what other processes have, and let the model's forward run a stage at a time."""
+        model, held = self._model, set(self.own)
+        ends = [(name, 0) for name in self.chain.before] + [(name, self.count - 1) for name in self.chain.after]
+        parts = [(name, self.stage_of(i), AbsentLayer(self, i)) for i, name in enumerate(self.chain.layers)]
+        every: list[tuple[str, int, nn.Module]] = [*parts, *((name, stage, Absent(self, name)) for name, stage in ends)]
+        real = {name: model.get_submodule(name) for name, _, _ in every}
+        for name, stage, absent in every:
+            path, _, key = name.rpartition(".")
+            parent = model.get_submodule(path)
+            absent.train(real[name].training)
+            if stage not in held:
+                setattr(parent, key, absent)
+            elif len(held) > 1:
+                for run in held:
+                    self._slots.setdefault(run, []).append((parent, key, real[name] if run == stage else absent))
+        if not held & {0, self.count - 1}:
+            for name in self.chain.own:
+                path, _, key = name.rpartition(".")
+                _stand_in_for_parameter(model.get_submodule(path), key, self._device)
+        own_forward = model.forward
+
+        @functools.wraps(own_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(own_forward, args, kwargs)
+
+        model.forward = forward
+        if 0 in held:
+            model.get_submodule(self.chain.layers[0]).register_forward_pre_hook(self._first_layer)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of this process."""
+        return [self._model.get_submodule(self.chain.layers[i]) for s in self.own for i in range(*self.spans[s])]
+
+    # Running
+
+    @contextmanager
+    def stage(self, number: int, given: Tensor | None) -> Iterator[None]:
+        """Context in which the model computes one stage from what the stage before has sent."""
+        self._stage, self._given = number, given
+        slots = self._slots.get(number, ())
+        for parent, key, module in slots:
+            setattr(parent, key, module)
+        try:
+            yield
+        finally:
+            self._stage = self._given = None
+            if slots:
+                for stage in self.own:
+                    for parent, key, module in self._slots[stage]:
+                        if not isinstance(module, (Absent, AbsentLayer)):
+                            setattr(parent, key, module)
+
+    def run(self, number: int, micro_batch: int, given: Tensor | None, call: Callable[[], Any]) -> Any:
+        """Return the ``Left`` with what the layers of a stage give; of the last stage, what ``call`` returns.
+
+        Args:
+            number: of the stage.
+            micro_batch: its index in the window.
+            given: what the stage before has sent; None for the first.
+            call: calls the model.
+
+        Raises:
+            StrategyError: the model did not come to the end of the stage.
+        """
+        self._micro_batch, self._left = micro_batch, None
+        with self.stage(number, given):
+            try:
+                found = call()
+            except Left as left:
+                return left
+        if number + 1 < self.count:
+            raise StrategyError(
+                f"model: {type(self._model).__name__} returned without calling {self.chain.layers[self.spans[number][1]]}, "
+                "the first layer of the next pipeline stage"
+            )
+        return found
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the model, after all others: end the call of a stage that is not the last."""
+        if self._stage is not None and self._left is not None:
+            value, self._left = self._left, None
+            spread = isinstance(value, DTensor)
+            raise Left(output if spread else value, spread)  # FSDP's output may be cast, which only takes time to send
+
+    def _first_layer(self, module: nn.Module, args: Any) -> None:
+        if self._stage == 0 and self._plan.draws:
+            self.streams.enter_layers()
+
+    def _forward(self, own_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._stage is None:
+            raise StrategyError(
+                "model: was called outside of an update and an evaluation, but no process of a pipeline has all of it; give the "
+                "call to runner.val() or runner.test()"
+            )
+        self._left = None
+        self._plan = self.rehearsal.plan(args, kwargs, self._model.training)
+        if self._plan.draws:
+            self.streams.begin(self._micro_batch, self._stage)
+        try:
+            return own_forward(*args, **kwargs)
+        except Left as left:  # here, so that hooks of the model see its end
+            self._left = left.value
+            return left.value
+        finally:
+            if self._plan.draws:
+                self.streams.end()
+
+    def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return zeros in place of what a submodule of another process would give."""
+        return self.rehearsal.stand_in(name, args, kwargs)
+
+    def pass_on(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Stand for layer ``number`` in the stage under way."""
+        assert self._stage is not None
+        start, end = self.spans[self._stage]
+        value = chained(args, kwargs)
+        if number >= end:
+            raise Left(value)
+        if number + 1 == start:
+            assert self._given is not None
+            value = self._given
+            if self._plan.draws:
+                self.streams.enter_layers()
+        elif self.rehearsal.changes_shape(number):
+            value = self.rehearsal.stand_in(self.chain.layers[number], args, kwargs)
+            value = value[0] if isinstance(value, tuple) else value
+        return self.rehearsal.as_given(number, value)
+
+
+def _stand_in_for_parameter(module: nn.Module, key: str, device: torch.device) -> None:
+    parameter = getattr(module, key)
+    delattr(module, key)
+    object.__setattr__(module, key, torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape))
