@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.torch_private import backward_of_input, settle_root
 from ...steps import EvalStep, TrainStep
-from .rehearsal import signature_of
 from .orders import SCHEDULES, Action, orders_of
+from .rehearsal import signature_of
 from .stages import Left, StageRun
 from .transfers import Transfers
 
@@ -114,13 +114,14 @@ class Engine:
         return self._shared(own_logs, keys[0])
 
     def _forward(self, stage: int, i: int, batch: Any, step: TrainStep, logs: list[dict[str, Tensor]]) -> _Forward:
-        leaf, given = self._received(stage, i, needs_grad=True)
-        found = self._run.run(stage, i, given, lambda: step.forward(batch))
-        if not isinstance(found, Left):
-            loss, logs[i] = found
-            return _Forward(leaf, loss)
-        self._transfers.send(("act", stage + 1, i), found.value.detach(), found.spread)
-        return _Forward(leaf, found.value)
+        forward = _Forward()
+        found = self._run.run(stage, i, partial(self._receive, stage, i, forward), lambda: step.forward(batch))
+        if isinstance(found, Left):
+            self._transfers.send(("act", stage + 1, i), found.value.detach(), found.spread)
+            forward.output = found.value
+        else:
+            forward.output, logs[i] = found
+        return forward
 
     def _backward(self, stage: int, i: int, forward: _Forward, step: TrainStep) -> None:
         if stage + 1 == self.count:
@@ -156,18 +157,16 @@ class Engine:
             forward.weights = backward_of_input(forward.output, grad, forward.input, self._model)
         self._send_gradient(stage, i, forward)
 
-    def _received(self, stage: int, i: int, needs_grad: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input of a stage: the leaf whose gradient is sent back, and what the layers get."""
-        if not stage:
-            return None, None
+    def _receive(self, stage: int, i: int, forward: _Forward | None) -> Tensor:
+        """Return the input of a stage; its gradient will be in ``forward.input``."""
         tensor, form = self._transfers.receive(("act", stage, i))
         leaf = tensor.detach()
-        if needs_grad and (leaf.is_floating_point() or leaf.is_complex()):
-            leaf.requires_grad_()
+        if forward is not None:
+            forward.input = leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         if not form.spread:
-            return leaf, leaf
+            return leaf
         assert self._tensor_mesh is not None
-        return leaf, cast(Tensor, DTensor.from_local(leaf, self._tensor_mesh, (Replicate(),), run_check=False))
+        return cast(Tensor, DTensor.from_local(leaf, self._tensor_mesh, (Replicate(),), run_check=False))
 
     def _reduce(self, enabled: bool) -> None:
         """Let the next backward reduce gradients, or keep them, and the gathered parameters, for a later one."""
@@ -188,8 +187,7 @@ class Engine:
         self._run.streams.begin_window()
         found: Any = None
         for _, stage, i in own:
-            _, given = self._received(stage, i, needs_grad=False)
-            found = self._run.run(stage, i, given, lambda: step.predict(batch))
+            found = self._run.run(stage, i, partial(self._receive, stage, i, None), lambda: step.predict(batch))
             if isinstance(found, Left):
                 self._transfers.send(("act", stage + 1, i), found.value.detach(), found.spread)
                 found = None
@@ -233,8 +231,8 @@ class _Forward:
         weights: computes the gradients of weights, after the one of the input was computed.
     """
 
-    input: Tensor | None
-    output: Tensor
+    input: Tensor | None = None
+    output: Tensor = field(default_factory=lambda: torch.zeros(()))
     weights: Callable[[], Any] = _nothing
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ....core.errors import FlexTrainError, StrategyError
 from ....core.random_state import kept_random_state
 from ....core.torch_private import TorchDispatchMode, fake_mode, tree_flatten, tree_map_only
 from .chain import Chain
+
+_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Rehearsal:
         self._plans: dict[Hashable, Plan] = {}
         self._plan = Plan()
         self._stand_ins: dict[Hashable, Any] = {}
+        self._passed_over: set[type[nn.Module]] = set()
 
     def _without_memory(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         memo: dict[int, Any] = {}
@@ -165,14 +169,18 @@ class Rehearsal:
 
     def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
         self._whole.train(training)
-        following = _Following(self._chain, self._spans)
-        with kept_random_state(self._device), torch.no_grad(), self._watched(following), following:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+        while True:
+            following = _Following(self._chain, self._spans)
             try:
-                result = self._whole(*args, **kwargs)
+                with kept_random_state(self._device), torch.no_grad(), self._watched(following), following:
+                    result = self._whole(*args, **kwargs)
+                break
             except FlexTrainError:
                 raise
             except Exception as error:  # the model's own code
+                if self._pass_over(following.path):
+                    continue
                 reason = " ".join(str(error).split())
                 raise StrategyError(
                     f"strategy.pp: the forward of {self._name} cannot be followed through its layers, {type(error).__name__}: "
@@ -180,6 +188,17 @@ class Rehearsal:
                 ) from error
         following.check_result(result, self._name)
         return following.plan
+
+    def _pass_over(self, path: Sequence[nn.Module]) -> bool:
+        """Take the innermost module that fails, and all of its class, for one that gives what looks like its first argument.
+
+        Shapes inside of some, such as experts, depend on values. Return False if there is none inside of a layer.
+        """
+        inside = [module for module in path[1:] if type(module) not in self._passed_over]
+        if not inside:
+            return False
+        self._passed_over.add(type(inside[-1]))
+        return True
 
     @contextmanager
     def _watched(self, following: _Following) -> Iterator[None]:
@@ -196,11 +215,21 @@ class Rehearsal:
                 layer.register_forward_pre_hook(enter, with_kwargs=True),
                 layer.register_forward_hook(leave),
             ]
+            for part in layer.modules():
+                handles += [
+                    part.register_forward_pre_hook(lambda module, _: following.path.append(module)),
+                    part.register_forward_hook(lambda *_: following.path.__delitem__(-1)),
+                ]
+                if type(part) in self._passed_over:
+                    part.forward = partial(following.pass_over, part)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for part in self._whole.modules():
+                if type(part) in self._passed_over:
+                    vars(part).pop("forward", None)
 
     # Stand-ins
 
@@ -256,6 +285,8 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside: int | None = None
         self._last: Tensor | None = None
         self._input: Tensor | None = None
+        self.path: list[nn.Module] = []
+        """The modules under way, from the layer on."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,19 +295,33 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.plan.draws = True
         out = func(*args, **kwargs)
         if known:
-            right, origin = known[0]
-            for other, name in known[1:]:
-                if not right <= other:
-                    origin = name
-                right = right & other
-            if self._inside is not None and (stage := self._stage_of(self._inside)) not in right:
-                raise StrategyError(
-                    f"strategy.pp: {self._chain.layers[self._inside]} on stage {stage} needs what was computed from {origin}, which "
-                    "another stage has; only the tensor that layers hand on is sent"
-                )
-            for tensor in tree_flatten(out)[0]:
-                if isinstance(tensor, Tensor):
-                    _note(tensor, right, origin)
+            self._combine(known, out)
+        return out
+
+    def _combine(self, known: Sequence[tuple[frozenset[int], str]], out: Any) -> None:
+        """Note where the results of an operation are right."""
+        right, origin = known[0]
+        for other, name in known[1:]:
+            if not right <= other:
+                origin = name
+            right = right & other
+        if self._inside is not None and (stage := self._stage_of(self._inside)) not in right:
+            raise StrategyError(
+                f"strategy.pp: {self._chain.layers[self._inside]} on stage {stage} needs what was computed from {origin}, which "
+                "another stage has; only the tensor that layers hand on is sent"
+            )
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, Tensor):
+                _note(tensor, right, origin)
+
+    def pass_over(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a module whose operations cannot be followed: it depends on all of its arguments and parameters."""
+        own = [tensor for part in module.modules() for tensor in vars(part).values()]
+        known = [t.__dict__["_pipeline"] for t in (*tree_flatten((args, kwargs))[0], *own) if _is_known(t)]
+        out = torch.empty_like(chained(args, kwargs))
+        self.plan.draws |= module.training and any(isinstance(part, _DROPOUTS) for part in module.modules())
+        if known:
+            self._combine(known, out)
         return out
 
     def enter(self, number: int, args: Any, kwargs: Any) -> None:

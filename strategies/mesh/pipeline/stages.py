@@ -84,7 +84,7 @@ class StageRun:
         self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype)
         self._slots: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
         self._stage: int | None = None
-        self._given: Tensor | None = None
+        self._given: Callable[[], Tensor] | None = None
         self._model = model
         self._left: Tensor | None = None
         self._micro_batch = 0
@@ -135,7 +135,7 @@ class StageRun:
     # Running
 
     @contextmanager
-    def stage(self, number: int, given: Tensor | None) -> Iterator[None]:
+    def stage(self, number: int, given: Callable[[], Tensor]) -> Iterator[None]:
         """Context in which the model computes one stage from what the stage before has sent."""
         self._stage, self._given = number, given
         slots = self._slots.get(number, ())
@@ -151,13 +151,13 @@ class StageRun:
                         if not isinstance(module, (Absent, AbsentLayer)):
                             setattr(parent, key, module)
 
-    def run(self, number: int, micro_batch: int, given: Tensor | None, call: Callable[[], Any]) -> Any:
+    def run(self, number: int, micro_batch: int, given: Callable[[], Tensor], call: Callable[[], Any]) -> Any:
         """Return the ``Left`` with what the layers of a stage give; of the last stage, what ``call`` returns.
 
         Args:
             number: of the stage.
             micro_batch: its index in the window.
-            given: what the stage before has sent; None for the first.
+            given: returns what the stage before has sent; not called by the first.
             call: calls the model.
 
         Raises:
@@ -219,7 +219,7 @@ class StageRun:
             raise Left(value)
         if number + 1 == start:
             assert self._given is not None
-            value = self._given
+            value = self._given()
             if self._plan.draws:
                 self.streams.enter_layers()
         elif self.rehearsal.changes_shape(number):
