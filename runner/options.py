@@ -64,7 +64,8 @@ class PreemptionOptions(Config):
     """``env_cfg.preemption``: what a signal, or the end of the allowed time, does to a run; see Preemption."""
 
     signals: tuple[str, ...] = ("TERM", "USR1")
-    """Signals that end the run; a handler that the program has set before stays."""
+    """Signals that end the run; a handler that the program has set before stays. Empty: none does, only ``max_time`` and
+    ``request_stop`` end it."""
     save: bool = True
     """Save what was trained, in the folder of the CheckpointHook."""
     status: int = pydantic.Field(default=143, ge=0, le=255)

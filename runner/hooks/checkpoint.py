@@ -17,7 +17,7 @@ from .fast_tier import FastTier
 from .hook import Hook
 from .kept_checkpoints import KeptCheckpoints, remove
 from .other_runs import keep_others
-from .save_interval import beyond_the_end
+from .save_interval import beyond_the_end, when_saved
 from .unsupported import refuse
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ class CheckpointHook(Hook):
         how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
         if doubt := beyond_the_end(runner, self.interval, self.save_begin, **how):
             runner.logger.warning(doubt)
-        runner.logger.info("Checkpoints will be saved to %s", self.out_dir(runner))
+        when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
+        runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
         if runner.iter == 0 or not self._has_looked:
             names = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
             names += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []

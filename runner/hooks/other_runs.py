@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.checkpoint import as_path, is_checkpoint
+from ...core.checkpoint.paths import reaching
 from ...core.comm.collectives import broadcast_object
-from ...core.errors import ConfigError
+from ...core.comm.joint_errors import raising_together
+from ...core.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -19,6 +21,8 @@ def keep_others(
     runner: Run, folder: Path, templates: Sequence[str], last: int, *, own: Sequence[Path], overwrite: bool
 ) -> None:
     """Raise ConfigError if checkpoints of another run would be replaced without ``overwrite``; a collective.
+
+    If the folder cannot be listed, every process raises CheckpointError.
 
     A run with ``resume`` that found no checkpoint to start from continues with its own folder.
 
@@ -31,7 +35,11 @@ def keep_others(
         overwrite: warn instead.
     """
     looks = runner.rank == 0 and (runner.iter == 0 or comes_from_elsewhere(runner, *own))
-    names = broadcast_object(_in_the_way(folder, templates, last) if looks else [])
+    found_here: list[str] = []
+    with raising_together():
+        if looks:
+            found_here = _listed(folder, templates, last)
+    names = broadcast_object(found_here)
     if not names:
         return
     found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -42,6 +50,15 @@ def keep_others(
             "replaces it"
         )
     runner.logger.warning("%s holds checkpoints of another run (%s), which will be replaced", folder, found)
+
+
+def _listed(folder: Path, templates: Sequence[str], last: int) -> list[str]:
+    """As ``_in_the_way``; raise StorageError if the folder cannot be looked into."""
+    try:
+        with reaching(folder):
+            return _in_the_way(folder, templates, last)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be looked into, {error.strerror or error}") from error
 
 
 def _in_the_way(folder: Path, templates: Sequence[str], last: int) -> list[str]:

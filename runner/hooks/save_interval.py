@@ -1,4 +1,4 @@
-"""Tell if a CheckpointHook's interval does not end within the run."""
+"""Tell when a CheckpointHook saves, and if its interval does not end within the run."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def beyond_the_end(run: Run, interval: int, save_begin: int, *, by_epoch: bool, 
         return None
     then = "one checkpoint is saved, at the end" if save_last else "no checkpoint is saved"
     return f"CheckpointHook.{key}: {value} is beyond the {counted(end, unit)} of training, {then}; give at most {end}"
+
+
+def when_saved(interval: int, *, save_last: bool, saves_best: bool) -> str:
+    """What the log adds to the folder if there are no checkpoints at an interval: ``, at the end only``."""
+    if interval > 0:
+        return ""
+    times = (["at the end"] if save_last else []) + (["at a new best value"] if saves_best else [])
+    return f", {' and '.join(times) or 'when the run is preempted'} only (CheckpointHook.interval={interval})"

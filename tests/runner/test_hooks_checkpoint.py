@@ -97,6 +97,25 @@ def test_checkpoints_of_another_run_are_not_replaced_without_a_word(
 
 
 @pytest.mark.parametrize(
+    ("options", "when"),
+    [
+        ({}, ", at the end only (CheckpointHook.interval=-1)"),
+        ({"save_best": "accuracy"}, ", at the end and at a new best value only (CheckpointHook.interval=-1)"),
+        ({"save_last": False}, ", when the run is preempted only (CheckpointHook.interval=-1)"),
+        ({"interval": 1}, ""),
+    ],
+    ids=str,
+)
+def test_the_log_says_when_it_saves(
+    runner: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any], when: str
+) -> None:
+    runner.logger.addHandler(caplog.handler)
+    Stage(runner, **options)
+    assert f"Checkpoints will be saved to {runner.work_dir}{when}\n" in caplog.text
+    runner.logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, ["epoch_3"]),

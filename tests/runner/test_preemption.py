@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain import ConfigError, FlexibleRunner, Hook
+from flextrain import ConfigError, FlexibleRunner, Hook, Strategy
 from flextrain.core.checkpoint import find_latest, is_checkpoint
 from flextrain.core.events import read_events
 from flextrain.runner import preemption as preemption_module
@@ -338,6 +338,49 @@ def test_a_signal_to_one_process_ends_all_at_the_same_point(
     assert what == f"Ended by SIGTERM, which came to rank {rank}"
     (event,) = (event for event in read_events(tmp_path / "run") if event["event"] == "preempted")
     assert (event["iter"], event["on_rank"]) == (iteration, rank)
+
+
+class OwnPace(Strategy):
+    """No process waits for another one in an update, which nobody should write."""
+
+
+class Ahead(Hook):
+    """Makes twenty updates after this process knows that it has to end, and says so in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.count = file, 0
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        self.count += runner.stop_check is not None
+        if self.count == 20:
+            self.file.touch()
+
+
+def end_at_different_updates(folder: Path) -> tuple[int, str]:
+    ahead = folder / "ahead"
+    hooks: list[Hook] = [Ahead(ahead)]
+    if dist_rank() == 0:
+        hooks = [At(3, lambda: runner.request_stop("enough")), At(4, lambda: wait_until(ahead.exists))]
+    loader = dict(batch_size=4, dataset=Samples(100_000), collate_fn="default_collate")
+    rare = dict(checkpoint=dict(by_epoch=False, interval=10**6), logger=dict(interval=10**6))
+    runner = run(folder, *hooks, strategy=dict(type=OwnPace), train_dataloader=loader, default_hooks=rare)
+    end = ended(runner)
+    assert end.what.startswith("Ended by request_stop() on rank 0 on ")
+    assert end.what.endswith(": enough")
+    runner.strategy.teardown()
+    return runner.iter, end.saved
+
+
+@pytest.mark.distributed
+def test_processes_at_different_updates_do_not_save(tmp_path: Path, workers2: WorkerGroup) -> None:
+    (first, said), (second, other) = workers2.run(end_at_different_updates, tmp_path)
+    assert second > first
+    begin = "not saved, the processes are at different updates: "
+    assert said == f"{begin}rank 1 is in the end at iteration {second}"
+    assert other == f"{begin}rank 0 is in the end at iteration {first}"
+    assert find_latest(tmp_path) is None
+    (event,) = (event for event in read_events(tmp_path) if event["event"] == "preempted")
+    assert (event["iter"], event["end"], event["by"]) == (first, said, "enough")
 
 
 def end_apart(folder: Path, way: str) -> str:

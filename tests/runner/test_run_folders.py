@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner
-from flextrain.core.errors import ConfigError
+from flextrain.core.errors import ConfigError, StorageError
 from flextrain.core.folder_lock import FILE, FolderLock, OccupiedError
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
@@ -116,6 +117,29 @@ def test_all_processes_hear_it(workers2: WorkerGroup, tmp_path: Path) -> None:
     first, second = workers2.run(both_ranks_hear, tmp_path)
     assert first == second
     assert "holds checkpoints of another run (epoch_1, epoch_2)" in first
+
+
+def both_ranks_hear_that_storage_fails(folder: Path) -> str:
+    runner = run(folder)
+    glob = Path.glob
+
+    def failing(self: Path, pattern: str) -> Any:
+        if runner.rank == 0 and self == folder:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return glob(self, pattern)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "glob", failing)
+        with pytest.raises(StorageError) as caught:
+            runner.train()
+    runner.strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_all_processes_hear_that_the_folder_cannot_be_looked_into(workers2: WorkerGroup, tmp_path: Path) -> None:
+    said = workers2.run(both_ranks_hear_that_storage_fails, tmp_path)
+    assert said == [f"{tmp_path}: cannot be looked into, {os.strerror(errno.ESTALE)}"] * 2
 
 
 # At the same time
