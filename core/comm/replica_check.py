@@ -75,8 +75,8 @@ class ReplicaCheck:
         if suspects := [number for number in range(len(prints)) if _differ(found[:, number])]:
             own = [{key: (value, self._before(number == len(parts), key[0])) for key, value in prints[number].items()}
                    for number in suspects]  # fmt: skip
-            for held in zip(*all_gather_object(own, side_group()), strict=True):
-                if said := _difference(held):
+            for told in zip(*all_gather_object(own, side_group()), strict=True):
+                if said := _difference(told):
                     raise DivergenceError(
                         f"replicas differ: {said}; a device or its memory may be faulty, or the program changes it there alone"
                     )

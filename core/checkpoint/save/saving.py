@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ...comm.collectives import get_rank, get_world_size
 from ...errors import CheckpointError, StorageError
 from ...finite import nonfinite
 from ...folder_lock import owner_of
-from ...host_memory import HostBuffer
 from ...stored_dtypes import check_tensor
 from .. import directory
 from ..manifest import VALUES, FileEntry, Manifest
@@ -35,6 +34,7 @@ from ..storage import write_shard
 from .participants import Participants
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
+from .staging import Plan, Staging
 from .tensor_entries import TensorEntries, file_of
 
 _logger = logging.getLogger("flextrain")
@@ -122,34 +122,6 @@ def save_in_background(
     return PendingSave(save, logs_failure)
 
 
-class Staging:
-    """Plan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
-
-    def __init__(self) -> None:
-        self.plan = _Plan()
-        self.nonfinite: tuple[str, ...] = ()
-        """Keys of the tensors for which the last complete save was marked."""
-        self.compared: Collection[str] = ()
-        """Keys whose replicas the caller has just compared, and the save need not."""
-        self.shared: set[Path] = set()
-        """Folders in which all processes have seen each other's files."""
-        self.memory = HostBuffer()
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The plan which process writes what; valid as long as the layouts of all processes' tensors do not change."""
-
-    mark: str | None = None
-    """Identifier from rank 0: processes with the same one have made the plan together."""
-    made_for: tuple[int, int, dict[str, Any]] | None = None
-    """The rank, the world size, and the layout of each tensor of this process."""
-    items: Sequence[WriteItem] = ()
-    """The chunks that this process writes."""
-    index: TensorEntries = field(default_factory=TensorEntries)
-    """The index of what all processes write; on rank 0."""
-
-
 class PendingSave:
     """A save that a thread completes in the background; the interpreter waits for it before it exits."""
 
@@ -219,7 +191,7 @@ class _Save:
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
         self._planner, self._replicas = ShardSavePlanner(), Replicas({})
-        self._plan = _Plan()
+        self._plan = Plan()
         self._staged: list[Tensor] | None = None
         self._text = b""
         self._participants = Participants(f"{self.path}: could not be saved")
@@ -280,7 +252,7 @@ class _Save:
         directory.check_length(self.path / VALUES, text)
         self._text = text
 
-    def _agree(self) -> _Plan:
+    def _agree(self) -> Plan:
         index = TensorEntries()
 
         def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
@@ -290,7 +262,7 @@ class _Save:
             return [(mark, plan) for plan in plans]
 
         mark, own = self._participants.round(self._planner.create_local_plan, divide)
-        return _Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
+        return Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
 
     def _layouts(self) -> tuple[int, int, dict[str, Any]]:
         with torch.no_grad():  # to_local() would record an autograd graph
