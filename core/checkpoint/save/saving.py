@@ -34,7 +34,7 @@ from ..storage import write_shard
 from .participants import Participants
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
-from .staging import Plan, Staging
+from .staging import WritePlan, Staging
 from .tensor_entries import TensorEntries, file_of
 
 _logger = logging.getLogger("flextrain")
@@ -191,7 +191,7 @@ class _Save:
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
         self._planner, self._replicas = ShardSavePlanner(), Replicas({})
-        self._plan = Plan()
+        self._plan = WritePlan()
         self._staged: list[Tensor] | None = None
         self._text = b""
         self._participants = Participants(f"{self.path}: could not be saved")
@@ -252,7 +252,7 @@ class _Save:
         directory.check_length(self.path / VALUES, text)
         self._text = text
 
-    def _agree(self) -> Plan:
+    def _agree(self) -> WritePlan:
         index = TensorEntries()
 
         def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
@@ -262,7 +262,7 @@ class _Save:
             return [(mark, plan) for plan in plans]
 
         mark, own = self._participants.round(self._planner.create_local_plan, divide)
-        return Plan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
+        return WritePlan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
 
     def _layouts(self) -> tuple[int, int, dict[str, Any]]:
         with torch.no_grad():  # to_local() would record an autograd graph

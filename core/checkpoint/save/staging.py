@@ -14,7 +14,7 @@ from .tensor_entries import TensorEntries
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """The plan which process writes what; valid as long as the layouts of all processes' tensors do not change."""
 
     mark: str | None = None
@@ -28,10 +28,10 @@ class Plan:
 
 
 class Staging:
-    """Plan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
+    """WritePlan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
 
     def __init__(self) -> None:
-        self.plan = Plan()
+        self.plan = WritePlan()
         self.nonfinite: tuple[str, ...] = ()
         """Keys of the tensors for which the last complete save was marked."""
         self.compared: Collection[str] = ()
