@@ -53,6 +53,19 @@ REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch
 """Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
 
 
+def without_values() -> AbstractContextManager[Any]:
+    """Context in which new tensors have no memory, and operations compute shapes only. 2.6, 2.15."""
+    found: AbstractContextManager[Any] = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    return found
+
+
+def arguments_of(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation that a TorchDispatchMode sees, by name, with defaults. 2.6, 2.15."""
+    declared = operation._schema.arguments
+    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return {**given, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
 def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> Any:
     """A tensor of class ``cls`` without memory of its own. 2.6, 2.15."""
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)

@@ -22,6 +22,7 @@ from .arguments import Checked
 from .build import build_model, build_schedulers, scale_lr
 from .configuration import eval_loop_class, merging_model, train_loop_class
 from .data.dataloaders import build_dataloader
+from .data.example import example_batch
 from .data.user_loaders import batch_size
 from .doubts import doubts
 from .hooks import Hook, HookDispatcher
@@ -362,6 +363,8 @@ class Parts(MissingNames):
         with self._as_current():
             model = self._build_model()
         module = module_to_set_up(model, trains=self._trains)
+        if self._trains:
+            self.strategy.example = example_batch(self.train_dataloader)
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

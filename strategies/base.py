@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -58,6 +58,8 @@ class Strategy(CanonicalState):
     needs: ClassVar[Needs] = Needs()
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
+    example: Callable[[], Any] | None = None
+    """Returns a batch of training data, for the shapes in it; the runner sets it before ``setup``, if it can."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

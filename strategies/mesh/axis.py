@@ -39,6 +39,9 @@ class Axis:
     divides: ClassVar[bool] = False
     reports_last: ClassVar[bool] = False
 
+    example: Callable[[], Any] | None = None
+    """Returns a batch as the dataloader gives it, see Strategy; set before ``check``."""
+
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         self.config, self.layout = config, layout
         self.size, self.index = layout.sizes[self.name], layout.index[self.name]
@@ -84,5 +87,5 @@ class Axis:
         """Undo what ``apply`` did to objects that outlive the strategy; called by ``teardown`` after ``apply``."""
 
     def described(self) -> str:
-        """Return what this axis divides, in words for the table that is logged at the start."""
+        """Return what this axis divides, in words for the table that is logged at the start; called after ``apply``."""
         return ""

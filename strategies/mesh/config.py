@@ -35,7 +35,11 @@ class MeshConfig(FSDPConfig):
     tp: int = 1
     """Tensor parallelism: each process has a part of every matrix."""
     plan: Literal["auto"] | dict[str, Any] | None = "auto"
-    """Tensor parallelism by module: ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; "auto": the model's own."""
+    """Tensor parallelism by module: ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; "auto": the model's own, as
+    models of transformers have, or else one that is found by tracing the model."""
+    plan_example: Any = None
+    """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: a runner's first
+    training samples. Only shapes matter."""
 
     sequence_parallel: bool = False
     """With tensor parallelism, divide activations along their dimension 1 where ``plan`` divides no features."""

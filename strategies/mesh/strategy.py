@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from .axis import Axis, Evaluate, RunWindow
 from .config import MeshConfig
 from .context import Context
 from .layout import DATA, Layout
+from .overview import Overview
 from .pipeline import Pipeline
 from .sizes import REST, check_sizes, resolved
 from .tensor import TensorParallel
@@ -100,6 +102,7 @@ class MeshStrategy(FSDPStrategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         super()._check_request(model, optim)
         for axis in self._axes:
+            axis.example = self.example
             axis.check(model, optim)
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
@@ -118,17 +121,21 @@ class MeshStrategy(FSDPStrategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         self._chosen = super()._choose_units(model)
+        overview = Overview(model)
         for axis in self._axes:
             model = axis.apply(model)
-        self._log_axes()
-        return super()._wrap(model)
-
-    def _log_axes(self) -> None:
-        parts = [f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1]
-        _logger.info(f"Mesh: {' x '.join(parts) or 'one process'}")
-        for axis in self._axes:
-            if text := axis.described():
-                _logger.info(f"{axis.name}: {text}")
+            overview.add(axis.name, axis.size, axis.described(), model)
+        model = super()._wrap(model)
+        sizes = self.layout.sizes
+        sharding = ["dp_shard", *(axis.name for axis in self._axes if axis.folds)]
+        if (size := math.prod(sizes[axis] for axis in sharding)) > 1:
+            names = [axis for axis in sharding if sizes[axis] > 1]
+            own = "samples, and " if "dp_shard" in names else ""
+            overview.add(" x ".join(names), size, f"{own}parameters, gradients, optimizer state", model)
+        if (copies := sizes["dp_replicate"]) > 1:
+            overview.add("dp_replicate", copies, "samples; parameters are replicated", model)
+        _logger.info(overview.table(math.prod(sizes.values())))
+        return model
 
     def split(self, batch: Any) -> Any:
         """See Strategy."""

@@ -116,6 +116,8 @@ def of_transformers(kind: str, layers: int = 2, **options: Any) -> nn.Module:
     config: Any
     if kind == "llama":
         config = transformers.LlamaConfig(**{**common, "intermediate_size": 64, **options})
+    elif kind == "qwen3":
+        config = transformers.Qwen3Config(**{**common, "intermediate_size": 64, "head_dim": 8, **options})
     elif kind == "mixtral":
         own = dict(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
         config = transformers.MixtralConfig(**{**common, **own, **options})

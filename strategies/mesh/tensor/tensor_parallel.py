@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ....core.errors import ConfigError, StrategyError
+from ....core.errors import StrategyError
 from ....optim.adapters.trial import Samples, why_not_flat_shards
 from ....optim.wrapper import OptimWrapper
 from ...fsdp.units import choose_roots
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
+from ..plans import choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
 from .gathered import register_views
@@ -35,27 +36,34 @@ class TensorParallel(Axis):
 
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""
-        if not isinstance(self.config.plan, Mapping):
-            raise ConfigError(
-                f"strategy.plan: {type(model).__name__} has none of its own, give one, such as "
-                '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
-            )
+        self._plan = choose_plan(self.config, model, self.size, self.example)
+        if self._plan.own is not None:
+            return
         names = [name for name, _ in model.named_modules() if name]
-        found = match_rules(self.config.plan, names, list(STYLES))
-        self._styles = {name: style_of(style, f"strategy.plan, for {name}") for name, style in found.items()}
+        self._found = match_rules(self._plan.rules, names, list(STYLES))
+        self._styles = {name: style_of(style, f"strategy.plan, for {name}") for name, style in self._found.items()}
         check_styles(model, self._styles, self.size)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
+        if self._plan.own is not None:
+            self._plan.own.apply(model, self.mesh)
+            self._text = described(model, self._plan.own.styles, self._plan.origin)
+            return model
         register_views()
         if self.mesh.device_type == "cpu":
             register_cpu_attention()
             register_cpu_random_numbers()
         distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
+        self._text = described(model, self._found, self._plan.origin)
         for root in choose_roots(model):
             root.register_forward_pre_hook(self._enter, with_kwargs=True)
             root.register_forward_hook(self._leave)
         return model
+
+    def described(self) -> str:
+        """See Axis."""
+        return self._text
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return as_replicated(self.mesh, args), as_replicated(self.mesh, kwargs)
@@ -76,17 +84,19 @@ class TensorParallel(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        with _running():
+        with self._running():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        with _running():
+        with self._running():
             return inner(batch, step)
 
-
-@contextmanager
-def _running() -> Iterator[None]:
-    """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
-    with implicit_replication(), DTensorFunctions():
-        yield
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
+        if self._plan.own is not None:  # its authors say where DTensors are
+            yield
+            return
+        with implicit_replication(), DTensorFunctions():
+            yield

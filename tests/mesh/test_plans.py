@@ -1,0 +1,246 @@
+"""Plans for tensor parallelism: a model's own, and those found by tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flextrain.core.errors import ConfigError
+from flextrain.strategies.mesh.plans.found import find_plan, with_globs
+from flextrain.strategies.mesh.plans.tracing import trace
+
+from .models import build, sample
+
+ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def found(model: nn.Module, batch: Any, tp: int = 2) -> dict[str, str]:
+    """The plan that tracing finds."""
+    return find_plan(model, trace(model, batch), tp)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        (
+            "plain",
+            {
+                "embed": "embedding_rowwise",
+                **{f"layers.*.{name}": style for name, style in ATTENTION.items()},
+                "layers.*.up": "colwise",
+                "layers.*.down": "rowwise",
+                "head": "colwise",
+            },
+        ),
+        (
+            "fused",
+            {
+                "embed": "embedding_rowwise",
+                "layers.*.qkv": "packed_colwise:3",
+                "layers.*.out": "rowwise",
+                "layers.*.mlp.0": "colwise",
+                "layers.*.mlp.2": "rowwise",
+                "head": "colwise",
+            },
+        ),
+        (
+            "gpt2",
+            {
+                "transformer.wte": "embedding_rowwise",
+                "transformer.h.*.attn.c_attn": "packed_colwise:3",
+                "transformer.h.*.attn.c_proj": "rowwise",
+                "transformer.h.*.mlp.c_fc": "colwise",
+                "transformer.h.*.mlp.c_proj": "rowwise",
+                "lm_head": "colwise",
+            },
+        ),
+        (
+            "vision",
+            {
+                "net.encoder.layers.encoder_layer_*.self_attention": "packed_colwise:3",
+                "net.encoder.layers.encoder_layer_*.self_attention.out_proj": "rowwise",
+                "net.encoder.layers.encoder_layer_*.mlp.0": "colwise",
+                "net.encoder.layers.encoder_layer_*.mlp.3": "rowwise",
+            },
+        ),
+        ("convolutions", {}),
+    ],
+)
+def test_found(name: str, expected: dict[str, str]) -> None:
+    assert found(build(name), sample(name, 2, 0)) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_found_is_as_the_models_own(name: str) -> None:
+    model: Any = build(name)
+    styles = dict(model.tp_plan)
+    assert styles.pop("lm_head") == "colwise_gather_output"  # logits stay divided where a cross entropy takes them
+    assert found(model, sample(name, 2, 0)) == {**styles, "lm_head": "colwise"}
+
+
+class TwoBranches(nn.Module):
+    """Two perceptrons, one gated, whose results are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.gate_up, self.down = nn.Linear(8, 48), nn.Linear(24, 8)
+        self.norm, self.last = nn.LayerNorm(8), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        branches = torch.cat([self.first(x).relu(), self.second(x).tanh()], -1)
+        x = self.norm(x + self.last(branches))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return {"loss": self.norm(x + self.down(functional.silu(gate) * up)).square().mean()}
+
+
+class ByHand(nn.Module):
+    """Attention without a function of torch, einsum, a norm by hand, and keys that several heads share."""
+
+    def __init__(self, width: int = 16, heads: int = 4, shared: int = 2) -> None:
+        super().__init__()
+        self.heads, self.shared, self.head = heads, shared, width // heads
+        self.q, self.k, self.v = (nn.Linear(width, n * self.head) for n in (heads, shared, shared))
+        self.out, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        batch, length, width = x.shape
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        q = self.q(h).view(batch, length, self.heads, self.head).transpose(1, 2)
+        k, v = (
+            f(h)
+            .view(batch, length, self.shared, self.head)
+            .transpose(1, 2)
+            .repeat_interleave(self.heads // self.shared, 1)
+            for f in (self.k, self.v)
+        )
+        scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, length, width))
+        return {"loss": x.square().mean()}
+
+
+class Unknown(nn.Module):
+    """A pair of matrices between which an operation needs all features."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.down(self.between(self.up(x))).square().mean()}
+
+
+def test_two_branches() -> None:
+    expected = {"first": "colwise", "second": "colwise", "last": "packed_rowwise:2"}
+    expected |= {"gate_up": "packed_colwise:2", "down": "rowwise"}
+    assert found(TwoBranches(), [torch.zeros(2, 8)]) == expected
+
+
+def test_attention_by_hand() -> None:
+    batch = [torch.zeros(2, 4, 16)]
+    assert found(ByHand(), batch) == ATTENTION
+    assert found(ByHand(), batch, tp=4) == {}, "there are two heads of keys only"
+    assert found(ByHand(shared=4), batch, tp=4) == ATTENTION
+
+
+@pytest.mark.parametrize(
+    "between, is_pair",
+    [
+        (torch.relu, True),
+        (lambda x: functional.dropout(x) * 2 + 1, True),
+        (lambda x: x.unflatten(-1, (4, 4)).softmax(-1).flatten(-2), True),
+        (lambda x: x.softmax(-1), False),
+        (lambda x: functional.layer_norm(x, (16,)), False),
+        (lambda x: x.cumsum(-1), False),
+        (lambda x: x.flip(-1), False),
+        (lambda x: x.sort(-1).values, False),
+        (lambda x: x[:, torch.arange(15, -1, -1)], False),
+        (lambda x: x - x.mean(-1, keepdim=True), False),
+        (lambda x: torch.cat([x[:, :5], x[:, 5:]], -1), False),
+    ],
+)
+def test_what_is_between_decides(between: Callable[[Tensor], Tensor], is_pair: bool) -> None:
+    expected = {"up": "colwise", "down": "rowwise"} if is_pair else {}
+    assert found(Unknown(between), [torch.zeros(2, 8)]) == expected
+
+
+def test_sizes_that_tp_does_not_divide_stay_whole() -> None:
+    assert found(build("plain"), sample("plain", 2, 0), tp=3) == {}
+    assert "layers.*.q" not in (plan := found(build("plain"), sample("plain", 2, 0), tp=8))
+    assert plan["layers.*.up"] == "colwise"
+
+
+def test_the_larger_pair_wins() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    assert found(_WithLoss(model), [torch.zeros(2, 4)]) == {"net.2": "colwise", "net.4": "rowwise"}
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+class Remembers(nn.Module):
+    """A model that changes in forward: a list, a dict, a buffer, a counter, and what it keeps of the longest batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.BatchNorm1d(8)
+        self.kept: Tensor | None = None
+        self.calls, self.seen, self.by_length = 0, list[Tensor](), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        self.kept = torch.arange(len(x))
+        self.seen.append(x)
+        self.by_length[len(x)] = x
+        return {"loss": self.norm(self.down(functional.dropout(self.up(x)))).square().mean()}
+
+
+def test_tracing_changes_nothing() -> None:
+    model = Remembers().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters, random = [*model.parameters()], torch.get_rng_state()
+    assert found(model, [torch.zeros(2, 8)]) == {"up": "colwise", "down": "rowwise"}
+    assert (model.calls, model.kept, model.seen, model.by_length, model.training) == (0, None, [], {}, False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_without_memory_is_traced() -> None:
+    with torch.device("meta"):
+        model = TwoBranches()
+    assert found(model, [torch.zeros(2, 8)]) == found(TwoBranches(), [torch.zeros(2, 8)])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    model = Unknown(lambda x: x[x[:, 0] > 0])
+    with pytest.raises(ConfigError) as caught:
+        trace(model, [torch.zeros(2, 8)])
+    assert str(caught.value).startswith("strategy.plan: Unknown could not be traced with the example batch (Dynamic")
+    assert str(caught.value).endswith('give a plan, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}')
+    assert "\n" not in str(caught.value)
+    assert all(type(value) is Tensor for value in model.state_dict().values())
+
+
+def test_globs_name_nothing_else() -> None:
+    names = ["a.0.up", "a.1.up", "a.1.x.up", "b.0.1", "b.1.1"]
+    assert with_globs({"a.0.up": "colwise", "a.1.up": "colwise"}, names) == {"a.0.up": "colwise", "a.1.up": "colwise"}
+    assert with_globs({"b.0.1": "colwise", "b.1.1": "colwise"}, names) == {"b.*.*": "colwise"}
