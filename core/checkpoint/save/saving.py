@@ -34,7 +34,7 @@ from ..storage import write_shard
 from .participants import Participants
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
-from .staging import WritePlan, Staging
+from .staging import Staging, WritePlan
 from .tensor_entries import TensorEntries, file_of
 
 _logger = logging.getLogger("flextrain")

@@ -28,7 +28,7 @@ class WritePlan:
 
 
 class Staging:
-    """WritePlan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
+    """Plan and buffers reused between saves; new memory would be slow, because the system clears it page by page."""
 
     def __init__(self) -> None:
         self.plan = WritePlan()
