@@ -34,11 +34,18 @@ class Destination:
         like: the parameter on the meta device, as the context left it.
         read: returns the whole tensor.
         write: takes the whole tensor, on the CPU.
+        is_kept: what was written can be read.
     """
 
     like: Tensor
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
+    is_kept: bool = True
+
+    @classmethod
+    def elsewhere(cls, like: Tensor) -> Destination:
+        """Return that of a parameter which only other processes hold: its values are made and dropped."""
+        return cls(like, lambda: torch.zeros(like.shape, dtype=like.dtype), lambda whole: None, is_kept=False)
 
 
 class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -220,6 +227,12 @@ class _Replay:
 
     def run(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given = {storage_key(value) for value in tree_flatten((args, kwargs))[0] if _is_meta(value)}
+        lost = {key for key in given & self._written if not self._destinations[key].is_kept} - self._held.keys()
+        if lost and len(given) > 1:
+            raise StrategyError(
+                f"model: its initialisation calls {func} with a parameter that another process has made; give the model as an "
+                "instance"
+            )
         if not self._held.keys() <= given:
             self.write_back()
         try:

@@ -29,10 +29,14 @@ class ModelWithoutMemory:
         """Context for building and initialising the model."""
         self._keep_zeros = keep_zeros
         self._built: dict[str, Tensor] = {}
+        self._names: dict[str, list[str]] = {}
 
     def note(self, model: nn.Module) -> None:
-        """Record the parameters that are on the meta device; call it before they are sharded."""
+        """Record the parameters that are on the meta device; call it before they are sharded, or some are taken away."""
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(first[id(parameter)], []).append(name)
 
     def check_initialised(self) -> None:
         """Raise StrategyError if a parameter on the meta device is never initialised."""
@@ -65,10 +69,17 @@ class ModelWithoutMemory:
         home = torch.device("cpu") if on_host else device
         # Buffers have their memory already.
         apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
+        held = dict(model.named_parameters(remove_duplicate=False))
         destinations: dict[int, Destination] = {}
         for name, built in self._built.items():
-            target = model.get_parameter(name).detach()
-            destinations[storage_key(built)] = Destination(built, partial(_gather, target), partial(_scatter, target))
+            own = next((held[one] for one in self._names.get(name, [name]) if one in held), None)
+            if own is None:
+                destinations[storage_key(built)] = Destination.elsewhere(built)
+            else:
+                target = own.detach()
+                destinations[storage_key(built)] = Destination(
+                    built, partial(_gather, target), partial(_scatter, target)
+                )
         if not self._keep_zeros:
             with drawing_from(dist.broadcast(torch.get_rng_state())):
                 self.context.replay(destinations)

@@ -27,6 +27,7 @@ PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
 MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # processes that read different samples, and options
     "tp2": (1, dict(MESH, tp=2, plan=PLAN)),
+    "pp2": (1, dict(MESH, pp=2)),
 }
 ONE = dict(type="SingleDeviceStrategy", device="cpu")
 # Options of the runner; "more" has further ones of the mesh.

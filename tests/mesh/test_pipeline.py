@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, orders_of
 from flextrain.testing import WorkerGroup
 
 from .parity import RECIPES, compare
+from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
 MESH = dict(type="MeshStrategy")
@@ -64,3 +66,38 @@ def test_stages_have_about_the_same_size(
     sizes: list[int], first: int, last: int, stages: int, expected: list[int]
 ) -> None:
     assert balanced(sizes, first, last, stages) == expected
+
+
+LAYERS = ["layers.0", "layers.1", "norm", "head"]
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, dict(MESH, pp=2)),
+    "zbv": (2, dict(MESH, pp=2, pp_schedule="zbv", pp_layers=LAYERS)),
+    "pp4": (4, dict(MESH, pp=4, pp_layers=LAYERS)),
+    "pp2xdp2": (4, dict(MESH, pp=2, dp_shard=2, wrap="blocks")),
+    "fsdp": (2, dict(type="FSDPStrategy")),
+    "ddp": (2, dict(type="DDPStrategy")),
+    "one": (1, dict(type="SingleDeviceStrategy")),
+}
+PAIRS: list[Any] = [
+    pytest.param("pp2", "one"),
+    pytest.param("one", "pp2"),
+    *(pytest.param("pp2", other, marks=pytest.mark.full) for other in ("pp4", "pp2xdp2", "fsdp", "ddp")),
+    *(pytest.param(other, "pp2", marks=pytest.mark.full) for other in ("pp4", "pp2xdp2", "fsdp", "ddp")),
+    pytest.param("pp4", "zbv", marks=pytest.mark.full),
+    pytest.param("zbv", "pp2xdp2", marks=pytest.mark.full),
+]
+
+
+def part(workers: Workers, mesh: str, **paths: Path) -> None:
+    world_size, spec = MESHES[mesh]
+    if world_size == 1:
+        on_one_device("plain_tied", **paths)
+    else:
+        workers(world_size).run(session, spec, "plain_tied", **paths)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("saved, resumed", PAIRS)
+def test_checkpoints_fit_every_number_of_stages(workers: Workers, tmp_path: Path, saved: str, resumed: str) -> None:
+    part(workers, saved, path=tmp_path / "half")
+    part(workers, resumed, resume=tmp_path / "half")
