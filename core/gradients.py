@@ -154,8 +154,16 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
             return largest
         layout = [Replicate() if placement.is_replicate() else Partial("max") for placement in first.placements]
         return DTensor.from_local(largest, first.device_mesh, layout).full_tensor()
-    norm = torch.nn.utils.get_total_norm(grads, norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not isinstance(first, DTensor) or not norm_type or any(one.is_partial() for one in first.placements):
+        norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # DTensor reduces over one dimension of the mesh after the other too, and warns of it.
+    norm = torch.nn.utils.get_total_norm(_local(grads), norm_type)
+    powers = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
+    for axis, placement in enumerate(first.placements):
+        if not placement.is_replicate():
+            all_reduce(powers, "sum", first.device_mesh.get_group(axis))
+    return (powers ** (1 / norm_type)).to(norm.dtype)
 
 
 @torch.no_grad()

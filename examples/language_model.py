@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/language_model.py
     torchrun --nproc-per-node 2 examples/language_model.py --use-fsdp --bf16
     torchrun --nproc-per-node 2 examples/language_model.py --use-deepspeed --zero-stage 3 --bf16
+    torchrun --nproc-per-node 4 examples/language_model.py --mesh tp=2,dp_shard=2
     torchrun --nproc-per-node 8 examples/language_model.py --use-fsdp --bf16 --compile \
         --layers 12 --dim 768 --heads 12 --context 1024 --steps 2000 --lr 6e-4 --peak-tflops 989
 
@@ -30,6 +31,12 @@ from flextrain import STRATEGIES, BaseMetric, FlexibleRunner, Hook, __version__
 
 VOCABULARY = 256
 LOG_INTERVAL = 10
+TENSOR_PARALLEL_PLAN = {
+    "blocks.*.qkv": "colwise",
+    "blocks.*.proj": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
 
 
 class Linear(nn.Linear):
@@ -246,11 +253,19 @@ def dataloader(arguments: argparse.Namespace, train: bool) -> dict[str, Any]:
     )
 
 
+def sizes(given: str) -> dict[str, int]:
+    """The sizes of ``tp=2,dp_shard=2``."""
+    return {axis: int(size) for axis, size in (part.split("=") for part in given.split(","))}
+
+
 def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The strategy of the flags; None: chosen by the number of processes."""
     if arguments.use_fsdp:
         precision = dict(mixed_precision=dict(param_dtype="bfloat16")) if arguments.bf16 else {}
         return dict(type="FSDPStrategy", wrap="blocks", **precision)
+    if arguments.mesh:
+        precision = dict(mixed_precision=dict(param_dtype="bfloat16")) if arguments.bf16 else {}
+        return dict(type="MeshStrategy", plan=TENSOR_PARALLEL_PLAN, wrap="blocks", **sizes(arguments.mesh), **precision)
     if arguments.use_deepspeed:
         precision = dict(bf16=dict(enabled=True)) if arguments.bf16 else {}
         return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=arguments.zero_stage), **precision)
@@ -264,6 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     strategy.add_argument(
         "--use-deepspeed", action="store_true", help="DeepSpeed's ZeRO: every process holds a part of the model"
     )
+    strategy.add_argument("--mesh", help="several kinds of parallelism: tp=2,dp_shard=2")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=2, help="with --use-deepspeed")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
