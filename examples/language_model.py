@@ -31,12 +31,6 @@ from flextrain import STRATEGIES, BaseMetric, FlexibleRunner, Hook, __version__
 
 VOCABULARY = 256
 LOG_INTERVAL = 10
-TENSOR_PARALLEL_PLAN = {
-    "blocks.*.qkv": "colwise",
-    "blocks.*.proj": "rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-}
 
 
 class Linear(nn.Linear):
@@ -265,7 +259,7 @@ def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return dict(type="FSDPStrategy", wrap="blocks", **precision)
     if arguments.mesh:
         precision = dict(mixed_precision=dict(param_dtype="bfloat16")) if arguments.bf16 else {}
-        return dict(type="MeshStrategy", plan=TENSOR_PARALLEL_PLAN, wrap="blocks", **sizes(arguments.mesh), **precision)
+        return dict(type="MeshStrategy", wrap="blocks", **sizes(arguments.mesh), **precision)
     if arguments.use_deepspeed:
         precision = dict(bf16=dict(enabled=True)) if arguments.bf16 else {}
         return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=arguments.zero_stage), **precision)
