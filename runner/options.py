@@ -71,7 +71,7 @@ class PreemptionOptions(Config):
     status: int = pydantic.Field(default=143, ge=0, le=255)
     """Exit status of the processes."""
     requeue: bool = False
-    """Let Slurm start the job again after the end."""
+    """Let Slurm start the job again after the end, if this start has made an update."""
     max_time: str | float | int | None = None
     """Time after which the run ends by itself, from the making of the runner on: seconds, "HH:MM:SS", "D-HH:MM:SS", or
     "slurm": ``margin_s`` before the end of Slurm's job."""

@@ -68,6 +68,7 @@ class Preemption:
         self._is_cut_off = False
         self._loop: TrainLoop | None = None  # while it trains
         self._first = 0  # updates done before
+        self._has_trained = False  # True once a loop has ended after updates of its own
         self._in_run, self._thread = False, threading.current_thread()
         self._turn = 0  # of asking, if a program goes on after the end of a run
         self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
@@ -154,6 +155,7 @@ class Preemption:
             return  # a later signal does not disturb the end
         self.ask(signal.Signals(number).name)
         if self._size == 1 and self._is_now and not self._is_elsewhere and not self._departure.has_begun:
+            self._requeue_if_wanted()
             raise self._terminated()
 
     @property
@@ -208,6 +210,7 @@ class Preemption:
             self.ask(_TIME_IS_UP)
         if self._size == 1 or self.bulletin is None:
             if self._is_now:
+                self._requeue_if_wanted()
                 self._call_main()
             return
         if self._common_end is None:
@@ -226,10 +229,12 @@ class Preemption:
         run.stop_check = self.check
         if not self._is_now:
             return
+        self._requeue_if_wanted()
         if is_now:  # leave when all know that they have to, lest one takes the end of another for a failure
             common_end.meet_those_who("know")
         if not self._in_run:
-            self._tell("outside of train(), where there is nothing to save")
+            again = f"; {self._saved}" if self._saved else ""
+            self._tell(f"outside of train(), where there is nothing to save{again}")
         self._call_main()
 
     def _meet_those_who_leave(self) -> None:
@@ -280,10 +285,12 @@ class Preemption:
         try:
             yield
         finally:
+            self._has_trained |= self._has_updates()
             self._loop = None
             run.stop_check = None
         if self._word is not None:  # no update was left at which all could have ended
             self._saved = "training was complete"
+            self._requeue_if_wanted()
             self._note(run)
             if self._size > 1:  # others have left train() already, and wait for this process before they end
                 self._departure.wait()
@@ -330,8 +337,7 @@ class Preemption:
             self._saved = self._save(run)
         else:
             self._saved = "not saved (env_cfg.preemption.save=False)"
-        if self._options.requeue and self._rank == 0:
-            self._saved += f"; {time_limit.requeue()}"
+        self._requeue_if_wanted()
         self._note(run)
         raise self._terminated()
 
@@ -344,6 +350,11 @@ class Preemption:
         except CheckpointError as error:
             return f"not saved: {error}"
         return f"saved as {path.name}"
+
+    def _requeue_if_wanted(self) -> None:
+        """Let Slurm start the job again: by rank 0, and only if this start has made an update, or it could go on for ever."""
+        if self._options.requeue and self._rank == 0 and (self._has_trained or self._has_updates()):
+            self._saved = "; ".join(filter(None, (self._saved, time_limit.requeue())))
 
     def _note(self, run: Run) -> None:
         is_there = Path(run.work_dir).is_dir()  # the constructor may still be about to make it

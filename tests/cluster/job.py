@@ -71,9 +71,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.launch_only:
         launch = detect_launch()
-        print(
+        said = (
             f"rank {launch.rank} of {launch.world_size}, local {launch.local_rank}, {launch.init_method}, {launch.job}"
         )
+        os.write(1, f"{said}\n".encode())  # at once, or another process's line may come before the end of this one
         return
     options.work_dir.mkdir(parents=True, exist_ok=True)
     restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"

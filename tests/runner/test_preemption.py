@@ -551,6 +551,32 @@ def test_slurm_is_asked_for_the_end_and_requeues_only_what_runs(
     assert requeue() == "requeue: scontrol failed, Requested operation is presently disabled"
 
 
+def test_a_job_is_handed_in_again_if_it_has_made_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    program(tmp_path, "squeue", "echo RUNNING")
+    program(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked')
+
+    def asked() -> int:
+        file = tmp_path / "asked"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    again = dict(env_cfg=dict(preemption=dict(requeue=True)))
+    early = run(tmp_path / "early", At(0, terminate, "before_train"), **again)
+    assert ended(early).saved == ""
+    assert asked() == 0
+    saved = ended(run(tmp_path / "saved", At(3, terminate), **again)).saved
+    assert (saved, asked()) == ("saved as iter_3; job 7 is requeued", 1)
+    whole = run(tmp_path / "complete", At(21, terminate, "after_train"), **again)
+    assert whole.max_iters == 21
+    assert (ended(whole).saved, asked()) == ("training was complete; job 7 is requeued", 2)
+    evaluates = run(tmp_path / "after", **again)
+    evaluates.train()
+    with pytest.raises(Terminated) as caught:
+        terminate()
+    assert (caught.value.saved, asked()) == ("job 7 is requeued", 3)
+
+
 # The process group
 
 
