@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flextrain import MeshStrategy
 from flextrain.core.errors import ConfigError
+from flextrain.strategies.mesh.plans import check_styles_given, choose_plan
+from flextrain.strategies.mesh.plans.checks import without_rowwise
 from flextrain.strategies.mesh.plans.found import find_plan, with_globs
+from flextrain.strategies.mesh.plans.own import OwnPlan
 from flextrain.strategies.mesh.plans.tracing import trace
+from flextrain.strategies.mesh.tensor.rules import match_rules
+from flextrain.strategies.mesh.tensor.styles import STYLES
+from flextrain.strategies.mesh.transformers_private import resolved_plans
 
-from .models import build, sample
+from .models import build, of_transformers, sample
 
 ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
 
@@ -244,3 +251,162 @@ def test_globs_name_nothing_else() -> None:
     names = ["a.0.up", "a.1.up", "a.1.x.up", "b.0.1", "b.1.1"]
     assert with_globs({"a.0.up": "colwise", "a.1.up": "colwise"}, names) == {"a.0.up": "colwise", "a.1.up": "colwise"}
     assert with_globs({"b.0.1": "colwise", "b.1.1": "colwise"}, names) == {"b.*.*": "colwise"}
+
+
+# Bad input
+
+GIVE = 'give a plan, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+Row = tuple[Callable[[], object], str]
+
+
+def chosen(
+    model: nn.Module, example: Callable[[], Any] | None = None, tp: int = 2, **options: Any
+) -> Callable[[], Any]:
+    return lambda: choose_plan(MeshStrategy(tp=tp, **options).config, model, tp, example)
+
+
+def rules(plan: dict[Any, Any]) -> Callable[[], Any]:
+    names = [name for name, _ in build("plain").named_modules() if name]
+    return lambda: match_rules(plan, names, list(STYLES))
+
+
+def given(plan: dict[str, str], name: str = "plain") -> Callable[[], Any]:
+    return lambda: check_styles_given(plan, build(name))
+
+
+def own(kind: str, tp: int, **options: Any) -> Callable[[], Any]:
+    return lambda: OwnPlan.of(of_transformers(kind, **options), tp)
+
+
+class OwnStep(TwoBranches):
+    """A model that trains itself."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+def no_samples() -> Any:
+    raise KeyError("image")
+
+
+class OlderTransformers:
+    """A model of a version that has a plan and no function for it."""
+
+    tp_plan = {"layers.*.up": "colwise"}
+
+
+ROWS: list[Row] = [
+    (
+        rules({"blocks.*.up": "colwise"}),
+        'strategy.plan["blocks.*.up"]: names no module of the model, did you mean "layers.*.up"?',
+    ),
+    (
+        rules({"model.layers.*.up": "colwise"}),
+        'strategy.plan["model.layers.*.up"]: names no module of the model, did you mean "layers.*.up"?',
+    ),
+    (
+        rules({"*.up.weight": "colwise"}),
+        'strategy.plan["*.up.weight"]: names no module of the model, rules are for modules, did you mean "*.up"?',
+    ),
+    (rules({"zzz": "colwise"}), 'strategy.plan["zzz"]: names no module of the model'),
+    (
+        rules({"layers.*.up": 0}),
+        'strategy.plan["layers.*.up"]: 0 is not allowed, give the name of a style: ',
+    ),
+    (
+        given({"layers.0": "colwise"}),
+        'strategy.plan: "colwise" for layers.0, a PlainBlock without parameters of its own; name what is in it, such as layers.0.q',
+    ),
+    (
+        given({"layers.0.drop": "rowwise"}),
+        'strategy.plan: "rowwise" for layers.0.drop, a Dropout without parameters of its own; leave it out',
+    ),
+    (given({}), 'strategy.plan: divides nothing, give styles such as "colwise" and "rowwise", or "auto"'),
+    (
+        given({"norm": "replicate", "layers.0.norm1": "sequence"}),
+        'strategy.plan: divides nothing, give styles such as "colwise" and "rowwise", or "auto"',
+    ),
+    (
+        chosen(TwoBranches(), plan=None),
+        'strategy.plan: None is not allowed with tp=2, give "auto", or a plan, such as {"layers.*.up"',
+    ),
+    (
+        chosen(TwoBranches()),
+        'strategy.plan_example: missing, TwoBranches has no plan of its own, and "auto" needs a batch to find one by tracing; '
+        f"give it, or {GIVE}",
+    ),
+    (
+        chosen(TwoBranches(), no_samples),
+        f"train_dataloader: gave no batch to find a plan with (KeyError: 'image'); {GIVE}",
+    ),
+    (
+        chosen(TwoBranches(), plan_example=no_samples),
+        f"strategy.plan_example: gave no batch to find a plan with (KeyError: 'image'); {GIVE}",
+    ),
+    (
+        chosen(TwoBranches(), plan_example={"y": torch.zeros(2, 8)}),
+        "strategy.plan: TwoBranches could not be traced with the example batch (TypeError: ",
+    ),
+    (
+        chosen(build("convolutions"), lambda: sample("convolutions", 2, 0)),
+        "strategy.plan: tracing Images found no two matrices that follow each other and that tp=2 divides; "
+        f"{GIVE}, or choose another axis than tp",
+    ),
+    (
+        chosen(OwnStep(), lambda: [torch.zeros(2, 8)]),
+        f"strategy.plan: OwnStep defines its own train_step, which cannot be traced; {GIVE}",
+    ),
+    (
+        own("llama", 4),
+        "strategy.tp: 4 does not divide the 2 key/value heads of LlamaForCausalLM, which the model's own plan divides; "
+        "choose 2, or give a plan that leaves it out",
+    ),
+    (
+        own("llama", 2, intermediate_size=33),
+        "strategy.tp: 2 does not divide 33, the size of dimension 0 of model.layers.0.mlp.gate_proj.weight, for which the "
+        'model\'s own plan says "colwise"; give a plan that leaves it out',
+    ),
+    (
+        own("llama", 2, vocab_size=63),
+        "strategy.tp: 2 does not divide 63, the size of dimension 0 of model.embed_tokens.weight, for which the model's own "
+        'plan says "embedding_rowwise"; give a plan that leaves it out',
+    ),
+    (
+        own("mixtral", 2, intermediate_size=31),
+        "strategy.tp: 2 does not divide 31, the size of dimension 1 of each of its 2 matrices of "
+        'model.layers.0.mlp.experts.gate_up_proj, for which the model\'s own plan says "packed_colwise"; give a plan',
+    ),
+    (
+        lambda: chosen(of_transformers("llama"), sequence_parallel=True)(),
+        f"strategy.sequence_parallel: the plan of LlamaForCausalLM itself has no such layouts, {GIVE}, or leave it out",
+    ),
+    (
+        lambda: resolved_plans(OlderTransformers(), 2),
+        "strategy.plan: transformers ",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
+def test_refused(row: Row) -> None:
+    call, message = row
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = TwoBranches()
+    model.compile()
+    with pytest.raises(ConfigError) as caught:
+        trace(model, [torch.zeros(2, 8)])
+    assert str(caught.value).startswith(
+        "strategy.plan: TwoBranches is compiled already and cannot be traced; give strategy."
+    )
+
+
+def test_what_is_slow_is_said() -> None:
+    styles = {"layers.0.up": "colwise", "layers.1.up": "colwise", "layers.1.down": "rowwise", "head": "colwise"}
+    assert without_rowwise(styles) == ["layers.0.up"]
+    assert without_rowwise({"net.0": "colwise", "net.2": "rowwise"}) == []

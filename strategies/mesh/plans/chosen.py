@@ -18,6 +18,7 @@ from .own import OwnPlan
 from .tracing import GIVE, trace
 
 _logger = logging.getLogger("flextrain")
+_GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Choice:
     origin: str
     own: OwnPlan | None = None
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it is the user's."""
+        return self.origin == _GIVEN
+
 
 def choose_plan(config: MeshConfig, model: nn.Module, tp: int, example: Callable[[], Any] | None) -> Choice:
     """Return the plan of a model, which the user has given, the model has, or tracing finds; a collective.
@@ -42,9 +48,9 @@ def choose_plan(config: MeshConfig, model: nn.Module, tp: int, example: Callable
         ConfigError: the plan does not fit the model, or none can be found.
     """
     if isinstance(config.plan, Mapping):
-        return Choice(config.plan, "given")
+        return Choice(config.plan, _GIVEN)
     if config.plan is None:
-        raise ConfigError(f'strategy.plan: None is not allowed with tp={tp}, give "auto", or {GIVE[7:]}')
+        raise ConfigError(f'strategy.plan: None is not allowed with tp={tp}, give "auto", or {GIVE[5:]}')
     own = OwnPlan.of(model, tp)
     if own is not None and config.sequence_parallel:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from ....core.errors import ConfigError, one_of, suggest
+from ..plans import nearest_rule
 
 
 def match_rules(plan: Mapping[str, str], names: Collection[str], styles: Collection[str]) -> dict[str, str]:
@@ -23,11 +24,13 @@ def match_rules(plan: Mapping[str, str], names: Collection[str], styles: Collect
     by_rule: dict[str, str] = {}
     for rule, style in plan.items():
         where = f'strategy.plan["{rule}"]'
+        if not isinstance(style, str):
+            raise ConfigError(f"{where}: {style!r} is not allowed, give the name of a style: {one_of(styles)}")
         if style.partition(":")[0] not in styles:
             raise ConfigError(f'{where}: "{style}" is not allowed, choose {one_of(styles)}{suggest(style, styles)}')
         matching = [name for name in names if fnmatchcase(name, rule)]
         if not matching:
-            raise ConfigError(f"{where}: names no module of the model{suggest(rule, names)}")
+            raise ConfigError(f"{where}: names no module of the model{nearest_rule(rule, names)}")
         for name in matching:
             if found.setdefault(name, style) != style:
                 raise ConfigError(

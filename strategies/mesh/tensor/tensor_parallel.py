@@ -16,7 +16,7 @@ from ...fsdp.units import choose_roots
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
-from ..plans import choose_plan, described
+from ..plans import check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
 from .gathered import register_views
@@ -43,6 +43,8 @@ class TensorParallel(Axis):
         self._found = match_rules(self._plan.rules, names, list(STYLES))
         self._styles = {name: style_of(style, f"strategy.plan, for {name}") for name, style in self._found.items()}
         check_styles(model, self._styles, self.size)
+        if self._plan.is_given:
+            check_styles_given(self._found, model)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
