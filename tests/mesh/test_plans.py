@@ -13,9 +13,9 @@ from torch.nn import functional
 from flextrain import MeshStrategy
 from flextrain.core.errors import ConfigError
 from flextrain.strategies.mesh.plans import check_styles_given, choose_plan
-from flextrain.strategies.mesh.plans.checks import without_rowwise
 from flextrain.strategies.mesh.plans.found import find_plan, with_globs
 from flextrain.strategies.mesh.plans.own import OwnPlan
+from flextrain.strategies.mesh.plans.rule_checks import without_rowwise
 from flextrain.strategies.mesh.plans.tracing import trace
 from flextrain.strategies.mesh.tensor.rules import match_rules
 from flextrain.strategies.mesh.tensor.styles import STYLES

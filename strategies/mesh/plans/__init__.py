@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .checks import check_styles_given, nearest_rule
 from .chosen import choose_plan
+from .rule_checks import check_styles_given, nearest_rule
 from .shares import described
 
 __all__ = ["check_styles_given", "choose_plan", "described", "nearest_rule"]
