@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import sys
@@ -18,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -254,6 +256,24 @@ def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Modu
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _, groups = halves.stage_backward_input([output], [grad], [leaf], iter(weights))
     return lambda: halves.stage_backward_weight(iter(weights), groups)
+
+
+@contextmanager
+def repeating_in(
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+) -> Iterator[None]:
+    """Context in which ``torch.utils.checkpoint.checkpoint`` has other contexts by default, for forward and its repetition.
+
+    A TorchFunctionMode is not active in backward, where forward is repeated. With ``use_reentrant=True`` torch raises
+    ValueError because it cannot honour the contexts. They are a keyword with a default. 2.6, 2.15.
+    """
+    defaults = cast(Any, inspect.unwrap(torch.utils.checkpoint.checkpoint)).__kwdefaults__
+    before = defaults["context_fn"]
+    defaults["context_fn"] = contexts
+    try:
+        yield
+    finally:
+        defaults["context_fn"] = before
 
 
 class GroupedGradScaler(GradScaler):

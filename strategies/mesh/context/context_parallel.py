@@ -144,7 +144,7 @@ class Context(Axis):
         return f"attention over {self.size} shards of each sequence, by {self._kind}"
 
     def _attending(self) -> AbstractContextManager[Any]:
-        return NOTHING if self._interception is None else self._interception
+        return NOTHING if self._interception is None else self._interception.everywhere()
 
     def _compared(self) -> None:
         self._comparison = None

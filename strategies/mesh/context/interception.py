@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
+from ....core.torch_private import repeating_in
 from .masks import CAUSAL, FULL
 from .sequence_attention import SequenceAttention
 
@@ -44,6 +45,12 @@ class Interception(TorchFunctionMode):
         self._attention = attention
         self.calls = 0
         self.losses: list[dict[str, Any]] | None = None
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Context with this mode, also where backward repeats forward for activation checkpointing."""
+        with repeating_in(lambda: (nullcontext(), self)), self:
+            yield
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
