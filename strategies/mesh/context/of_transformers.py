@@ -152,12 +152,15 @@ def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:
     )
 
 
-def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule | None:
-    """Return the rule that a mask function of transformers has, by trying; None if it is another.
+def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
+    """Return the rule that a mask function of transformers has, by trying.
 
     Args:
         function: gives whether position ``query`` attends to ``key``, from numbers of sample, head, query and key.
         window: the size of a sliding window, if there is one.
+
+    Raises:
+        StrategyError: it has none of those that there are.
     """
     points = list(range(12)) + ([] if window is None else [window + i for i in range(-3, 16)])
     at = torch.tensor(sorted({point for point in points if point >= 0}), device="cpu")
@@ -165,19 +168,19 @@ def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule | None:
     try:
         found = function(zero, zero, at[:, None], at[None]).expand(len(at), len(at))
     except (RuntimeError, IndexError):  # it looks up what belongs to these positions of the batch
-        return None
+        found = torch.empty(0)
     rules = [CAUSAL, FULL, *([] if window is None else [Rule(True, window), Rule(False, window)])]
-    return next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
+    known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
+    if known is None:
+        raise StrategyError(
+            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
+        )
+    return known
 
 
 def _mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Mask:
     """What transformers asks for in place of a mask tensor; attention layers get it as it is."""
-    rule = None if mask_function is None else rule_of(mask_function, local_size)
-    if rule is None or not _running:
-        raise StrategyError(
-            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
-        )
-    return _running[-1].mask(rule)
+    return _running[-1].mask(rule_of(mask_function, local_size))
 
 
 def _attend(
