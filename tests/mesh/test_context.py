@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import MeshStrategy, OptimWrapper, SingleDeviceStrategy
+from flextrain import BaseMetric, BaseModel, FlexibleRunner, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
+from flextrain.core.errors import StrategyError
+from flextrain.strategies.mesh.context import of_transformers as adapting
+from flextrain.strategies.mesh.context import ring
+from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches
+from flextrain.strategies.mesh.context.comparison import OneProcessComparison
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows
-from flextrain.testing.sessions import whole_model
+from flextrain.testing.sessions import load, save, whole_model
 
-from .models import LENGTH, VOCABULARY, Batch, of_transformers, sample
-from .parity import RECIPES, TOLERANCE, compare, dtype_of
+from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, of_transformers, sample
+from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
 
 pytestmark = pytest.mark.distributed
 
@@ -188,14 +196,14 @@ def same_training(name: str, options: Mapping[str, Any], accumulate: int = 2) ->
     torch.set_num_threads(1)
     found = []
     with dtype_of(torch.float64):
-        data = _windows(name, accumulate)
-        inputs = [{k: v for k, v in batch.items() if k not in ("labels", "targets")} for batch in data[0]]
+        global_windows = _windows(name, accumulate)
+        inputs = [{k: v for k, v in batch.items() if k not in ("labels", "targets")} for batch in global_windows[0]]
         for make in (lambda: SingleDeviceStrategy(device="cpu"), lambda: MeshStrategy(device="cpu", **options)):
             with alone() if not found else torch.enable_grad():
                 strategy = make()
                 strategy.setup_environment()
                 model, optim = strategy.setup(_model(name), _optim(accumulate))
-                trace = train(strategy, model, optim, data)  # type: ignore[arg-type]
+                trace = train(strategy, model, optim, global_windows)  # type: ignore[arg-type]
                 outputs = None if name == "weighed" else _outputs(strategy, inputs)
                 found.append((trace, whole_model(strategy), outputs))
                 reports = strategy.topology.reports
@@ -254,3 +262,322 @@ def test_what_a_cut_may_get_wrong(
     workers: Callable[[int], WorkerGroup], world_size: int, name: str, options: dict[str, Any]
 ) -> None:
     workers(world_size).run(same_training, name, options)
+
+
+# Checkpoints
+
+
+def resumed(specs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], name: str, folder: Path) -> None:
+    """In a worker: for each pair, train a half under the first and the rest under each of the others."""
+    recipe, updates = RECIPES["accumulate-clip"], 6
+    _, weights = reference(name, recipe, updates, torch.float64)
+    first, rest = (data(name, recipe, updates)[part] for part in (slice(0, 3), slice(3, None)))
+    for number, (source, targets) in enumerate(specs):
+        path = folder / str(number)
+        with _half(source, name) as session:
+            train(session.strategy, session.model, session.optim, first)
+            save(session, path)
+        for target in targets:
+            with _half(target, name) as session:
+                load(session, path)
+                train(session.strategy, session.model, session.optim, rest)
+                same_tensors(whole_model(session.strategy), weights, f"{source} to {target}", 1e-10)
+
+
+@contextlib.contextmanager
+def _half(spec: Mapping[str, Any], name: str) -> Iterator[Any]:
+    is_one = spec["type"] == "SingleDeviceStrategy"
+    where = alone() if is_one else contextlib.nullcontext()
+    with where, dtype_of(torch.float64), started(spec, name, RECIPES["accumulate-clip"]) as session:
+        yield session
+
+
+ONE, SHARDED = dict(type="SingleDeviceStrategy"), dict(type="FSDPStrategy")
+CP2 = dict(MESH, cp=2)
+
+
+def test_checkpoints_of_two_processes(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(resumed, [(CP2, [ONE, SHARDED]), (SHARDED, [CP2])], "llama", tmp_path)
+
+
+@FULL
+def test_checkpoints_of_four_processes(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    both, tensor = dict(CP2, wrap="blocks"), dict(CP2, tp=2, plan=PLAN)
+    specs = [(both, [tensor, dict(MESH, cp=4), ONE, SHARDED]), (tensor, [both, dict(MESH, cp=4, cp_kind="ring"), ONE])]
+    workers(4).run(resumed, specs, "plain", tmp_path)
+
+
+# The runner
+
+
+class Modes(BaseModel):
+    """A causal language model with MMEngine's modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Plain()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, mode: str = "loss") -> Any:
+        if mode == "loss":
+            return self.model(input_ids, labels, position_ids)
+        logits = self.model(input_ids, None, position_ids)
+        return {"predicted": logits.argmax(-1), "labels": labels, "loss": functional.cross_entropy(logits.mT, labels)}
+
+
+class Correct(BaseMetric):
+    """How many predictions are right, their order, and the loss."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        assert torch.equal(data_batch["labels"], data_samples["labels"])
+        right = (data_samples["predicted"] == data_samples["labels"]).double() @ torch.arange(1.0, LENGTH + 1).double()
+        self.results += [(value, float(data_samples["loss"])) for value in right.tolist()]
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        correct, losses = zip(*results, strict=True)
+        return {"correct": sum(correct), "loss": round(sum(losses) / len(losses), 4), "count": len(results)}
+
+
+def ran(spec: Mapping[str, Any], shards: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    torch.manual_seed(3)
+    batch = sample("plain", 20, 0)
+    items = [{name: values[i] for name, values in batch.items()} for i in range(20)]
+    collate = dict(type="default_collate")
+    runner = FlexibleRunner(
+        model=Modes,
+        work_dir=folder,
+        strategy=dict(spec, device="cpu"),
+        train_dataloader=dict(
+            batch_size=4 // shards, dataset=items, sampler=dict(type="DefaultSampler", shuffle=True), collate_fn=collate
+        ),
+        val_dataloader=dict(
+            batch_size=2, dataset=items[:11], sampler=dict(type="DefaultSampler", shuffle=False), collate_fn=collate
+        ),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Correct),
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3), clip_grad=dict(max_norm=0.5)),
+        train_cfg=dict(by_epoch=True, max_epochs=2),
+        randomness=dict(seed=7),
+    )
+    try:
+        before = runner.val()
+        runner.train()
+        assert before != runner.val()
+        loss = runner.message_hub.get_scalar("train/loss").mean()
+        return whole_model(runner.strategy), runner.val(), loss
+    finally:
+        runner.strategy.teardown()
+
+
+def ran_alike(spec: Mapping[str, Any], shards: int, folder: Path) -> None:
+    with alone(), tempfile.TemporaryDirectory() as own:
+        weights, metrics, loss = ran(ONE, 1, Path(own))
+    found_weights, found, found_loss = ran(spec, shards, folder)
+    same_tensors(found_weights, weights, "final weights", 1e-4)
+    assert metrics["count"] == 11
+    assert found == metrics
+    assert abs(found_loss - loss) < 1e-5
+
+
+def test_runner(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(ran_alike, CP2, 1, tmp_path)
+
+
+@FULL
+def test_runner_with_two_data_shards(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    workers(4).run(ran_alike, dict(CP2, cp_kind="ulysses"), 2, tmp_path)
+
+
+# Random numbers
+
+
+def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Masks of dropout of the first layer in two windows, and the state of the generator after them."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
+    strategy.setup_environment()
+    model, optim = strategy.setup(Plain(dropout=0.5), _optim(1))
+    masks: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            masks.append(output.detach() == 0)
+
+    model.layers[0].drop.register_forward_hook(note)  # type: ignore[union-attr, index]
+    trace = train(strategy, model, optim, [[sample("plain", 4, seed)] for seed in range(2)])  # type: ignore[arg-type]
+    strategy.teardown()
+    dist.destroy_process_group()
+    return masks, torch.get_rng_state(), torch.tensor(trace.losses)
+
+
+def test_dropout_differs_between_positions(workers2: WorkerGroup) -> None:
+    (masks, state, losses), (others, other_state, _) = workers2.run(dropped)
+    assert len(masks) == 4  # twice in a layer
+    assert not any(torch.equal(mask, other) for mask, other in zip(masks, others, strict=True))
+    assert not torch.equal(masks[0], masks[2])
+    assert torch.equal(state, other_state)
+    assert torch.equal(losses, workers2.run(dropped)[1][2])
+
+
+# Models that a cut would make silently wrong
+
+
+class ByHand(PlainBlock):
+    """Attention that no one sees: softmax of products, in one of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        weights = (q @ k.mT * self.head**-0.5).masked_fill(later, -torch.inf).softmax(-1)
+        return super().forward(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
+
+
+class Turning(PlainBlock):
+    """Rotary positions that are counted from 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1])[:, None] / 10 ** torch.arange(4)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * turn).flatten(-2) for t in (q, k))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Repeating(PlainBlock):
+    """A block that is repeated in backward by torch's older way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class Local(nn.Module):
+    """Something on single positions only, and what is between neighbours."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = Plain(layers=1), kind
+        self.mix = nn.Conv1d(32, 32, 3, padding=1)
+        if kind == "alone":
+            self.model.layers = nn.ModuleList()
+        if kind == "neighbours":
+            self.model.norm.register_forward_hook(lambda module, args, output: output + self.mix(output.mT).mT)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Any:
+        position_ids = None if self.kind == "counting" else position_ids
+        logits = self.model(input_ids, None, position_ids)
+        if self.kind == "shifting":
+            return {"loss": functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+        options: dict[str, Any] = dict(total=dict(reduction="sum"), others=dict(ignore_index=0)).get(self.kind, {})
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+        return {"loss": loss}
+
+
+class OwnLoss(Weighed):
+    """A model of transformers whose loss is computed outside of it."""
+
+    def forward(self, labels: Tensor, mode: str = "loss", **batch: Tensor) -> Any:
+        logits = self.model(**batch).logits
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "by hand": (lambda: Plain(ByHand), "something in it sees the positions of one process only"),
+    "neighbours": (lambda: Local("neighbours"), "something in it sees the positions of one process only"),
+    "counting": (lambda: Local("counting"), "something in it sees the positions of one process only"),
+    "turning": (lambda: Plain(Turning), "something in it sees the positions of one process only"),
+    "alone": (lambda: Local("alone"), "model: calls neither scaled_dot_product_attention nor transformers' attention"),
+    "shifting": (
+        lambda: Local("shifting"),
+        "model: its cross_entropy has 7 targets of 8 positions, as if it shifted labels",
+    ),
+    "total": (
+        lambda: Local("total"),
+        "model: its cross_entropy has reduction=sum, so that strategy.cp cannot tell how many",
+    ),
+    "others": (
+        lambda: Local("others"),
+        "model: its cross_entropy has ignore_index=0, so that strategy.cp cannot tell how",
+    ),
+    "own loss": (
+        lambda: OwnLoss(of_transformers("llama")),
+        "model: its loss_function is not called for the batch's labels",
+    ),
+    "repeating": (
+        lambda: Plain(Repeating),
+        "model: checkpoint(use_reentrant=True) would repeat attention over this process's",
+    ),
+}
+
+
+def refused() -> dict[str, str]:
+    """In a worker: what is raised for each of the models, before any update."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, (make, _) in WRONG.items():
+        torch.manual_seed(7)
+        strategy = MeshStrategy(device="cpu", cp=2)
+        strategy.setup_environment()
+        model, optim = strategy.setup(make(), _optim(1))
+        try:
+            train(strategy, model, optim, [[sample("plain", 4, 0)]])  # type: ignore[arg-type]
+        except StrategyError as error:
+            found[name] = str(error)
+        strategy.teardown()
+        dist.destroy_process_group()
+    return found
+
+
+def test_refused_at_the_first_batch(workers2: WorkerGroup) -> None:
+    for found in workers2.run(refused):
+        assert {name: message in found.get(name, "") for name, (_, message) in WRONG.items()} == dict.fromkeys(
+            WRONG, True
+        )
+        assert not any("\n" in message for message in found.values())
+
+
+# Broken on purpose
+
+
+def _positions_from_zero(self: SequenceBatches, batch: Any, **options: Any) -> CutBatch:
+    cut = _CUT(self, batch, **options)
+    cut["position_ids"] = torch.arange(cut["input_ids"].shape[1])[None]
+    return cut
+
+
+def _without_last_step(mask: Any, shards: Any, index: int, step: int, device: Any) -> Iterator[Any]:
+    return _TILES(mask, shards, index, step, device) if step == 0 else iter(())
+
+
+_CUT, _TILES = SequenceBatches.cut, ring._tiles
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "unshifted labels at a cut": (adapting, "shifts_labels", lambda *_: False),
+    "wrong positions": (SequenceBatches, "cut", _positions_from_zero),
+    "unweighed means": (CutBatch, "factor", property(lambda _: 1.0)),
+    "a ring step missing": (ring, "_tiles", _without_last_step),
+}
+
+
+def broken(fault: str, is_compared: bool) -> str:
+    """In a worker: the error of a training run with a fault, with the comparison of the first batch or without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*FAULTS[fault])
+        if not is_compared:
+            patch.setattr(OneProcessComparison, "of_training", lambda *_: None)
+        try:
+            same_training("uneven", dict(cp=2, cp_kind="ring"))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dist.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_on_purpose(workers2: WorkerGroup, fault: str) -> None:
+    for error in workers2.run(broken, fault, True):
+        assert error.startswith("StrategyError: model: over strategy.cp=2 processes its loss is")
+    for error in workers2.run(broken, fault, False):
+        assert error.startswith("CheckFailedError: the loss of update")

@@ -76,8 +76,8 @@ class SequenceBatches:
     shifts: bool = False
     loss_weight: Callable[[Any], Any] | None = None
 
-    def cut(self, batch: Any) -> CutBatch:
-        """Return this process's shard of a batch.
+    def cut(self, batch: Any, *, alone: bool = False) -> CutBatch:
+        """Return this process's shard of a batch; ``alone``: all of it, as if it were the only process.
 
         Raises:
             ConfigError, StrategyError: the batch cannot be divided; the message names its key.
@@ -92,10 +92,10 @@ class SequenceBatches:
         main = next(iter(lengths))
         length = lengths[main]
         self._check(whole, lengths, main)
-        shards = self.shards(length)
+        shards, index = (SequenceShards(length, 1, False), 0) if alone else (self.shards(length), self.index)
         cut = CutBatch({key: value for key, value in whole.items() if key not in dims})
         for key, dim in dims.items():
-            cut[key] = shards.cut(whole[key], dim, self.index).contiguous()
+            cut[key] = shards.cut(whole[key], dim, index).contiguous()
         cut.whole, cut.shards, cut.dim = batch, shards, dims[main] % whole[main].ndim
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = cut.get("num_items_in_batch") is not None
@@ -104,7 +104,7 @@ class SequenceBatches:
             cut.count, cut.total = length / shards.count, length
         else:
             counted = _counted(whole[ignoring], dims[ignoring])
-            cut.count, cut.total = float(shards.cut(counted, -1, self.index).sum()), float(counted.sum())
+            cut.count, cut.total = float(shards.cut(counted, -1, index).sum()), float(counted.sum())
         if self.loss_weight is not None:
             # It may shift labels itself, which those of a shard are already.
             shifted = self._is_shifted(whole)

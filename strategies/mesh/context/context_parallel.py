@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....core.comm import collectives as dist
 from ....core.device import DEVICES
-from ....core.errors import ConfigError
+from ....core.errors import ConfigError, StrategyError
 from ....core.random_state import torch_states
 from ...base import NOTHING
 from ...state import Optim
@@ -114,8 +114,19 @@ class Context(Axis):
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
         with self._attending(), _own_random_numbers(self.layout.device_type, self.index):
-            outputs = inner(window, _Scaled(step, window, factors, self._attention))
+            outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
         return self._averaged(outputs, window)
+
+    def _run(self, inner: RunWindow, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
+        try:
+            return inner(window, step)
+        except ValueError as error:
+            if "context_fn" not in str(error):
+                raise
+            raise StrategyError(
+                "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
+                "give use_reentrant=False"
+            ) from error
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""

@@ -104,6 +104,10 @@ class TransformersModel:
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
         _running.append(attention)
+        if kwargs.get("position_ids") is None:  # a module around it gives none
+            assert attention.length is not None
+            positions = torch.arange(attention.length, device=given.device)[None]
+            kwargs["position_ids"] = attention.own(positions)
         cache = {"use_cache": False} if "use_cache" in _parameters(type(self.model).forward) else {}
         return (), {**kwargs, "attention_mask": ones, **cache}
 
