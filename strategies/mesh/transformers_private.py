@@ -34,6 +34,14 @@ def pretrained_models(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def attention_implementation(model: Any) -> str:
+    """Return the name under which a model's attention is registered, which ``set_attn_implementation`` sets."""
+    found = getattr(model.config, "_attn_implementation", None)
+    if found is None:
+        raise _unknown_version("PreTrainedConfig._attn_implementation")
+    return str(found)
+
+
 def has_tensor_plan(model: Any) -> bool:
     """Whether a model of transformers brings a plan for tensor parallelism."""
     return bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from flextrain import MeshStrategy
 from flextrain.core.errors import FlexTrainError
 from flextrain.strategies.mesh.context.batches import SequenceBatches
-from flextrain.strategies.mesh.context.checks import check_of_transformers, check_positions, check_without_cut
+from flextrain.strategies.mesh.context.cuttable import check_of_transformers, check_positions, check_without_cut
 from flextrain.strategies.mesh.context.interception import Interception
 from flextrain.strategies.mesh.context.masks import CAUSAL
 from flextrain.strategies.mesh.context.of_transformers import rule_of, shifts_labels
@@ -52,7 +52,16 @@ def attend(
     """A call of scaled_dot_product_attention in a model, on one of two processes."""
     attention = SequenceAttention.__new__(SequenceAttention)
     vars(attention).update(
-        kind=kind, count=2, index=0, calls=0, is_local=False, length=length, keys=None, documents=None
+        kind=kind,
+        count=2,
+        index=0,
+        calls=0,
+        is_local=False,
+        is_alone=False,
+        is_sharp=False,
+        length=length,
+        keys=None,
+        documents=None,
     )
     tensors = args or (torch.zeros(1, heads, 4, 2),) * 3
 

@@ -17,11 +17,12 @@ from ...base import NOTHING
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
+from ..transformers_private import pretrained_models
 from .batches import CutBatch, SequenceBatches
-from .checks import attention_kind, check_of_transformers, check_positions, check_without_cut
 from .comparison import OneProcessComparison
+from .cuttable import attention_kind, check_of_transformers, check_positions, check_without_cut
 from .interception import Interception
-from .of_transformers import TransformersModel, models_of_transformers
+from .of_transformers import TransformersModel
 from .outputs import gather_outputs
 from .sequence_attention import SequenceAttention
 
@@ -57,7 +58,7 @@ class Context(Axis):
         """See Axis."""
         check_without_cut(model, self.size)
         check_positions(model, self.config.cp_positions)
-        self._models = models_of_transformers(model)
+        self._models = list(pretrained_models(model).values())
         self._kind = attention_kind(self.config, self._models)
         for found in self._models:
             check_of_transformers(found, self.config, self._kind)

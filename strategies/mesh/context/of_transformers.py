@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
+from ..transformers_private import attention_implementation
 from .masks import CAUSAL, FULL, Mask, Rule
 from .sequence_attention import SequenceAttention
 
@@ -23,18 +24,6 @@ _HARMLESS = {"position_ids", "sliding_window", "use_cache", "cache_position", "n
 _attention_of: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
 _running: list[SequenceAttention] = []
 """The attention of the forward that is running, from which masks are made."""
-
-
-def models_of_transformers(model: nn.Module) -> list[Any]:
-    """Return the outermost submodules, or the model itself, that are models of transformers."""
-    found: list[Any] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == "transformers.modeling_utils"}
-        if "PreTrainedModel" in kinds and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    return found
 
 
 class TransformersModel:
@@ -52,7 +41,7 @@ class TransformersModel:
     def __init__(self, model: Any, attention: SequenceAttention) -> None:
         _register()
         self.model, self._attention = model, attention
-        self._before = _implementation(model)
+        self._before = attention_implementation(model)
         self._loss = model.loss_function
         self.losses = 0
         self.shifts = shifts_labels(self._loss, model)
@@ -72,7 +61,7 @@ class TransformersModel:
             return
         self.is_cut = is_cut
         self.model.set_attn_implementation(NAME if is_cut else self._before)
-        if is_cut and _implementation(self.model) != NAME:
+        if is_cut and attention_implementation(self.model) != NAME:
             raise StrategyError(
                 f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
             )
@@ -222,10 +211,6 @@ def _register() -> None:
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
-
-
-def _implementation(model: Any) -> str:
-    return str(model.config._attn_implementation)
 
 
 @functools.lru_cache(maxsize=16)
