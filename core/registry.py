@@ -206,14 +206,27 @@ class Registry:
     def expand(self, cfg: Any, where: str) -> dict[str, Any]:
         """``cfg`` as a dict with ``type``; a short name is replaced by its configuration.
 
+        If the class of a short name has a class method ``options_of(text, where)``, the name may be followed by a colon and
+        a text with options: ``"mesh:tp2xpp2"``.
+
         Raises:
             ConfigError: ``cfg`` has no type, or an option differs from that of the short name.
         """
         kind, options = self._split(cfg, where)
+        if isinstance(kind, str) and (meant := self._written_out(kind, where)):
+            return _merged(meant, options, where, kind)
         if not isinstance(kind, str) or set(kind) & set(":.") or self._find(kind) is not None:
             return {"type": kind, **options}
         short = self.short_names().get(kind, {"type": kind})
         return _merged(short, options, where, kind)
+
+    def _written_out(self, kind: str, where: str) -> dict[str, Any] | None:
+        """The configuration of a short name with options of its own after a colon, such as "mesh:tp2xpp2"."""
+        short, colon, text = kind.partition(":")
+        if not colon or "." in short or short not in (known := self.short_names()):
+            return None
+        options_of = getattr(self.resolve(known[short]["type"], where), "options_of", None)
+        return None if options_of is None else {**known[short], **options_of(text, where)}
 
     def check(self, cfg: Any, where: str, provided: tuple[str, ...] = ()) -> Factory:
         """Check the type and the arguments of ``cfg`` without building; return its class.

@@ -48,6 +48,9 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
         several = detect_launch(options.get("launcher")).world_size > 1
         cfg = {"type": "DDPStrategy" if several else "SingleDeviceStrategy"}
     given = cfg.get("type") if isinstance(cfg, Mapping) else cfg
+    if isinstance(given, str) and ":" in given:
+        cfg = STRATEGIES.expand(cfg, "strategy")  # it may be a short name with options of its own
+        given = cfg["type"]
     if isinstance(given, str) and set(given) & set(":."):
         given = STRATEGIES.resolve(given, "strategy.type")
     refuse_foreign(given, "strategy", "flextrain.Strategy", STRATEGIES)

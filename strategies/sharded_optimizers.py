@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core.comm import collectives as dist
 from ..core.errors import StrategyError
-from ..optim.adapters.trial import Samples, why_not_dtensors
+from ..optim.adapters.trial import Samples, why_not_dtensors, why_not_flat_shards
 from ..optim.wrapper import OptimWrapper
 
 _ROWS_EACH = 16
@@ -68,3 +68,23 @@ class ShardedOptimizers:
             return None
         made = empty_dtensor(info.shape, dtype=info.dtype, device_mesh=self._mesh, placements=placements)
         return torch.empty_like(made, device=parameter.device)
+
+
+def check_divided(wrapper: OptimWrapper, what: str, instead: str) -> None:
+    """Try an optimizer on small parameters of which it gets any elements, unless it is known to work.
+
+    Args:
+        wrapper: with its optimizer.
+        what: what divides the parameters, for the message.
+        instead: what to give otherwise, for the message.
+
+    Raises:
+        StrategyError: the result differs from that of whole parameters.
+    """
+    if wrapper.adapter.is_elementwise:
+        return
+    reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))
+    if reason is not None:
+        raise StrategyError(
+            f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {reason}; {what}, choose AdamW, or {instead}"
+        )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_private import default_store
+from ..torch_private import default_store, forget_meshes
 from .interface import choose_interface
 from .rendezvous import host_of, store_of_group
 
@@ -329,6 +329,7 @@ def destroy_process_group() -> None:
         time.sleep(_GLOO_LETS_GO_S)
         _side_groups.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
+        forget_meshes()
 
 
 @functools.cache

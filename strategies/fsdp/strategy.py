@@ -151,11 +151,12 @@ class FSDPStrategy(Strategy):
     # Wrapping
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh, reshard = self._mesh(), self.config.reshards
+        mesh, reshard, others = self._mesh(), self.config.reshards, self._other_meshes()
         self._sharded = ShardedOptimizers(mesh)
         self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # may be others by now
         roots = choose_roots(model)
-        self._units = [unit for unit in self._choose_units(model) if unit not in roots and unit is not model]
+        chosen = self._choose_units(model)
+        self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
         for unit in (*self._units, *roots):
             check_one_dtype(unit)
             options = self._options(outermost=unit in roots)
@@ -163,7 +164,10 @@ class FSDPStrategy(Strategy):
                 options["ignored_params"] = self._scalars
             # Resolved here, because torch 2.6 does not accept None.
             after = unit not in roots if reshard is None else reshard
-            fully_shard(unit, mesh=mesh, reshard_after_forward=after, **options)
+            over = others.get(unit, mesh)
+            if not isinstance(after, bool) and over.size(-1) % after:
+                after = True  # groups of that many processes are not possible over this mesh
+            fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         self._unsettled = list(self._roots)
         self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
@@ -197,6 +201,10 @@ class FSDPStrategy(Strategy):
         ranks = torch.tensor(everyones).view(-1, *shape)
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", *names))[names]
 
+    def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
+        """Return the modules to shard over another mesh than the rest, each with its mesh; they are units of their own."""
+        return {}
+
     def _options(self, outermost: bool) -> dict[str, Any]:
         mixed = self.config.mixed_precision
         policy = MixedPrecisionPolicy()
@@ -222,7 +230,8 @@ class FSDPStrategy(Strategy):
 
     def _compile(self, model: nn.Module) -> None:
         options = self.config.compile if isinstance(self.config.compile, dict) else {}
-        compile_in_place(self._units or [cast(nn.Module, root) for root in self._roots], options)
+        units = [unit for unit in self._units if unit not in self._other_meshes()]
+        compile_in_place(units or [cast(nn.Module, root) for root in self._roots], options)
 
     # Around a micro-batch
 

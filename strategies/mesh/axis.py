@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class Axis:
         folds: its processes have the same parameters and different parts of every sample, like data parallelism:
             FSDP shards parameters over them too.
         divides: its processes hold different parameters of one replica of the model, not parts of each.
+        overlays: it is no dimension of its own: it divides the processes of dp_shard, and of the axes inside of it, anew.
         reports_last: predictions are on its last process; otherwise on its first. May be a property of the object.
     """
 
@@ -37,6 +38,7 @@ class Axis:
     outer: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     divides: ClassVar[bool] = False
+    overlays: ClassVar[bool] = False
     reports_last: ClassVar[bool] = False
 
     example: Callable[[], Any] | None = None
@@ -44,7 +46,8 @@ class Axis:
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         self.config, self.layout = config, layout
-        self.size, self.index = layout.sizes[self.name], layout.index[self.name]
+        sizes = layout.overlays if self.overlays else layout.sizes
+        self.size, self.index = sizes[self.name], layout.index[self.name]
 
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
@@ -61,9 +64,14 @@ class Axis:
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the module to call in place of ``model``, changed for this axis; parameters may be on the meta device.
 
-        Called for every axis in the order of ``MeshStrategy.axes``, before FSDP shards what is left of each parameter.
+        Called for every axis in the order of ``MeshStrategy.axes``, before FSDP shards what is left of each parameter. A
+        module whose own parameters are DTensors was divided by an axis before this one: leave it as it is.
         """
         return model
+
+    def meshes(self) -> Mapping[nn.Module, DeviceMesh]:
+        """Return the modules that FSDP must shard over another mesh than all the rest; called after ``apply``."""
+        return {}
 
     def check_optimizer(self, wrapper: OptimWrapper) -> None:
         """Raise StrategyError if an optimizer, which is built, cannot train what this axis has made of the parameters."""

@@ -36,7 +36,8 @@ class MeshConfig(FSDPConfig):
     """Tensor parallelism: each process has a part of every matrix."""
     plan: Literal["auto"] | dict[str, Any] | None = "auto"
     """Tensor parallelism by module: ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; "auto": the model's own, as
-    models of transformers have, or else one that is found by tracing the model."""
+    models of transformers have, or else one that is found by tracing the model. For expert parallelism the stacks of experts
+    of a model that has no plan of its own: ``{"layers.*.experts": "experts"}``."""
     plan_example: Any = None
     """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: a runner's first
     training samples. Only shapes matter."""

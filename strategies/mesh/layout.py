@@ -23,15 +23,24 @@ class Layout:
         sizes: number of processes by axis, outermost first; every process gives the same.
         folded: the axes, directly after dp_shard, whose processes shard parameters together with those of dp_shard.
         device_type: such as "cuda".
+        overlays: sizes of the axes that are no dimension of the array: each divides the processes of dp_shard and of the
+            axes inside of it anew, with its own neighbours nearest.
 
     Attributes:
-        sizes: as given.
+        sizes, overlays: as given.
         index: this process's index, by axis.
+        sharing: the axes inside of dp_shard whose processes work on the same tokens.
         dense: mesh of all processes, for parameters that every data shard has; ``folded`` are in its dimension SHARD.
     """
 
-    def __init__(self, sizes: Mapping[str, int], folded: Sequence[str], device_type: str) -> None:
-        self.sizes = dict(sizes)
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        folded: Sequence[str],
+        device_type: str,
+        overlays: Mapping[str, int] | None = None,
+    ) -> None:
+        self.sizes, self.overlays = dict(sizes), dict(overlays or {})
         self.device_type = device_type
         self._folded = tuple(folded)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -41,6 +50,10 @@ class Layout:
         self.dense = self.mesh_of(shapes)
         indices = (self._ranks() == Topology().rank).nonzero()[0].tolist()
         self.index: dict[str, int] = dict(zip(self.sizes, indices, strict=True))
+        inside = [*self.sizes][[*self.sizes].index("dp_shard") :]
+        self.sharing = tuple(axis for axis in inside[1:] if axis not in folded)
+        self._overlaid = {axis: self.mesh_of(self._overlay(axis, inside)) for axis in self.overlays}
+        self.index |= {axis: mesh.get_local_rank(axis) for axis, mesh in self._overlaid.items()}
 
     def mesh_of(self, shape: Mapping[str, int]) -> DeviceMesh:
         """Return a mesh of all processes with other dimensions; a collective.
@@ -57,7 +70,9 @@ class Layout:
         The first call with the same axes creates process groups, which every process must do.
         """
         if axes not in self._meshes:
-            if len(axes) == 1 and axes[0] in (self.dense.mesh_dim_names or ()):
+            if len(axes) == 1 and axes[0] in self._overlaid:
+                self._meshes[axes] = self._overlaid[axes[0]][axes[0]]
+            elif len(axes) == 1 and axes[0] in (self.dense.mesh_dim_names or ()):
                 self._meshes[axes] = self.dense[axes[0]]
             elif axes == ("dp_shard", *self._folded):
                 self._meshes[axes] = self.dense[SHARD]
@@ -75,9 +90,15 @@ class Layout:
         ranks = self._ranks().movedim(list(self.sizes).index(axis), -1)
         return [tuple(line) for line in ranks.reshape(-1, self.sizes[axis]).tolist()]
 
-    def sharding(self) -> DeviceMesh:
-        """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas."""
-        return self.dense["dp_replicate", SHARD] if self.sizes["dp_replicate"] > 1 else self.dense[SHARD]
+    def sharding(self, overlay: str | None = None) -> DeviceMesh:
+        """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas.
+
+        Args:
+            overlay: an axis of ``overlays``: the mesh for parameters that it divides.
+        """
+        mesh = self.dense if overlay is None else self._overlaid[overlay]
+        shard = SHARD if overlay is None else f"{overlay}_{SHARD}"
+        return mesh["dp_replicate", shard] if self.sizes["dp_replicate"] > 1 else mesh[shard]
 
     def averaging(self) -> DataShard:
         """Return the processes over which gradients are averaged: those of the data axes and of ``folded``; a collective."""
@@ -103,8 +124,14 @@ class Layout:
             data=DataShard(index, count, self.over(*spread).get_group() if spread else None),
             reports=all(self.index[axis] == at for axis, at in reporting.items()),
             model=self.over(*divided).get_group() if divided else None,
-            axes={axis: (self.index[axis], size) for axis, size in self.sizes.items()},
+            axes={axis: (self.index[axis], size) for axis, size in {**self.sizes, **self.overlays}.items()},
         )
+
+    def _overlay(self, axis: str, inside: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of an array in which ``axis`` takes processes of the axes ``inside``, and FSDP has the rest."""
+        shapes = {name: size for name, size in self.sizes.items() if name not in inside}
+        rest = math.prod(self.sizes[name] for name in inside) // self.overlays[axis]
+        return {**shapes, f"{axis}_{SHARD}": rest, axis: self.overlays[axis]}
 
     def _ranks(self) -> torch.Tensor:
         return torch.arange(math.prod(self.sizes.values())).view(*self.sizes.values())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 
-from ...core.errors import ConfigError, StrategyError
+from ...core.errors import ConfigError, StrategyError, one_of, suggest
 
 REST = -1
 """The size of an axis that takes all the processes that the others leave."""
@@ -58,3 +59,48 @@ def resolved(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
             f"strategy.{rest}: nothing whole is left for it, {product} is {given} and does not divide the {world_size} processes"
         )
     return {**sizes, rest: world_size // given}
+
+
+def check_overlay(axis: str, size: int, divided: Mapping[str, int]) -> None:
+    """Check the size of an axis that takes processes of other axes.
+
+    Args:
+        axis, size: its name, and its number of processes.
+        divided: sizes of those other axes; ``REST`` where it is not known yet.
+
+    Raises:
+        ConfigError: it does not divide their product.
+    """
+    names = " * ".join(divided)
+    if size < 1:
+        raise ConfigError(f"strategy.{axis}: {size} is not allowed, give a positive number that divides {names}")
+    total = math.prod(divided.values())
+    if REST not in divided.values() and total % size:
+        product = " * ".join(f"{name}={number}" for name, number in divided.items() if number != 1) or "1"
+        raise ConfigError(
+            f"strategy.{axis}: {size} does not divide the {total} processes of {names}, which are {product}"
+        )
+
+
+def sizes_in(text: str, axes: Collection[str], where: str) -> dict[str, int]:
+    """Return the sizes that a text such as "tp2xpp2" gives; "dp" is short for "dp_shard".
+
+    Raises:
+        ConfigError: the text is written otherwise, or an axis is not one of ``axes``, or given twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split("x"):
+        found = re.fullmatch(r"([a-z_]+)([0-9]+)", part)
+        if found is None:
+            raise ConfigError(
+                f'{where}: "mesh:{text}" is not allowed, write axes with their sizes, such as "mesh:dp2xtp2"'
+            )
+        axis = "dp_shard" if found[1] == "dp" else found[1]
+        if axis not in axes:
+            raise ConfigError(
+                f'{where}: "mesh:{text}" has "{found[1]}", choose {one_of(["dp", *axes])}{suggest(found[1], ["dp", *axes])}'
+            )
+        if axis in sizes:
+            raise ConfigError(f'{where}: "mesh:{text}" has {axis} twice, give one size')
+        sizes[axis] = int(found[2])
+    return sizes

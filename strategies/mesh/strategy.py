@@ -19,10 +19,11 @@ from ..steps import EvalStep, TrainStep
 from .axis import Axis, Evaluate, RunWindow
 from .config import MeshConfig
 from .context import Context
+from .experts import ExpertParallel
 from .layout import DATA, Layout
 from .overview import Overview
 from .pipeline import Pipeline
-from .sizes import REST, check_sizes, resolved
+from .sizes import REST, check_overlay, check_sizes, resolved, sizes_in
 from .tensor import TensorParallel
 
 _logger = logging.getLogger("flextrain")
@@ -41,7 +42,7 @@ class MeshStrategy(FSDPStrategy):
     """
 
     Config = MeshConfig
-    axes: ClassVar[Sequence[type[Axis]]] = (Pipeline, TensorParallel, Context)
+    axes: ClassVar[Sequence[type[Axis]]] = (Pipeline, ExpertParallel, TensorParallel, Context)
     """The kinds of model parallelism, in the order in which they change a model, and from the farthest to the nearest ranks;
     those with ``folds`` are the farthest inside ``dp_shard``."""
     short_names = {"mesh": {}}
@@ -50,6 +51,7 @@ class MeshStrategy(FSDPStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         check_sizes(self._sizes())
+        self._check_overlays(self._sizes())
         for axis in self.axes:
             axis.check_config(self.config)
         self._layout: Layout | None = None
@@ -57,6 +59,15 @@ class MeshStrategy(FSDPStrategy):
         self._chosen: list[nn.Module] = []  # submodules of the whole model that are FSDP units
         self._window: RunWindow = super().run_window
         self._evaluation: Evaluate = super().evaluate
+
+    @classmethod
+    def options_of(cls, text: str, where: str) -> dict[str, Any]:
+        """Return the sizes in a short name such as "tp2xpp2", which stands after "mesh:".
+
+        Raises:
+            ConfigError: it is written otherwise, or an axis is unknown.
+        """
+        return sizes_in(text, [*DATA, *(axis.name for axis in cls.axes)], where)
 
     @property
     def layout(self) -> Layout:
@@ -66,9 +77,10 @@ class MeshStrategy(FSDPStrategy):
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of the options, outermost axis first."""
-        outer = [axis.name for axis in self.axes if axis.outer]
+        outer = [axis.name for axis in self.axes if axis.outer and not axis.overlays]
         # Axes that shard parameters together with dp_shard are beside it.
-        inner = [axis.name for axis in sorted(self.axes, key=lambda axis: not axis.folds) if not axis.outer]
+        nearest_last = sorted(self.axes, key=lambda axis: not axis.folds)
+        inner = [axis.name for axis in nearest_last if not axis.outer and not axis.overlays]
         sizes = {name: getattr(self.config, name) for name in (*outer, *DATA, *inner)}
         if "dp_shard" not in self.config.model_fields_set and REST in (
             size for name, size in sizes.items() if name != "dp_shard"
@@ -76,21 +88,31 @@ class MeshStrategy(FSDPStrategy):
             sizes["dp_shard"] = 1  # its default takes what is left only if no other axis does
         return sizes
 
+    def _overlays(self) -> dict[str, int]:
+        return {axis.name: getattr(self.config, axis.name) for axis in self.axes if axis.overlays}
+
+    def _check_overlays(self, sizes: dict[str, int]) -> None:
+        divided = [*sizes][[*sizes].index("dp_shard") :]
+        for name, size in self._overlays().items():
+            check_overlay(name, size, {axis: sizes[axis] for axis in divided})
+
     def _check_world(self, world_size: int) -> None:
-        resolved(self._sizes(), world_size)
+        self._check_overlays(resolved(self._sizes(), world_size))
 
     def _arrange(self) -> Topology:
         self._join_alone()
         sizes = resolved(self._sizes(), Topology().world_size)
+        self._check_overlays(sizes)
         folded = [axis.name for axis in self.axes if axis.folds]
-        layout = self._layout = Layout(sizes, folded, self.device.type)
-        self._axes = [axis(self.config, layout) for axis in self.axes if sizes[axis.name] > 1]
+        overlays = {name: size for name, size in self._overlays().items() if size > 1}
+        layout = self._layout = Layout(sizes, folded, self.device.type, overlays)
+        self._axes = [axis(self.config, layout) for axis in self.axes if {**sizes, **overlays}.get(axis.name, 1) > 1]
         for axis in reversed(self._axes):  # the first one is around all others
             if type(axis).run_window is not Axis.run_window:
                 self._window = partial(axis.run_window, inner=self._window)
             if type(axis).evaluate is not Axis.evaluate:
                 self._evaluation = partial(axis.evaluate, inner=self._evaluation)
-        reporting = {axis.name: axis.size - 1 if axis.reports_last else 0 for axis in self._axes}
+        reporting = {axis.name: axis.size - 1 if axis.reports_last else 0 for axis in self._axes if not axis.overlays}
         return layout.topology(reporting, [axis.name for axis in self._axes if axis.divides])
 
     def _mesh(self) -> DeviceMesh:
@@ -136,6 +158,9 @@ class MeshStrategy(FSDPStrategy):
             overview.add("dp_replicate", copies, "samples; parameters are replicated", model)
         _logger.info(overview.table(math.prod(sizes.values())))
         return model
+
+    def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
+        return {module: mesh for axis in self._axes for module, mesh in axis.meshes().items()}
 
     def split(self, batch: Any) -> Any:
         """See Strategy."""

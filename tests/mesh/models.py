@@ -63,7 +63,7 @@ class Plain(nn.Module):
     """A causal language model; positions come with the batch, or are counted from 0."""
 
     def __init__(
-        self, block: type[nn.Module] = PlainBlock, tied: bool = False, layers: int = 2, dropout: float = 0.0
+        self, block: Callable[..., nn.Module] = PlainBlock, tied: bool = False, layers: int = 2, dropout: float = 0.0
     ) -> None:
         super().__init__()
         width = 32
@@ -85,6 +85,42 @@ class Plain(nn.Module):
         if labels is None:
             return logits
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Experts(nn.Module):
+    """A stack of experts, each a perceptron of one hidden layer."""
+
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) * 0.2)
+        self.bias = nn.Parameter(torch.randn(num_experts, 2 * width) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) * 0.2)
+
+    def forward(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            found = functional.gelu(tokens[token] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            out = out.index_add(0, token, found * weights[token, choice, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """Attention, then a mixture of experts."""
+
+    def __init__(self, width: int, heads: int, dropout: float, preferred: int = 0) -> None:
+        super().__init__()
+        self.attention = PlainBlock(width, heads, dropout)
+        self.norm, self.router, self.experts = nn.LayerNorm(width), nn.Linear(width, 4), Experts(4, width)
+        with torch.no_grad():
+            self.router.bias[:preferred] += 20.0  # all others get no token
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        flat = self.norm(x).flatten(0, 1)
+        weights, ids = self.router(flat).softmax(-1).topk(2)
+        return x + self.experts(flat, ids, weights).view_as(x)
 
 
 class Images(nn.Module):
@@ -128,7 +164,9 @@ def of_transformers(kind: str, layers: int = 2, **options: Any) -> nn.Module:
         none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         own = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH, **none)
         config = transformers.GPT2Config(**{**own, **options})
-    more = {"experts_implementation": "eager"} if kind in ("mixtral", "qwen3_moe") else {}
+    # The default kernels of experts compute in float32 and below.
+    is_exact = torch.get_default_dtype() == torch.float64
+    more = {"experts_implementation": "eager"} if is_exact and kind in ("mixtral", "qwen3_moe") else {}
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **more)
     model.config.use_cache = False
     if torch.get_default_dtype() == torch.float64:
@@ -151,16 +189,28 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "plain_tied": functools.partial(Plain, tied=True),
     "fused": functools.partial(Plain, FusedBlock),
+    "mixture": functools.partial(Plain, Mixture),
+    "mixture_starved": functools.partial(Plain, functools.partial(Mixture, preferred=2)),
     "llama": functools.partial(of_transformers, "llama"),
     "llama_tied": functools.partial(of_transformers, "llama", tie_word_embeddings=True),
     "gpt2": functools.partial(of_transformers, "gpt2"),
     "mixtral": functools.partial(of_transformers, "mixtral"),
+    "mixtral_balanced": functools.partial(
+        of_transformers, "mixtral", output_router_logits=True, router_aux_loss_coef=0.5
+    ),
     "qwen3_moe": functools.partial(of_transformers, "qwen3_moe"),
     "vision": _vision_transformer,
     "convolutions": _convolutions,
 }
 OF_IMAGES = ("vision", "convolutions")
-OF_TRANSFORMERS = ("llama", "llama_tied", "gpt2", "mixtral", "qwen3_moe")  # they shift the labels themselves
+OF_TRANSFORMERS = (
+    "llama",
+    "llama_tied",
+    "gpt2",
+    "mixtral",
+    "mixtral_balanced",
+    "qwen3_moe",
+)  # they shift the labels themselves
 
 
 def build(name: str, seed: int = 7) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from ....core.errors import StrategyError
-from ....core.torch_private import tree_map_only
+from ....core.torch_private import tree_map_only, using_in_place
+from ..replaced_forward import replace_forward
 from .styles import Style
 
 
@@ -42,6 +43,8 @@ def distribute_model(
     """
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            continue  # an axis before this one has divided it
         style = styles.get(name) or Style()
         for key, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(parameter) not in made:  # a tied one has the style of the first module that has it
@@ -53,6 +56,8 @@ def distribute_model(
             setattr(module, key, made[id(parameter)])
         for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, key, distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=None))
+        if style.local:
+            replace_forward(module, partial(_LocalForward, module, mesh))
         if style.inputs is not None:
             module.register_forward_pre_hook(partial(_lay_out_inputs, style.inputs), with_kwargs=True)
         if style.sums or isinstance(module, nn.MultiheadAttention):  # whose forward does not call its last projection
@@ -91,6 +96,22 @@ def _reduce(sequence: bool, module: nn.Module, args: Any, output: Any) -> Any:
         return tensor.redistribute(placements=(Shard(1) if sequence and tensor.ndim > 2 else Replicate(),))
 
     return tree_map_only(DTensor, reduce, output)
+
+
+class _LocalForward:
+    """Takes the place of a module's forward, which computes with ordinary tensors: all of each."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
+        self._module, self._mesh, self._forward = module, mesh, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = {
+            **dict(self._module.named_parameters(recurse=False)),
+            **dict(self._module.named_buffers(recurse=False)),
+        }
+        with using_in_place(self._module, as_local(tensors)):
+            output = self._forward(*as_local(args), **as_local(kwargs))
+        return as_replicated(self._mesh, output)
 
 
 def as_replicated(mesh: DeviceMesh, values: Any) -> Any:

@@ -27,11 +27,14 @@ class Style:
         outputs: layout of what it returns; None: as torch derives it.
         sums: what it returns are sums over the processes, which are reduced at once: to all of it, or with
             ``sequence_parallel`` to the process's shard of dimension 1. ``outputs`` means nothing then.
+        local: forward computes with ordinary tensors, the whole of everything on every process; for operations that
+            DTensor has not.
     """
 
     inputs: ClassVar[Placement | None] = None
     outputs: ClassVar[Placement | None] = None
     sums: ClassVar[bool] = False
+    local: ClassVar[bool] = False
 
     def placement(self, module: nn.Module, name: str, parameter: Tensor) -> Placement:
         """Return the layout of a parameter of ``module`` itself.
@@ -50,6 +53,13 @@ class Style:
 @STYLES.register_module(name=["replicate", "replicated", "replicated_with_grad_allreduce"])
 class Replicated(Style):
     """Every process has all of the parameters; gradients need no option, DTensor knows which of them are sums."""
+
+
+@STYLES.register_module(name="experts")
+class Experts(Style):
+    """Every process has all experts of a stack, unless expert parallelism has divided them."""
+
+    local = True
 
 
 @STYLES.register_module(name="colwise")

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ....core.errors import StrategyError
-from ....optim.adapters.trial import Samples, why_not_flat_shards
 from ....optim.wrapper import OptimWrapper
 from ...fsdp.units import choose_roots
+from ...sharded_optimizers import check_divided
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
@@ -75,14 +74,7 @@ class TensorParallel(Axis):
 
     def check_optimizer(self, wrapper: OptimWrapper) -> None:
         """See Axis; FSDP may give an optimizer whole rows, tensor parallelism gives it any elements of a matrix."""
-        if wrapper.adapter.is_elementwise:
-            return
-        reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))
-        if reason is not None:
-            raise StrategyError(
-                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {reason}; tp={self.size} divides matrices, "
-                "choose AdamW, or tp=1"
-            )
+        check_divided(wrapper, f"tp={self.size} divides matrices", "tp=1")
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
