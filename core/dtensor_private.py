@@ -6,11 +6,13 @@ Each entry says what it does, and with which versions of torch it was checked, a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
@@ -61,3 +63,30 @@ def relax_views(tell: Callable[[Any], None]) -> None:
 
     for operation in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         strategies[operation] = partial(relaxed, strategies[operation])
+
+
+@contextmanager
+def using_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which a module's own parameters and buffers are ``tensors``, which may be part of a graph. 2.6, 2.15.
+
+    ``torch.func.functional_call`` would call the module with its hooks, which are running already.
+    """
+    own: list[Any] = [module._parameters, module._buffers]
+    before = [{name: found[name] for name in tensors if name in found} for found in own]
+    for found, replaced in zip(own, before, strict=True):
+        found.update({name: tensors[name] for name in replaced})
+    try:
+        yield
+    finally:
+        for found, replaced in zip(own, before, strict=True):
+            found.update(replaced)
+
+
+def forget_meshes() -> None:
+    """Drop the layouts that DTensor has worked out, which hold the meshes of process groups that are gone. 2.6, 2.15.
+
+    A mesh of the same ranks and names is equal to them, also with other groups: results would have the old groups.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
+        clear()

@@ -118,23 +118,6 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
     module._apply(function)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def using_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which a module's own parameters and buffers are ``tensors``, which may be part of a graph. 2.6, 2.15.
-
-    ``torch.func.functional_call`` would call the module with its hooks, which are running already.
-    """
-    own: list[Any] = [module._parameters, module._buffers]
-    before = [{name: found[name] for name in tensors if name in found} for found in own]
-    for found, replaced in zip(own, before, strict=True):
-        found.update({name: tensors[name] for name in replaced})
-    try:
-        yield
-    finally:
-        for found, replaced in zip(own, before, strict=True):
-            found.update(replaced)
-
-
 def call_loaded_hooks(module: nn.Module) -> None:
     """Call the module's load_state_dict post-hooks, with no missing and no unexpected keys. 2.6, 2.15."""
     for hook in module._load_state_dict_post_hooks.values():
@@ -211,17 +194,6 @@ def awaited_worker(iterator: Any) -> tuple[int, int] | None:
 def default_store() -> Any:
     """The store of the default process group. 2.6, 2.15."""
     return dist.distributed_c10d._get_default_store()
-
-
-def forget_meshes() -> None:
-    """Drop the layouts that DTensor has worked out, which hold the meshes of process groups that are gone. 2.6, 2.15.
-
-    A mesh of the same ranks and names is equal to them, also with other groups: results would have the old groups.
-    """
-    if (tensor := sys.modules.get("torch.distributed.tensor")) is not None:
-        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
-            clear()
 
 
 def last_collective() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_private import default_store, forget_meshes
+from ..torch_private import default_store
 from .interface import choose_interface
 from .rendezvous import host_of, store_of_group
 
@@ -329,7 +330,10 @@ def destroy_process_group() -> None:
         time.sleep(_GLOO_LETS_GO_S)
         _side_groups.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
-        forget_meshes()
+        if "torch.distributed.tensor" in sys.modules:
+            from ..dtensor_private import forget_meshes  # which imports it
+
+            forget_meshes()
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
-from ....core.torch_private import using_in_place
 
 _SEPARATE = 0.05
 """Relative difference, by magnitude, below which two ways to compute a tiny sum count as equal in every dtype."""

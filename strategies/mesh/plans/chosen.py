@@ -51,7 +51,7 @@ def choose_plan(config: MeshConfig, model: nn.Module, tp: int, example: Callable
         return Choice(config.plan, _GIVEN)
     if config.plan is None:
         raise ConfigError(f'strategy.plan: None is not allowed with tp={tp}, give "auto", or {GIVE[5:]}')
-    own = OwnPlan.of(model, tp)
+    own = OwnPlan.of(model, tp, tp if config.ep > 1 else 1)
     if own is not None and config.sequence_parallel:
         raise ConfigError(
             f"strategy.sequence_parallel: the plan of {own.authors} itself has no such layouts, {GIVE}, or leave it out"

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
-from ....core.torch_private import tree_map_only, using_in_place
+from ....core.torch_private import tree_map_only
 from ..replaced_forward import replace_forward
 from .styles import Style
 
