@@ -87,6 +87,7 @@ def forget_meshes() -> None:
 
     A mesh of the same ranks and names is equal to them, also with other groups: results would have the old groups.
     """
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
         clear()
