@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -55,6 +56,7 @@ def leave(status: int) -> None:
         if (count := heartbeats()) != last:
             last, changed = count, time.monotonic()
     try_for_a_while(_flush)
+    try_for_a_while(_end_children)
     os._exit(status)
 
 
@@ -63,6 +65,13 @@ def try_for_a_while(function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function, name="flextrain-last-words", daemon=True)
     thread.start()
     thread.join(_LOGGING_S)
+
+
+def _end_children() -> None:
+    """End workers of dataloaders, as the end of the interpreter does: one that is stuck would stay for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _is_saving() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,21 @@ def test_a_hang_in_a_worker_of_the_dataloader_is_named(tmp_path: Path) -> None:
         assert "faults.py:" in found
     logs = [path.read_text() for path in sorted(tmp_path.rglob("*_rank1.log"))]
     assert any("Worker 0, innermost first:" in log for log in logs)
+    if sys.platform == "linux":  # no worker is left, stuck as it is
+        deadline = time.monotonic() + 10
+        while (left := _processes_of(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+
+
+def _processes_of(folder: Path) -> list[str]:
+    """The processes whose command names the folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (command := file.read_text()):
+                found.append(f"{file.parent.name}: {command}")
+    return found
 
 
 @pytest.mark.full
