@@ -158,9 +158,9 @@ def _no_leaked_variables() -> Iterator[None]:
 def _logs_as_before() -> Iterator[None]:
     """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it."""
     logger = logging.getLogger("flextrain")
-    before = logger.level
+    logger.setLevel(logging.NOTSET)  # a fixture of a whole module may have had a runner
     yield
-    logger.setLevel(before)
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

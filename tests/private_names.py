@@ -17,13 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, made once for all that look at it."""
+    return ast.parse(source)
+
+
 def private_names_of_torch(source: str, inherited: Collection[str] = ()) -> Iterator[tuple[int, str]]:
     """Line and name of each: imported, reached through a module, overridden, or an attribute of an object of torch's.
 
     What an object is, the source does not say; every attribute counts that classes of torch have, but for those that classes
     of the source define, and for those of ``self`` in ``inherited``.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = _known_names(tree)
     own = own_attributes(source)
     for node in ast.walk(tree):
@@ -33,11 +39,13 @@ def private_names_of_torch(source: str, inherited: Collection[str] = ()) -> Iter
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from ((node.lineno, name) for name in names if _is_private(name))
         elif isinstance(node, ast.Attribute):
+            if not _is_hidden(node.attr):
+                continue
             name = _resolved(node, known)
             of_self = ast.unparse(node.value) in ("self", "cls", "super()")
             is_own = node.attr in own or (of_self and node.attr in inherited)
             is_attribute = node.attr in _attributes() and not is_own
-            if _is_hidden(node.attr) and ((name and _is_private(name)) or is_attribute):
+            if (name and _is_private(name)) or is_attribute:
                 yield node.lineno, name or node.attr
         elif isinstance(node, ast.ClassDef):
             yield from _overridden(node, known)
@@ -91,11 +99,12 @@ def _resolved(node: ast.AST, known: dict[str, str]) -> str | None:
     return None
 
 
-def own_attributes(source: str) -> set[str]:
+@functools.cache
+def own_attributes(source: str) -> frozenset[str]:
     """Attributes that classes of the source define."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     methods = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    return methods | {node.attr for node in ast.walk(tree) if _is_set_on_self(node)}
+    return frozenset(methods | {node.attr for node in ast.walk(tree) if _is_set_on_self(node)})
 
 
 def _is_set_on_self(node: ast.AST) -> bool:

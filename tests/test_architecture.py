@@ -14,7 +14,7 @@ import flextrain
 import flextrain.ray
 import flextrain.testing
 
-from .private_names import own_attributes, private_names_of_torch
+from .private_names import own_attributes, parsed, private_names_of_torch
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
@@ -52,7 +52,7 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, also in functions and for types; ``from x import y`` as ``x.y``."""
     package = module if module.endswith("__init__") else module.rpartition(".")[0]
     package = package.removesuffix(".__init__")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,7 +77,7 @@ def strategy_classes(modules: Sources) -> dict[str, str]:
     for module, source in modules.items():
         if layer_of(module) != "strategies":
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
             if any(base.rpartition(".")[2].endswith("Strategy") for base in bases):
                 found[node.name] = module  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def ranks_asked_for(modules: Sources) -> list[str]:
         f"{module}:{node.lineno} asks {name}"
         for module, source in modules.items()
         if not RANKS_HOME.match(module)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, (ast.Name, ast.Attribute, ast.alias))
         and (name := getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", ""))
         in RANK_NAMES

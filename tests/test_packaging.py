@@ -151,6 +151,7 @@ def test_import_alone_loads_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_public_names_load_no_optional_package(tmp_path: Path) -> None:
+    """Nor do the strategies that need one, until an object is made."""
     assert loaded_by("from flextrain import *", tmp_path) & OPTIONAL == set()
 
 

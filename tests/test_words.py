@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from .private_names import parsed
 from .test_architecture import Sources, sources
 
 HOMES = {
@@ -58,7 +59,7 @@ def strays(modules: Sources) -> list[str]:
     """Places outside of its home where one of ``HOMES`` is said; docstrings and definitions may."""
     found = []
     for module, source in modules.items():
-        for line, said in _said(ast.parse(source)):
+        for line, said in _said(parsed(source)):
             for word, (home, advice) in HOMES.items():
                 if word in said and module != home:
                     found.append(f"{module}:{line} says {word}, {advice}")
@@ -79,7 +80,7 @@ def other_words(modules: Sources) -> list[str]:
     """Names of the code that have one of ``WORDS`` in them."""
     found = []
     for module, source in modules.items():
-        for line, name in _names(module, ast.parse(source)):
+        for line, name in _names(module, parsed(source)):
             rest = _without_terms(name)
             for word, (allowed, advice) in WORDS.items():
                 if re.search(rf"(?<![a-z]){word}s?(?![a-z])", rest) and not (
@@ -118,7 +119,7 @@ def classes_of_one_name(modules: Sources) -> list[str]:
     """Classes for all to use that have the name of another one."""
     homes: dict[str, list[str]] = {}
     for module, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     return [f"{name} is in {' and in '.join(found)}" for name, found in homes.items() if len(found) > 1]

@@ -100,8 +100,8 @@ RECIPES = {
     "ragged-targets": Recipe(MOMENTUM, (BATCH,) * 5, dict(accumulative_counts=2), ragged=True),
 }
 # With or without accumulation, clipping and bfloat16; some with all models always, the others with all under ``full``.
-ON_ALL_MODELS = ("adamw", "accumulate-clip")
-ON_ALL_IN_FULL = ("adamw-clip", "accumulate", "bf16", "bf16-clip", "bf16-accumulate", "bf16-accumulate-clip")
+ON_ALL_MODELS = ("accumulate-clip",)
+ON_ALL_IN_FULL = ("adamw", "adamw-clip", "accumulate", "bf16", "bf16-clip", "bf16-accumulate", "bf16-accumulate-clip")
 
 
 def global_windows(model: type[SmallModel], recipe: Recipe, updates: int) -> list[list[Batch]]:

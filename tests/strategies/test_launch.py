@@ -56,7 +56,7 @@ def test_processes_meet_and_rank_0_answers(job: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.distributed
 def test_a_failing_process_is_named_with_its_traceback(job: Any) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(job.fail, 2)
+        launch(job.fail, 2, start_method="fork")
     assert str(caught.value).startswith("process 1 of 2 failed: ")
     assert "in fail" in str(caught.value)
     assert "KeyError: 'what went wrong'" in str(caught.value)
