@@ -222,12 +222,30 @@ def test_a_killed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
     holder.stdout.close()
 
 
+def test_a_file_that_is_removed_as_it_is_opened_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_file = [], os.open
+
+    def opening(path: Path, *arguments: Any, **options: Any) -> int:
+        descriptor = open_file(path, *arguments, **options)
+        if not opened:  # its former owner lets go of it
+            path.unlink()
+        opened.append(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opening)
+    lock = FolderLock(tmp_path)
+    assert opened == [tmp_path / FILE] * 2
+    assert (tmp_path / FILE).exists()
+    lock.release()
+
+
+@pytest.mark.full
 @pytest.mark.processes
 def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
     """Whoever opens the file as it is removed must not hold a file that is not there any more."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom flextrain.core.folder_lock import FolderLock, OccupiedError\n"
-        "folder = Path(sys.argv[1])\nend = time.time() + 0.7\n"
+        "folder = Path(sys.argv[1])\nend = time.time() + 1.5\n"
         "while time.time() < end:\n"
         "    try:\n        lock = FolderLock(folder)\n    except OccupiedError:\n        continue\n"
         "    (folder / 'mine').touch(exist_ok=False)\n    (folder / 'mine').unlink()\n    lock.release()\n"
