@@ -6,6 +6,7 @@ Each entry says what it does, and with which versions of torch it was checked, a
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -53,12 +54,18 @@ def relax_views(tell: Callable[[Any], None]) -> None:
 
     def relaxed(strict: Callable[[Any], Any], schema: Any) -> Any:
         try:
-            return strict(schema)
-        except RuntimeError:
-            tell(schema)
+            found = strict(schema)
+            if _keeps_strides(schema, found):
+                return found
+        except Exception:  # not only RuntimeError: assertions and indices too
+            found = None
+        tell(schema)
+        strided = any(
+            hasattr(one, "split_factor") for one in _placements(schema.args_schema[0].strategies[0].output_spec)
+        )
         try:
-            return reshape(schema)
-        except RuntimeError:
+            return whole(schema) if strided else reshape(schema)
+        except Exception:
             return whole(schema)
 
     for operation in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
@@ -91,3 +98,55 @@ def forget_meshes() -> None:
     propagator.propagate_op_sharding.cache_clear()
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
         clear()
+
+
+def _placements(spec: Any) -> tuple[Any, ...]:
+    return tuple(spec.placements)
+
+
+def _keeps_strides(schema: Any, found: Any) -> bool:
+    """Whether a strided shard stays one of a dimension of the same size, or becomes an ordinary one.
+
+    For others, such as two dimensions joined of which the second is sharded in strides, torch's rules are wrong.
+    """
+    given, made = schema.args_schema[0], found.strategies[0].output_spec
+    shape = list(schema.args_schema[1])
+    if -1 in shape:
+        rest = math.prod(size for size in shape if size != -1)
+        shape[shape.index(-1)] = math.prod(given.shape) // max(rest, 1)
+    kept = _placements(found.strategies[0].input_specs[0])
+    for before, after in zip(kept, _placements(made), strict=True):
+        factor = getattr(before, "split_factor", None)
+        if factor is None or not hasattr(after, "split_factor"):
+            continue
+        if after.split_factor != factor or shape[after.dim] != given.shape[before.dim]:
+            return False
+    return True
+
+
+def replicate_without_rule(tell: Callable[[Any], None]) -> None:
+    """Let operations that torch has no rule for gather DTensors and compute as on one device, instead of raising. 2.15.
+
+    Args:
+        tell: called with the operation's schema, once for each operation.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    utils: Any = importlib.import_module("torch.distributed.tensor._ops.utils")
+    original = propagator.propagate_op_sharding_non_cached
+
+    def propagate(schema: Any) -> Any:
+        try:
+            return original(schema)
+        except NotImplementedError:
+            operation = schema.op
+            key = torch._C.DispatchKey.CompositeImplicitAutograd
+            # Torch itself takes such operations apart; views and writes must not have copies of their tensors.
+            apart = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
+            if apart or operation.is_view or operation._schema.is_mutable:
+                raise
+            tell(schema)
+            propagator.register_op_strategy(operation, utils.replicate_op_strategy)
+            return original(schema)
+
+    propagator.propagate_op_sharding_non_cached = propagate
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)

@@ -86,6 +86,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of. 2.6, 2.15."""
+    return tensor._base
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; ``.data`` and NumPy change it uncounted. 2.6, 2.15."""
     return tensor._version

@@ -42,6 +42,9 @@ class MeshConfig(FSDPConfig):
     """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: a runner's first
     training samples. Only shapes matter."""
 
+    tp_kind: Literal["dtensor", "local"] = "dtensor"
+    """What passes between modules of the plan: DTensors, right for every model; or "local" tensors, which take less time,
+    for models that read the number of heads off the width that they see. The first update checks it."""
     sequence_parallel: bool = False
     """With tensor parallelism, divide activations along their dimension 1 where ``plan`` divides no features."""
 

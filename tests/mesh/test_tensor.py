@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 
-from flextrain.testing import WorkerGroup
+from flextrain import MeshStrategy
+from flextrain.core.errors import StrategyError
+from flextrain.strategies.mesh.tensor import TensorParallel
+from flextrain.strategies.mesh.tensor.random_numbers import drawing_apart, register_cpu_random_numbers
+from flextrain.testing import WorkerError, WorkerGroup
+from flextrain.testing.differences import CheckFailedError
 
 from . import tensor_models as own
 from .parity import RECIPES, Recipe, compare
@@ -51,6 +62,10 @@ QUICK: list[Any] = [
     ("plain_tied", {**SEPARATE, **VOCABULARY}, ADAMW, dict(sequence_parallel=True)),
     ("odd", ODD, ADAMW, {}),
 ]
+GATHERED = {**SEPARATE, "head": "colwise_gather_output", "embed": "embedding_rowwise"}
+LOCAL: list[Any] = [("plain_tied", GATHERED, ADAMW, dict(tp_kind="local"))]
+# Masks of one device, also where each process has the probabilities of other heads, or another shard of a sequence.
+DROPPING: list[Any] = [("dropping_heads", CHUNKED, ADAMW, {})]
 FULL: list[Any] = [
     ("plain", {**SEPARATE, **VOCABULARY}, RECIPES["frozen"], {}),
     ("fused", {**FUSED, **CONTIGUOUS}, ADAMW, {}),
@@ -66,6 +81,13 @@ FULL: list[Any] = [
     ("attending", ATTENDING, SGD, {}),
     ("attending", {**ATTENDING, "cross": "colwise", "layer.self_attn": "colwise"}, SGD, {}),
     ("attending", {**ATTENDING, "layer.norm*": "sequence"}, SGD, dict(sequence_parallel=True)),
+    ("llama", LLAMA, ADAMW, dict(tp_kind="local")),
+    ("vision", VISION, SGD, dict(tp_kind="local")),
+    ("attending", {**ATTENDING, "head": "colwise_gather_output"}, SGD, dict(tp_kind="local")),
+]
+FULL_DROPPING: list[Any] = [
+    ("dropping", {**SEPARATE, **VOCABULARY}, ADAMW, dict(sequence_parallel=True)),
+    ("dropping", GATHERED, ADAMW, dict(tp_kind="local")),
 ]
 
 
@@ -87,10 +109,10 @@ def _cases(world_size: int, cases: list[Any], *marks: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "world_size, model, plan, recipe, options",
     [
-        *_cases(2, QUICK),
-        *_cases(2, FULL, pytest.mark.full),
+        *_cases(2, [*QUICK, *LOCAL, *DROPPING]),
+        *_cases(2, [*FULL, *FULL_DROPPING], pytest.mark.full),
         *_cases(3, QUICK[2:], pytest.mark.full),
-        *_cases(4, [*QUICK, *FULL], pytest.mark.full),
+        *_cases(4, [*QUICK, *LOCAL, *FULL], pytest.mark.full),
     ],
 )
 def test_trains_as_one_device(
@@ -106,3 +128,104 @@ def test_trains_as_one_device(
     traces = workers(world_size).run(parity, {**spec, **wrap}, model, recipe)
     assert all(trace == traces[0] for trace in traces)
     assert sum(traces[0].losses[-5:]) < sum(traces[0].losses[:5])
+
+
+# Broken on purpose
+
+
+class _Times(torch.autograd.Function):
+    """A tensor whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, factor: int) -> Any:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+class _Doubling(TensorParallel):
+    """The gradient of what every process has is added up over the processes."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        for norm in model.modules():
+            if isinstance(norm, nn.LayerNorm):
+                norm.forward = partial(self._normalise, norm)  # type: ignore[method-assign]
+        return super().apply(model)
+
+    def _normalise(self, norm: nn.LayerNorm, x: Any) -> Any:
+        weight = _Times.apply(norm.weight, self.size)
+        return functional.layer_norm(x, norm.normalized_shape, weight, norm.bias)
+
+
+def counted_tp_times(spec: dict[str, Any]) -> None:
+    """In a worker: one update with the fault."""
+    before, MeshStrategy.axes = MeshStrategy.axes, (_Doubling,)
+    try:
+        parity(spec, "plain_tied", ADAMW, updates=1)
+    finally:
+        MeshStrategy.axes = before
+
+
+def test_gradient_of_a_replicated_weight_counted_tp_times(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="gradient norm") as raised:
+        workers2.run(counted_tp_times, dict(type="MeshStrategy", tp=2, plan=SEPARATE))
+    assert isinstance(raised.value.__cause__, CheckFailedError)
+
+
+def masks() -> dict[str, Any]:
+    """In a worker: what dropout leaves of ones, whose first dimension, the heads, is divided."""
+    mesh, ones = init_device_mesh("cpu", (2,)), torch.ones(8, 6)
+    register_cpu_random_numbers()
+    torch.manual_seed(3)
+    expected = functional.dropout(ones, 0.5)
+    torch.manual_seed(3)
+    divided: Any = functional.dropout(distribute_tensor(ones, mesh, [Shard(0)], src_data_rank=None), 0.5)
+    torch.manual_seed(3)
+    with drawing_apart("cpu", mesh.get_local_rank()):
+        local = functional.dropout(ones, 0.5)
+    after = torch.rand(4)
+    return {"expected": expected, "divided": divided.full_tensor(), "local": local, "after": after}
+
+
+def test_masks_repeated_across_heads_where_they_must_differ(workers2: WorkerGroup) -> None:
+    one, two = workers2.run(masks)
+    torch.testing.assert_close(one["divided"], one["expected"], rtol=0, atol=0)
+    assert not torch.equal(*one["divided"].chunk(2))
+    assert not torch.equal(one["local"], two["local"])
+    assert torch.equal(one["after"], two["after"])
+
+
+def wrong_cut(plan: dict[str, str], model: str) -> None:
+    """In a worker: a plan that needs DTensors, applied to local tensors."""
+    parity(dict(type="MeshStrategy", tp=2, plan=plan, tp_kind="local"), model)
+
+
+@pytest.mark.parametrize(
+    "model, plan, message",
+    [
+        pytest.param("chunked", CHUNKED, "layers.0.out is computed differently from one device", id="heads"),
+        pytest.param("fused", FUSED, "shards do not fit the model", id="views", marks=pytest.mark.full),
+        pytest.param(
+            "plain", {**SEPARATE, "head": "colwise"}, "shards do not fit", id="classes", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "plain", {**SEPARATE, "norm": "sequence"}, "norm divides sequences", id="sequences", marks=pytest.mark.full
+        ),
+        pytest.param("odd", ODD, "tp=2 does not divide the 7 features of model.up.weight", id="odd", marks=pytest.mark.full),
+        pytest.param(
+            "plain_tied", {**SEPARATE, "embed": "embedding_rowwise"}, "model.head.weight is shared", id="tied",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_local_tensors_that_would_be_cut_wrongly(
+    workers2: WorkerGroup, model: str, plan: dict[str, str], message: str
+) -> None:
+    with pytest.raises(WorkerError) as raised:
+        workers2.run(wrong_cut, plan, model)
+    assert isinstance(raised.value.__cause__, StrategyError)
+    assert message in str(raised.value.__cause__)
+    assert "\n" not in str(raised.value.__cause__)

@@ -10,21 +10,26 @@ from typing import Any
 
 from torch import nn
 
-from ....core.dtensor_private import relax_views
+from ....core.dtensor_private import relax_views, replicate_without_rule
 
 _logger = logging.getLogger("flextrain")
 _told: set[tuple[str, str]] = set()
 
 
 @functools.cache
-def register_views() -> None:
-    """Let views of DTensors gather what they cannot keep divided; once in a process."""
+def register_gathering() -> None:
+    """Let operations on DTensors gather what they cannot keep divided; once in a process."""
     relax_views(_tell_view)
+    replicate_without_rule(_tell_no_rule)
 
 
 def _tell_view(schema: Any) -> None:
     shape, wanted = tuple(schema.args_schema[0].shape), schema.args_schema[1]
     tell_gathered(f"views {shape} as {tuple(wanted)}, which its plan cuts elsewhere", "another style")
+
+
+def _tell_no_rule(schema: Any) -> None:
+    tell_gathered(f"uses {schema.op}, which torch divides in no way", "another style")
 
 
 def tell_gathered(what: str, instead: str) -> None:

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ....core.torch_private import tree_map_only
+from ....core.errors import StrategyError
+from ....core.torch_private import base_of, tree_flatten, tree_map_only
 from .cross_entropy import divided_cross_entropy
 from .gathered import tell_gathered
 
-_NO_RULE = "Sharding propagation failed"
-"""In the message of the error that every process gets before anything was computed."""
+_NO_RULE = ("Sharding propagation failed", "does not have a sharding strategy", "does not support _StridedShard")
+"""In the messages of errors that every process gets before anything was computed."""
 
 
 class DTensorFunctions(TorchFunctionMode):
@@ -28,20 +30,94 @@ class DTensorFunctions(TorchFunctionMode):
         own = _FUNCTIONS.get(function)
         if own is not None and (result := own(*args, **kwargs)) is not NotImplemented:
             return result
+        writes = "out" in kwargs or _writes(function)
+        if writes and args and isinstance(args[0], DTensor):
+            _check_writable(function, args[0])
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if _NO_RULE not in str(error) or "out" in kwargs or function.__name__.endswith("_"):
+            if writes or function in _BACKWARD:  # nothing is repeated that has changed anything, or may have begun to
+                raise
+            if not any(text in str(error) for text in _NO_RULE):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
-        return function(*_whole(args), **_whole(kwargs))
+        return _on_whole(function, args, kwargs)
 
 
-def _whole(values: Any) -> Any:
-    def gather(tensor: DTensor) -> DTensor:
-        return tensor.redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim)
+def _on_whole(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with whole tensors, equal on all processes."""
+    mesh = next(leaf.device_mesh for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor))
+    replicated = (Replicate(),) * mesh.ndim
+    # Copies, because autograd lets nobody write to what full_tensor returns.
+    args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor().clone(), (args, kwargs))
+    found = function(*args, **kwargs)
+    return tree_map_only(Tensor, lambda tensor: DTensor.from_local(tensor, mesh, replicated, run_check=False), found)
 
-    return tree_map_only(DTensor, gather, values)
+
+def _writes(function: Any) -> bool:
+    """Whether a function changes its first argument: add_, __iadd__, __setitem__."""
+    name: str = function.__name__
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+
+
+def _check_writable(function: Any, tensor: DTensor) -> None:
+    """Raise if an operation in place would write to a copy: some views of shards are gathered."""
+    base = base_of(tensor)
+    if not isinstance(base, DTensor):
+        return
+    with torch.no_grad():
+        own, whole = (one.to_local().untyped_storage().data_ptr() for one in (tensor, base))
+    if own != whole:
+        raise StrategyError(
+            f"model: {function.__name__} writes to a view of a tensor whose shards tensor parallelism has gathered for it, "
+            "and would not change that tensor; compute a new one, as in q = q * scale"
+        )
+
+
+def _set_item(tensor: Any, index: Any, value: Any) -> Any:
+    """``tensor[index] = value``: torch would write to a copy of what the index takes from several shards."""
+    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
+        return NotImplemented
+    whole = tensor.redistribute(placements=(Replicate(),) * tensor.device_mesh.ndim).clone()
+    whole[index] = value
+    tensor.copy_(whole)
+    return None
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention with a mask that may differ between samples or heads: its layout follows the query's.
+
+    Torch redistributes no keyword argument, and would give every process the mask of all.
+    """
+    if not isinstance(query, DTensor) or attn_mask is None or attn_mask.ndim < 3:
+        return NotImplemented
+    mesh, layout = query.device_mesh, query.placements[0]
+    if query.ndim != 4 or layout not in (Shard(0), Shard(1)):
+        layout = Replicate()
+    while attn_mask.ndim < 4:
+        attn_mask = attn_mask.unsqueeze(0)
+    is_shared = isinstance(layout, Replicate) or attn_mask.shape[layout.dim] == 1
+
+    def laid_out(tensor: Tensor, placement: Placement) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+        if tensor.placements == (placement,):
+            return tensor
+        return tensor.redistribute(placements=(placement,)).contiguous()
+
+    query, key, value = (laid_out(tensor, layout) for tensor in (query, key, value))
+    attn_mask = laid_out(attn_mask, Replicate() if is_shared else layout)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 def _chunk(tensor: Any, chunks: int, dim: int = 0) -> Any:
@@ -82,7 +158,10 @@ def _apart(tensor: Any, count: int, dim: int) -> Any:
     return tensor.unflatten(dim, (count, -1)).unbind(dim)  # type: ignore[no-untyped-call]
 
 
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: _set_item,
+    functional.scaled_dot_product_attention: _attention,
     functional.cross_entropy: divided_cross_entropy,
     torch.chunk: _chunk,
     Tensor.chunk: _chunk,

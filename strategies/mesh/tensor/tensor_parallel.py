@@ -9,20 +9,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
+from ....core.errors import ConfigError, StrategyError
+from ....core.model import overrides
 from ....optim.wrapper import OptimWrapper
 from ...fsdp.units import choose_roots
 from ...sharded_optimizers import check_divided
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
+from ..config import MeshConfig
 from ..plans import check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
-from .gathered import register_views
+from .gathered import register_gathering
+from .local_tensors import LocalTensors, check_local
 from .random_numbers import register_cpu_random_numbers
 from .replaced_functions import DTensorFunctions
 from .rules import match_rules
 from .styles import STYLES, style_of
+from .whole_operations import register_whole_operations
 
 
 class TensorParallel(Axis):
@@ -32,6 +37,13 @@ class TensorParallel(Axis):
     """
 
     name = "tp"
+    _local: LocalTensors | None = None
+
+    @classmethod
+    def check_config(cls, config: MeshConfig) -> None:
+        """See Axis."""
+        if config.sequence_parallel and config.tp_kind == "local":
+            raise ConfigError('strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"')
 
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""
@@ -44,6 +56,12 @@ class TensorParallel(Axis):
         check_styles(model, self._styles, self.size)
         if self._plan.is_given:
             check_styles_given(self._found, model)
+        if self.config.tp_kind == "local":
+            check_local(model, self._styles, self.size)
+            if overrides(model, "train_step"):
+                raise StrategyError(
+                    'strategy.tp_kind: "local" is not possible with a train_step of one\'s own, choose "dtensor"'
+                )
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
@@ -51,11 +69,15 @@ class TensorParallel(Axis):
             self._plan.own.apply(model, self.mesh)
             self._text = described(model, self._plan.own.styles, self._plan.origin)
             return model
-        register_views()
+        register_gathering()
+        register_whole_operations()
         if self.mesh.device_type == "cpu":
             register_cpu_attention()
             register_cpu_random_numbers()
-        distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
+        if self.config.tp_kind == "local":
+            self._local = LocalTensors(model, self.mesh, self._styles)
+        else:
+            distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
         self._text = described(model, self._found, self._plan.origin)
         for root in choose_roots(model):
             root.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -67,6 +89,8 @@ class TensorParallel(Axis):
         return self._text
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._local is not None and not self._local.is_exact:
+            return None
         return as_replicated(self.mesh, args), as_replicated(self.mesh, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -78,12 +102,16 @@ class TensorParallel(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        with self._running():
+        if self._local is None:
+            with self._running():
+                return inner(window, step)
+        self._local.verify(window, step, self._running)
+        with self._local.running():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        with self._running():
+        with self._running() if self._local is None else self._local.running():
             return inner(batch, step)
 
     @contextmanager

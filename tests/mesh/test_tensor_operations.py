@@ -1,0 +1,128 @@
+"""Operations on DTensors that torch's rules gather needlessly, refuse or get wrong: what one device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional
+
+from flextrain.core.dtensor_private import strided_shard
+from flextrain.core.errors import StrategyError
+from flextrain.strategies.mesh.tensor.attention import register_cpu_attention
+from flextrain.strategies.mesh.tensor.gathered import register_gathering
+from flextrain.strategies.mesh.tensor.random_numbers import register_cpu_random_numbers
+from flextrain.strategies.mesh.tensor.replaced_functions import DTensorFunctions
+from flextrain.strategies.mesh.tensor.whole_operations import register_whole_operations
+from flextrain.testing import WorkerGroup
+
+from .parity import dtype_of
+
+pytestmark = pytest.mark.distributed
+
+
+def _rope(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 6:], x[..., :6]), -1) * x
+
+
+def _written(x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 2] = 0.0
+    y[..., 1:3] = y[..., 1:3] * 2
+    return y
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of squares": lambda x: functional.mse_loss(x, torch.ones_like(x)),
+    "huber": lambda x: functional.smooth_l1_loss(x, torch.ones_like(x)),
+    "groups": lambda x: functional.group_norm(x, 2),
+    "convolution": lambda x: functional.conv1d(x, torch.linspace(-1, 1, 96).view(4, 8, 3), torch.ones(4), padding=1),
+    "item": lambda x: x * x.detach().sum().item(),
+    "condition": lambda x: x * 2 if (x.detach().sum() > 0).item() else x,
+    "selection": lambda x: x[x > 0],
+    "writing": _written,
+    "writing to views": lambda x: functional.relu((x @ torch.eye(12)).view(4, 8, 12), inplace=True) * 2.0,
+    "views": lambda x: x.reshape(6, 64),
+    "joined": lambda x: x.view(4, 8, 6, 2).permute(2, 0, 1, 3),
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        *(x.view(4, 8, 3, 4).transpose(1, 2),) * 3, attn_mask=torch.ones(8, 8).tril().bool()
+    ),
+    "attention, other masks for heads": lambda x: functional.scaled_dot_product_attention(
+        *(x.view(4, 8, 2, 6).transpose(1, 2),) * 3, attn_mask=torch.ones(4, 2, 8, 8).tril().bool()
+    ),
+    "pooling": lambda x: functional.avg_pool2d(x, 2),
+    "windows": lambda x: x.unfold(1, 3, 1),
+    "rms": lambda x: functional.rms_norm(x, (12,)),
+    "rotary": _rope,
+    "classes": lambda x: functional.cross_entropy(x.flatten(0, 1), torch.arange(32) % 12, label_smoothing=0.1),
+    "probabilities": lambda x: functional.cross_entropy(x.flatten(0, 1), torch.full((32, 12), 1 / 12)),
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "random": lambda x: x * torch.rand_like(x),
+    "chunks": lambda x: torch.stack([part.sum(-1) for part in x.chunk(3, -1)]),
+}
+
+
+def computed_alike() -> list[str]:
+    """In a worker: names of operations whose value or gradient differs from that of one device in any layout."""
+    mesh, wrong = init_device_mesh("cpu", (2,)), []
+    register_cpu_attention()
+    register_cpu_random_numbers()
+    register_gathering()
+    register_whole_operations()
+    x = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layouts = [Replicate(), Shard(0), Shard(1), Shard(2), strided_shard(2, 2), strided_shard(2, 3)]
+    with dtype_of(torch.float64):
+        for name, operation in OPERATIONS.items():
+            torch.manual_seed(5)
+            one = x.clone().requires_grad_()
+            expected = operation(one)
+            weights = torch.linspace(-1, 1, max(expected.numel(), 1)).view(expected.shape)
+            (expected * weights).sum().backward()
+            for layout in layouts:
+                torch.manual_seed(5)
+                with implicit_replication(), DTensorFunctions():
+                    divided: Any = distribute_tensor(x, mesh, [layout], src_data_rank=None).requires_grad_()
+                    try:
+                        found: Any = operation(divided)
+                        (found * weights).sum().backward()
+                    except RuntimeError as error:
+                        wrong.append(f"{name} of {layout}: {error}")
+                        continue
+                whole = found.full_tensor()
+                gradient = divided.grad.full_tensor()
+                if whole.shape != expected.shape or not (
+                    torch.allclose(whole, expected, 1e-10) and torch.allclose(gradient, one.grad, 1e-10)
+                ):
+                    wrong.append(f"{name} of {layout}")
+    return wrong
+
+
+def test_operations_are_those_of_one_device_in_every_layout(workers2: WorkerGroup) -> None:
+    assert workers2.run(computed_alike) == [[], []]
+
+
+def written_views() -> str:
+    """In a worker: the message for a write that would be lost."""
+    mesh = init_device_mesh("cpu", (2,))
+    divided: Any = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)], src_data_rank=None)
+    with implicit_replication(), DTensorFunctions():
+        divided[1].mul_(2.0)
+        assert torch.equal(divided.full_tensor()[1], torch.full((6,), 2.0))
+        try:
+            divided[:, 2].mul_(2.0)
+        except StrategyError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_write_that_would_be_lost_is_refused(workers2: WorkerGroup) -> None:
+    for message in workers2.run(written_views):
+        assert message.startswith(
+            "model: mul_ writes to a view of a tensor whose shards tensor parallelism has gathered"
+        )
