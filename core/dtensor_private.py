@@ -24,6 +24,10 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     )
 
 
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""The operation of ``Tensor.item``. 2.6, 2.15."""
+
+
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """Functions ``(operation, args, kwargs)`` that compute operations on DTensors in place of torch's rules. 2.6, 2.15."""
     return cast(dict[Any, Callable[..., Any]], DTensor._op_dispatcher._custom_op_handlers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.errors import StrategyError
-from flextrain.strategies.mesh.tensor import TensorParallel
+from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
 from flextrain.strategies.mesh.tensor.random_numbers import drawing_apart, register_cpu_random_numbers
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import CheckFailedError
+from flextrain.testing.loop import train
 
 from . import tensor_models as own
-from .parity import RECIPES, Recipe, compare
+from .models import of_transformers
+from .parity import RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
 
@@ -196,6 +199,34 @@ def test_masks_repeated_across_heads_where_they_must_differ(workers2: WorkerGrou
     assert not torch.equal(*one["divided"].chunk(2))
     assert not torch.equal(one["local"], two["local"])
     assert torch.equal(one["after"], two["after"])
+
+
+def own_plan_masks() -> list[int]:
+    """In a worker: how often attention drew apart from the other process, and a number drawn after training."""
+    drawn: list[int] = []
+
+    @contextmanager
+    def watched(device_type: str, index: int) -> Iterator[None]:
+        with drawing_apart(device_type, index):
+            drawn.append(int(torch.randint(2**40, ())))
+            yield
+
+    before, local_tensors.drawing_apart = local_tensors.drawing_apart, watched
+    try:
+        own.MODELS["llama_dropping"] = partial(of_transformers, "llama", attention_dropout=0.2)
+        with started(dict(type="MeshStrategy", tp=2), "llama_dropping", ADAMW) as session:
+            train(session.strategy, session.model, session.optim, data("llama", ADAMW, 2))
+    finally:
+        local_tensors.drawing_apart = before
+    return [*drawn, int(torch.randint(2**40, ()))]
+
+
+@pytest.mark.full
+def test_masks_of_a_models_own_plan_differ_between_heads(workers2: WorkerGroup) -> None:
+    one, two = workers2.run(own_plan_masks)
+    assert len(one) == len(two) == 2 * 3 + 1  # two layers, and three micro-batches in two updates
+    assert all(a != b for a, b in zip(one[:-1], two[:-1], strict=True))
+    assert one[-1] == two[-1]
 
 
 def wrong_cut(plan: dict[str, str], model: str) -> None:

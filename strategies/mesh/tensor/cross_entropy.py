@@ -54,7 +54,7 @@ def divided_cross_entropy(
         counted = indices != ignore_index
         shares = counted if weights is None else weights[indices.clamp(0, classes - 1)] * counted
         losses = losses.sum() / shares.sum()
-    return DTensor.from_local(losses, mesh, (Replicate(),), run_check=False)
+    return DTensor.from_local(losses.to(logits.dtype), mesh, (Replicate(),), run_check=False)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(
             logits, largest + log_sum, index, of_target, of_target * here, of_all, of_all * total, own
         )
-        return loss.masked_fill(outside, torch.nan).to(logits.dtype)
+        return loss.masked_fill(outside, torch.nan)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

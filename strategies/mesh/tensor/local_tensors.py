@@ -7,7 +7,7 @@ without an error, for example where a joint projection is cut. Therefore the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -147,6 +147,29 @@ class LocalTensors:
 
 
 _ADVICE = 'strategy.tp_kind: "local" is not possible, choose "dtensor":'
+
+
+class OwnPlanShards:
+    """Random numbers of a model whose own plan is applied: different on every process where it has shards.
+
+    Args:
+        styles: the model's, by name of a module or parameter.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+        self._mesh, self._open = mesh, False
+        modules = dict(model.named_modules())
+        for name in styles.keys() & modules.keys():
+            is_open = styles[name] in ("colwise", "packed_colwise")
+            if is_open or styles[name].startswith(("rowwise", "packed_rowwise")):
+                modules[name].register_forward_hook(partial(self._note, is_open))
+
+    def _note(self, is_open: bool, module: nn.Module, args: Any, output: Any) -> None:
+        self._open = is_open
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return the context for forward and backward."""
+        return _RandomApart(self._mesh, lambda: self._open)
 
 
 class _RandomApart(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..plans import check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
 from .gathered import register_gathering
-from .local_tensors import LocalTensors, check_local
+from .local_tensors import LocalTensors, OwnPlanShards, check_local
 from .random_numbers import register_cpu_random_numbers
 from .replaced_functions import DTensorFunctions
 from .rules import match_rules
@@ -38,6 +38,7 @@ class TensorParallel(Axis):
 
     name = "tp"
     _local: LocalTensors | None = None
+    _own: OwnPlanShards | None = None
 
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
@@ -67,6 +68,7 @@ class TensorParallel(Axis):
         """See Axis."""
         if self._plan.own is not None:
             self._plan.own.apply(model, self.mesh)
+            self._own = OwnPlanShards(model, self.mesh, self._plan.own.styles)
             self._text = described(model, self._plan.own.styles, self._plan.origin)
             return model
         register_gathering()
@@ -102,23 +104,24 @@ class TensorParallel(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        if self._local is None:
-            with self._running():
-                return inner(window, step)
-        self._local.verify(window, step, self._running)
-        with self._local.running():
+        if self._local is not None:
+            self._local.verify(window, step, _of_dtensors)
+        with self._running():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        with self._running() if self._local is None else self._local.running():
+        with self._running():
             return inner(batch, step)
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
-        if self._plan.own is not None:  # its authors say where DTensors are
-            yield
-            return
-        with implicit_replication(), DTensorFunctions():
-            yield
+    def _running(self) -> AbstractContextManager[Any]:
+        if self._own is not None:  # its authors say where DTensors are
+            return self._own.running()
+        return _of_dtensors() if self._local is None else self._local.running()
+
+
+@contextmanager
+def _of_dtensors() -> Iterator[None]:
+    """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
+    with implicit_replication(), DTensorFunctions():
+        yield

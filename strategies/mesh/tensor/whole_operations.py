@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ....core.dtensor_private import dtensor_handlers
+from ....core.dtensor_private import ITEM, dtensor_handlers
 from ....core.torch_private import tree_flatten, tree_map_only
 
 _ATEN = torch.ops.aten
@@ -26,7 +26,7 @@ WHOLE = (
     _ATEN.huber_loss.default, _ATEN.huber_loss_backward.default,
     _ATEN.binary_cross_entropy.default, _ATEN.binary_cross_entropy_backward.default,
     _ATEN.soft_margin_loss.default, _ATEN.soft_margin_loss_backward.default,
-    _ATEN._local_scalar_dense.default, _ATEN.equal.default,
+    ITEM, _ATEN.equal.default,
 )  # fmt: skip
 
 
