@@ -61,6 +61,9 @@ PARITY = [
     ),
     case(8, "plain", "accumulate-clip", FULL, dp_shard=2, cp=2, tp=2, plan=PLAN, wrap="blocks"),
     case(8, "plain", "accumulate-clip", FULL, dp_shard=2, cp=4, wrap="blocks"),
+    case(4, "llama", "accumulate-clip", FULL, cp=2, tp=2),
+    case(4, "gpt2", "frozen", FULL, cp=2, tp=2, cp_kind="ring"),
+    case(8, "llama_tied", "accumulate-clip", FULL, dp_shard=2, cp=2, tp=2, wrap="blocks"),
 ]
 
 
@@ -99,6 +102,12 @@ def _packed(batch: Batch, seed: int) -> Batch:
     starts = torch.randint(1, 6, (count, LENGTH), generator=_generator(seed)).cumsum(-1)
     positions = torch.stack([torch.cat([torch.arange(n) for n in _lengths(row.tolist())])[:LENGTH] for row in starts])
     return {**batch, "position_ids": positions}
+
+
+def _divided(batch: Batch, seed: int) -> Batch:
+    """The number that transformers' losses are divided by, instead of being means."""
+    batch = _uneven(batch, seed)
+    return {**batch, "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
 
 
 def _lengths(stops: Sequence[int]) -> list[int]:
@@ -162,6 +171,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Batch, int], Batch]]]
     "uneven": (_llama, _uneven),
     "padded": (_llama, _padded),
     "packed": (_llama, _packed),
+    "divided": (_llama, _divided),
     "window": (functools.partial(of_transformers, "mixtral", sliding_window=5), _padded),
     "weighed": (lambda: Weighed(of_transformers("llama")), _uneven),
     "encoder": (Encoder, _for_encoder),
@@ -184,7 +194,10 @@ def _model(name: str) -> nn.Module:
 
 
 def _loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    number = kwargs.get("num_items_in_batch")
+    how = "mean" if number is None else "sum"
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=how)
+    return loss if number is None else loss / number
 
 
 def _optim(accumulate: int) -> OptimWrapper:
@@ -253,6 +266,7 @@ def _outputs(strategy: Any, batches: Sequence[Batch]) -> list[Any]:
         pytest.param(2, "encoder", dict(cp=2, **ENCODER), id="encoder-ring"),
         pytest.param(2, "encoder", dict(cp=2, cp_kind="ulysses", **ENCODER), id="encoder-ulysses", marks=FULL),
         pytest.param(2, "weighed", dict(cp=2), id="weighed", marks=FULL),
+        pytest.param(2, "divided", dict(cp=2), id="divided", marks=FULL),
         pytest.param(4, "weighed", dict(cp=2), id="weighed-dp2"),
         pytest.param(4, "packed", dict(cp=4, cp_kind="ring"), id="packed-ring4", marks=FULL),
         pytest.param(4, "window", dict(cp=4, cp_kind="ring"), id="window-ring4", marks=FULL),

@@ -114,7 +114,7 @@ class Context(Axis):
             1.0 if batch.is_void else factor * share
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
-        with self._attending(), _own_random_numbers(self.layout.device_type, self.index):
+        with self._attending(), own_random_numbers(self.layout.device_type, self.index):
             outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
         return self._averaged(outputs, window)
 
@@ -206,7 +206,7 @@ class _Scaled:
 
 
 @contextmanager
-def _own_random_numbers(device_type: str, index: int) -> Iterator[None]:
+def own_random_numbers(device_type: str, index: int) -> Iterator[None]:
     """Let each process draw other numbers on its device, because it has other positions; afterwards as before.
 
     Numbers of the host, by which a model may skip layers, stay the same on all of them if the device is another.
