@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,8 +364,8 @@ class Parts(MissingNames):
         with self._as_current():
             model = self._build_model()
         module = module_to_set_up(model, trains=self._trains)
-        if self._trains:
-            self.strategy.example = example_batch(self.train_dataloader)
+        loaders = ["train_dataloader"] if self._trains else ["val_dataloader", "test_dataloader"]
+        self.strategy.example = partial(example_batch, self, loaders)
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

@@ -59,7 +59,7 @@ class Strategy(CanonicalState):
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
     example: Callable[[], Any] | None = None
-    """Returns a batch of training data, for the shapes in it; the runner sets it before ``setup``, if it can."""
+    """Returns a batch of the data, for the shapes in it, or None; a runner sets it before ``setup``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

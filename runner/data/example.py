@@ -1,9 +1,8 @@
-"""A small batch of training data, read before training begins, for whoever needs the shapes in it."""
+"""A small batch of a run's data, read before anything else is, for whoever needs the shapes in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +14,20 @@ from .first_batches import only_once
 _SAMPLES = 2
 
 
-def example_batch(loader: Any) -> Callable[[], Any] | None:
-    """Return a function that reads the first samples and collates them; None if that may take them from training."""
-    if not isinstance(loader, DataLoader) or only_once(loader) is not None:
-        return None
-    return partial(_read, loader)
+def example_batch(run: Any, names: Sequence[str]) -> Any:
+    """Return the first samples of the first of these dataloaders that can be read by index, collated; None without any.
 
+    Training draws the same random numbers as if nothing had been read.
 
-def _read(loader: DataLoader[Any]) -> Any:
-    """Return the batch; training draws the same random numbers as if nothing had been read."""
-    dataset: Any = loader.dataset
-    with kept_random_state(torch.device("cpu")):
-        samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
-        return loader.collate_fn(samples)
+    Args:
+        run: the runner, which has the dataloaders.
+        names: of its attributes.
+    """
+    for name in names:
+        loader: Any = getattr(run, name)
+        if isinstance(loader, DataLoader) and only_once(loader) is None:
+            dataset: Any = loader.dataset
+            with kept_random_state(torch.device("cpu")):
+                samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
+                return loader.collate_fn(samples)
+    return None

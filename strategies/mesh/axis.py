@@ -42,7 +42,7 @@ class Axis:
     reports_last: ClassVar[bool] = False
 
     example: Callable[[], Any] | None = None
-    """Returns a batch as the dataloader gives it, see Strategy; set before ``check``."""
+    """Returns a batch of the data or None, see Strategy; set before ``check``."""
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         self.config, self.layout = config, layout

@@ -39,8 +39,8 @@ class MeshConfig(FSDPConfig):
     models of transformers have, or else one that is found by tracing the model. For expert parallelism the stacks of experts
     of a model that has no plan of its own: ``{"layers.*.experts": "experts"}``."""
     plan_example: Any = None
-    """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: a runner's first
-    training samples. Only shapes matter."""
+    """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: the first
+    samples of a runner's data. Only shapes matter."""
 
     tp_kind: Literal["dtensor", "local"] = "dtensor"
     """What passes between modules of the plan: DTensors, right for every model; or "local" tensors, which take less time,

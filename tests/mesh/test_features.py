@@ -28,6 +28,7 @@ MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # processes that read different samples, and options
     "tp2": (1, dict(MESH, tp=2, plan=PLAN)),
     "pp2": (1, dict(MESH, pp=2)),
+    "tp2 found": (1, dict(MESH, tp=2)),  # the plan, by tracing with the first samples
 }
 ONE = dict(type="SingleDeviceStrategy", device="cpu")
 # Options of the runner; "more" has further ones of the mesh.
@@ -39,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "units": dict(more=dict(wrap="blocks", prefetch=1)),
     "asynchronous saves": dict(default_hooks=dict(checkpoint=dict(interval=1, async_save=True))),
 }
+QUICK = {"": ("plain", "average"), "tp2 found": ("plain",)}
 Result = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -108,7 +110,7 @@ def trained(mesh: str, feature: str, folder: Path) -> None:
 
 def pairs() -> list[Any]:
     return [
-        pytest.param(mesh, feature, marks=[] if feature in ("plain", "average") else [pytest.mark.full])
+        pytest.param(mesh, feature, marks=[] if feature in QUICK.get(mesh, QUICK[""]) else [pytest.mark.full])
         for mesh in MESHES
         for feature in FEATURES
     ]
@@ -131,7 +133,7 @@ def resumed(mesh: str, folder: Path) -> None:
     assert_same(run(spec, folder / "mesh", shards, resume=True), expected)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh not in QUICK])
 def test_resumed_on_the_mesh_and_on_one_device(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
     workers2.run(resumed, mesh, tmp_path)
 

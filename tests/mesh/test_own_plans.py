@@ -1,7 +1,8 @@
-"""Tensor parallelism by the plans that models of transformers bring with them, and of models whose plan is found."""
+"""Training by the plans that models of transformers bring with them, and by plans that are found, equals one device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import train
 from flextrain.testing.sessions import load, save, whole_model
 
-from .models import MODELS, of_transformers
+from .models import MODELS, of_transformers, sample
 from .parity import RECIPES, Recipe, compare, data, dtype_of, started
 
 pytestmark = pytest.mark.distributed
@@ -79,6 +80,44 @@ def test_parity(
     traces = workers(world_size).run(compare, spec, model, RECIPES[recipe], torch.float64, 20, tolerance)
     assert all(trace == traces[0] for trace in traces)
     assert sum(traces[0].losses[-5:]) < sum(traces[0].losses[:5])
+
+
+# Found plans
+
+
+def hidden(name: str) -> nn.Module:
+    """A model of transformers without its plan."""
+    model: Any = MODELS[name]()
+    model.tp_plan = None
+    return model  # type: ignore[no-any-return]
+
+
+MODELS["llama without plan"] = functools.partial(hidden, "llama_tied")
+FOUND = [
+    pytest.param(2, TP, "fused", id="tp2-fused"),
+    pytest.param(2, TP, "vision", id="tp2-vision", marks=pytest.mark.full),
+    pytest.param(2, TP, "gpt2", id="tp2-gpt2", marks=pytest.mark.full),
+    pytest.param(2, TP, "llama without plan", id="tp2-llama_without_plan", marks=pytest.mark.full),
+    pytest.param(4, dict(TP, dp_shard=2, wrap="blocks"), "gpt2", id="dp2xtp2-gpt2", marks=pytest.mark.full),
+    pytest.param(4, dict(TP, dp_shard=2, wrap="blocks"), "vision", id="dp2xtp2-vision", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("world_size, spec, model", FOUND)
+def test_parity_of_found_plans(
+    workers: Callable[[int], WorkerGroup], world_size: int, spec: Mapping[str, Any], model: str
+) -> None:
+    traces = workers(world_size).run(_as_found, spec, model)
+    assert all(trace == traces[0] for trace in traces)
+
+
+def _as_found(spec: Mapping[str, Any], model: str) -> Any:
+    example = functools.partial(_sample, model)
+    return compare({**spec, "plan_example": example}, model, RECIPES["accumulate-clip"])
+
+
+def _sample(model: str) -> Any:
+    return sample(model, 2, 0)
 
 
 # Broken on purpose

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from flextrain import MeshStrategy
 from flextrain.core.errors import ConfigError
+from flextrain.runner.data.example import example_batch
 from flextrain.strategies.mesh.plans import check_styles_given, choose_plan
 from flextrain.strategies.mesh.plans.found import find_plan, with_globs
 from flextrain.strategies.mesh.plans.own import OwnPlan
@@ -285,6 +288,13 @@ class OwnStep(TwoBranches):
         raise NotImplementedError
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Gives each sample once."""
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
 def no_samples() -> Any:
     raise KeyError("image")
 
@@ -337,11 +347,11 @@ ROWS: list[Row] = [
     ),
     (
         chosen(TwoBranches(), no_samples),
-        f"train_dataloader: gave no batch to find a plan with (KeyError: 'image'); {GIVE}",
+        f"strategy.plan: the first samples of the data gave no batch to find one with (KeyError: 'image'); {GIVE}",
     ),
     (
         chosen(TwoBranches(), plan_example=no_samples),
-        f"strategy.plan_example: gave no batch to find a plan with (KeyError: 'image'); {GIVE}",
+        f"strategy.plan_example gave no batch to find one with (KeyError: 'image'); {GIVE}",
     ),
     (
         chosen(TwoBranches(), plan_example={"y": torch.zeros(2, 8)}),
@@ -410,3 +420,25 @@ def test_what_is_slow_is_said() -> None:
     styles = {"layers.0.up": "colwise", "layers.1.up": "colwise", "layers.1.down": "rowwise", "head": "colwise"}
     assert without_rowwise(styles) == ["layers.0.up"]
     assert without_rowwise({"net.0": "colwise", "net.2": "rowwise"}) == []
+
+
+class Augmented(torch.utils.data.Dataset[Tensor]):
+    """Samples that are drawn at random."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(8) + index
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_an_example_takes_nothing_from_training() -> None:
+    run = SimpleNamespace(
+        train_dataloader=DataLoader(Augmented(), batch_size=4),
+        val_dataloader=None,
+        test_dataloader=DataLoader(Stream()),
+    )
+    random = torch.get_rng_state()
+    assert example_batch(run, ["train_dataloader"]).shape == (2, 8)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert example_batch(run, ["val_dataloader", "test_dataloader"]) is None

@@ -82,16 +82,18 @@ def _example(config: MeshConfig, model: nn.Module, example: Callable[[], Any] | 
     given = config.plan_example
     if given is not None and not callable(given):
         return given
-    where = "strategy.plan_example" if given is not None else "train_dataloader"
+    where = "strategy.plan_example" if given is not None else "strategy.plan: the first samples of the data"
     read = given if given is not None else example
     if read is not None:
         try:
-            return read()
+            batch = read()
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"{where}: gave no batch to find a plan with ({type(error).__name__}: {text}); {GIVE}"
+                f"{where} gave no batch to find one with ({type(error).__name__}: {text}); {GIVE}"
             ) from error
+        if batch is not None:
+            return batch
     batch = dummy_batch(model)
     if batch is None:
         raise ConfigError(
