@@ -113,7 +113,9 @@ def test_parity_of_found_plans(
 
 def _as_found(spec: Mapping[str, Any], model: str) -> Any:
     example = functools.partial(_sample, model)
-    return compare({**spec, "plan_example": example}, model, RECIPES["accumulate-clip"])
+    # The bias of keys in the vision transformer has no gradient but rounding noise, which Adam scales to full steps.
+    tolerance = 1e-10 if model == "vision" else None
+    return compare({**spec, "plan_example": example}, model, RECIPES["accumulate-clip"], tolerance=tolerance)
 
 
 def _sample(model: str) -> Any:
