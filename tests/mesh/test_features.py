@@ -89,7 +89,7 @@ def run(strategy: Mapping[str, Any], folder: Path, shards: int, **options: Any) 
 
 
 def assert_same(found: Result, expected: Result) -> None:
-    same_tensors(found[0], expected[0], "final weights", 1e-6)
+    same_tensors(found[0], expected[0], "final weights", 1e-5)  # float32
     assert found[1] == expected[1]
     assert found[1]["count"] == 21
 
