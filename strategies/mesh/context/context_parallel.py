@@ -80,10 +80,11 @@ class Context(Axis):
         if self._is_weighed:
             self._batches.loss_weight = weight
             model.loss_weight = self._weight_of  # type: ignore[assignment]
-        self._interception: Interception | None = Interception(self._attention)
-        self._comparison: OneProcessComparison | None = OneProcessComparison(
+        self._interception, self._intercepts = Interception(self._attention), True
+        self._comparison = OneProcessComparison(
             self._model, self._batches, self._attention, self._adapted, self._interception, self.mesh, self._is_weighed
         )
+        self._is_compared = {"training": False, "evaluation": False}
         self._names: list[str] | None = None
         return model
 
@@ -104,9 +105,9 @@ class Context(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        if self._comparison is not None:
+        if not self._is_compared["training"]:
             self._comparison.of_training(window[0], step)
-            self._compared()
+            self._compared("training")
         # A shard with fewer targets counts less; the model's own weights know that.
         factors = [1.0 if self._is_weighed else batch.factor for batch in window]
         shares = (1.0 if share is None else share for share in step.shares)
@@ -131,9 +132,9 @@ class Context(Axis):
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if self._comparison is not None:
+        if not any(self._is_compared.values()):
             self._comparison.of_evaluation(batch, step)
-            self._compared()
+            self._compared("evaluation")
         self._attention.length = batch.shards.length
         with self._attending():
             outputs = inner(batch, step)
@@ -144,12 +145,11 @@ class Context(Axis):
         return f"attention over {self.size} shards of each sequence, by {self._kind}"
 
     def _attending(self) -> AbstractContextManager[Any]:
-        return NOTHING if self._interception is None else self._interception.everywhere()
+        return self._interception.everywhere() if self._intercepts else NOTHING
 
-    def _compared(self) -> None:
-        self._comparison = None
-        if self._interception is not None and not self._interception.calls:
-            self._interception = None  # all attention goes through transformers' interface
+    def _compared(self, what: str) -> None:
+        self._is_compared[what] = True
+        self._intercepts = self._interception.calls > 0  # otherwise all attention goes through transformers' interface
 
     def _averaged(self, outputs: Mapping[str, Tensor], window: Sequence[CutBatch]) -> dict[str, Tensor]:
         """The values to log of the whole sequences, equal on all of their processes."""
