@@ -128,7 +128,9 @@ def test_trains_as_one_device(
 ) -> None:
     spec = dict(type="MeshStrategy", tp=3 if world_size == 3 else 2, plan=plan, **options)
     wrap = dict(wrap="blocks") if world_size == 4 and model not in ("odd", "attending") else {}
-    traces = workers(world_size).run(parity, {**spec, **wrap}, model, recipe)
+    # Norms of transformers compute in float32: where sums have another order, they round differently.
+    tolerance = 1e-6 if model == "llama_tied" else None
+    traces = workers(world_size).run(parity, {**spec, **wrap}, model, recipe, tolerance=tolerance)
     assert all(trace == traces[0] for trace in traces)
     assert sum(traces[0].losses[-5:]) < sum(traces[0].losses[:5])
 

@@ -94,7 +94,14 @@ def _lay_out_output(layout: Placement, module: nn.Module, args: Any, output: Any
 
 def _reduce(sequence: bool, module: nn.Module, args: Any, output: Any) -> Any:
     def reduce(tensor: DTensor) -> DTensor:
-        return tensor.redistribute(placements=(Shard(1) if sequence and tensor.ndim > 2 else Replicate(),))
+        layout = (Shard(1) if sequence and tensor.ndim > 2 else Replicate(),)
+        found = tensor.redistribute(placements=layout)
+        if not isinstance(module, nn.Embedding):
+            return found
+        # Torch cannot turn a pending sum, which the gradient may be, into the layout of divided entries.
+        return DTensor.from_local(
+            found.to_local(), found.device_mesh, layout, run_check=False, shape=found.shape, stride=found.stride()
+        )
 
     return tree_map_only(DTensor, reduce, output)
 
