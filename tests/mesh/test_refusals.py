@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import MeshStrategy
+from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.errors import FlexTrainError
 from flextrain.strategies.mesh.context.batches import SequenceBatches
 from flextrain.strategies.mesh.context.cuttable import check_of_transformers, check_positions, check_without_cut
@@ -21,6 +21,11 @@ from flextrain.strategies.mesh.context.masks import CAUSAL
 from flextrain.strategies.mesh.context.of_transformers import rule_of, shifts_labels
 from flextrain.strategies.mesh.context.sequence import SequenceShards
 from flextrain.strategies.mesh.context.sequence_attention import SequenceAttention
+from flextrain.strategies.mesh.tensor.distribute import check_styles
+from flextrain.strategies.mesh.tensor.local_tensors import check_local
+from flextrain.strategies.mesh.tensor.rules import match_rules
+from flextrain.strategies.mesh.tensor.styles import STYLES, style_of
+from flextrain.strategies.sharded_optimizers import check_divided
 
 from .models import Plain, of_transformers
 
@@ -233,7 +238,87 @@ CONTEXT: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("call, message", CONTEXT, ids=[f"context{i}" for i in range(len(CONTEXT))])
+# Tensor parallelism
+
+
+def styled(
+    plan: dict[str, str], model: nn.Module | None = None, tp: int = 2, local: bool = False
+) -> Callable[[], None]:
+    """The checks of a plan, without any process."""
+
+    def call() -> None:
+        given = Plain() if model is None else model
+        names = [name for name, _ in given.named_modules() if name]
+        found = match_rules(plan, names, list(STYLES))
+        styles = {name: style_of(style, f"strategy.plan, for {name}") for name, style in found.items()}
+        check_styles(given, styles, tp)
+        if local:
+            check_local(given, styles, tp)
+
+    return call
+
+
+def divided(optimizer: str) -> Callable[[], None]:
+    def call() -> None:
+        wrapper = OptimWrapper(dict(type=optimizer, lr=0.1))
+        wrapper.build(nn.Linear(8, 8, bias=False))
+        check_divided(wrapper, "tp=2 divides matrices", "tp=1")
+
+    return call
+
+
+LOCAL = 'strategy.tp_kind: "local" is not possible, choose "dtensor":'
+TENSOR: list[Row] = [
+    (styled({"layers.*.up": "colwis"}), 'strategy.plan["layers.*.up"]: "colwis" is not allowed, choose '),
+    (styled({"layers.*.upp": "colwise"}), 'strategy.plan["layers.*.upp"]: names no module of the model'),
+    (
+        styled({"layers.*.up": "colwise", "layers.0.*": "rowwise"}),
+        'strategy.plan["layers.0.*"]: "rowwise" for layers.0.up, for which "layers.*.up" says "colwise"; give one of them',
+    ),
+    (
+        styled({"head": "colwise:3"}),
+        'strategy.plan, for head: "colwise:3" is not allowed, colwise takes no number; give "colwise"',
+    ),
+    (
+        styled({"head": "packed_colwise:1"}),
+        'strategy.plan, for head: "packed_colwise:1" is not allowed, give the number of matrices, as in "packed_colwise:3"',
+    ),
+    (
+        styled({"head": "packed_colwise:q"}),
+        'strategy.plan, for head: "packed_colwise:q" is not allowed, give the number',
+    ),
+    (
+        styled({"head": "packed_colwise:3"}),
+        "strategy.plan: model.head.weight: its 64 features are not 3 matrices that tp=2 divides; choose another style or tp",
+    ),
+    (
+        styled({"0": "packed_rowwise"}, nn.Sequential(nn.Linear(6, 8))),
+        "strategy.plan: model.0.weight: its 6 features are not 2 matrices that tp=2 divides",
+    ),
+    (
+        lambda: MeshStrategy(tp=2, tp_kind="local", sequence_parallel=True),
+        'strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"',
+    ),
+    (lambda: MeshStrategy(tp=2, tp_kind="locale"), 'strategy.tp_kind: "locale" is not allowed'),
+    (styled({"norm": "sequence"}, local=True), f"{LOCAL} norm divides sequences"),
+    (
+        styled({"embed": "embedding_rowwise"}, Plain(tied=True), local=True),
+        f"{LOCAL} model.head.weight is shared with a module of the plan; or give head a style too",
+    ),
+    (
+        styled({"0": "colwise"}, nn.Sequential(nn.Linear(8, 7)), local=True),
+        f"{LOCAL} tp=2 does not divide the 7 features of model.0.weight",
+    ),
+    (divided("Adafactor"), "optim_wrapper.optimizer: Adafactor "),
+    (divided("Muon"), "optim_wrapper.optimizer: Muon "),
+]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [*CONTEXT, *TENSOR],
+    ids=[*(f"context{i}" for i in range(len(CONTEXT))), *(f"tensor{i}" for i in range(len(TENSOR)))],
+)
 def test_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(FlexTrainError) as caught:
         call()
