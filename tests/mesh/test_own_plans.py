@@ -64,6 +64,9 @@ MODELS["qwen3"] = lambda: of_transformers("qwen3")
             marks=pytest.mark.full,
         ),
         pytest.param(
+            4, dict(TP, pp=2), "llama_tied", "accumulate-clip", None, id="pp2xtp2-llama_tied", marks=pytest.mark.full,
+        ),
+        pytest.param(
             4, dict(TP, dp_replicate=2), "mixtral", "accumulate-clip", FLOAT32_INSIDE, id="hsdp2xtp2-mixtral",
             marks=pytest.mark.full,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -50,6 +51,7 @@ class OwnPlan:
     def __init__(self, model: nn.Module, tp: int, ep: int = 1) -> None:
         self._plans: dict[str, dict[str, str]] = {}
         self.authors = " and ".join(type(part).__name__ for part in pretrained_models(model).values())
+        self._known = weakref.WeakSet(model.modules())  # a stage of a pipeline lets others go
         ties = tied(model)
         for prefix, part in pretrained_models(model).items():
             if has_tensor_plan(part):
@@ -72,7 +74,9 @@ class OwnPlan:
         ties = tied(model)
         for prefix, plan in self._plans.items():
             part = model.get_submodule(prefix)
-            there = {name for name, _ in part.named_modules()} | {name for name, _ in part.named_parameters()}
+            there = {name for name, module in part.named_modules() if module in self._known}
+            # The second name of a tied parameter is not among these, unless another process has the first one.
+            there |= {name for name, _ in part.named_parameters() if name.rpartition(".")[0] in there}
             here = {name: style for name, style in plan.items() if name in there}
             for name, style in here.items():
                 if style == SUMMED and isinstance(found := _module_of(part, name), nn.Module):
@@ -101,8 +105,6 @@ class OwnPlan:
             if len(dims) > 1:
                 left.append(first)
                 self._drop({name, first, *modules})
-            else:  # the module of the second name computes with the parameter that the first name has divided
-                self._drop({name})
         return left
 
     def _drop(self, names: set[str]) -> None:
