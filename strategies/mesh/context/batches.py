@@ -65,6 +65,7 @@ class SequenceBatches:
         index: number of this process.
         of_transformers: the model is one of transformers: masks may be given, and caches are turned off.
         shifts: labels have to be shifted.
+        divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
     """
 
@@ -74,6 +75,7 @@ class SequenceBatches:
     index: int
     of_transformers: bool = False
     shifts: bool = False
+    divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
 
     def cut(self, batch: Any, *, alone: bool = False) -> CutBatch:
@@ -98,7 +100,7 @@ class SequenceBatches:
             cut[key] = shards.cut(whole[key], dim, index).contiguous()
         cut.whole, cut.shards, cut.dim = batch, shards, dims[main] % whole[main].ndim
         cut.size = whole[main].shape[0] if cut.dim else None
-        cut.is_sum = cut.get("num_items_in_batch") is not None
+        cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
         if ignoring is None:
             cut.count, cut.total = length / shards.count, length

@@ -163,12 +163,12 @@ class OneProcessComparison:
                     )
 
     def _check_difference(self, difference: float, scale: float, what: str) -> None:
-        if difference != difference:  # a mean over nothing
+        if scale != scale:  # a mean over nothing
             return
         tolerance = _TOLERANCE.get(self._attention.dtype, 3e-2)
         if torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32:
             tolerance = tolerance if self._attention.device.type == "cpu" else max(tolerance, 2e-3)
-        if difference > tolerance * max(scale, 1e-3):
+        if not difference <= tolerance * max(scale, 1e-3):  # also if it is NaN
             raise StrategyError(
                 f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}"
             )

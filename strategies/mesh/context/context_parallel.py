@@ -74,6 +74,7 @@ class Context(Axis):
             self.index,
             bool(self._adapted),
             any(adapted.shifts for adapted in self._adapted),
+            any(adapted.divides for adapted in self._adapted),
         )
         weight = getattr(model, "loss_weight", None)
         self._is_weighed = callable(weight) and not isinstance(weight, nn.Module)

@@ -35,6 +35,7 @@ class TransformersModel:
 
     Attributes:
         shifts: its loss compares each position with the label of the next one.
+        divides: its loss divides a sum by ``num_items_in_batch``, if it is given.
         losses: number of calls of its loss.
     """
 
@@ -45,6 +46,7 @@ class TransformersModel:
         self._loss = model.loss_function
         self.losses = 0
         self.shifts = shifts_labels(self._loss, model)
+        self.divides = divides_by_number(self._loss, model)
         self._has_own_loss = "_loss_function" in vars(model)
         for module in model.modules():
             _attention_of[module] = attention
@@ -143,6 +145,20 @@ def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:
     raise StrategyError(
         f"model: {type(model).__name__}.loss_function does not depend on the label of each position, which cp needs"
     )
+
+
+def divides_by_number(loss: Callable[..., Any], model: Any) -> bool:
+    """Return whether a loss of transformers divides by ``num_items_in_batch``, by trying."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 2
+    logits, labels = torch.zeros(1, 4, size, dtype=torch.float32), torch.tensor([[0, 1, 0, 1]])
+    try:
+        values = [
+            float(loss(logits=logits.clone(), labels=labels, vocab_size=size, num_items_in_batch=torch.tensor(number)))
+            for number in (1, 2)
+        ]
+    except TypeError:  # it does not know the number
+        return False
+    return values[0] != values[1]
 
 
 def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
