@@ -1,0 +1,130 @@
+"""Under a mesh: a process that is killed while all save, and files with a bit changed. What is resumed is a complete checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain.core.checkpoint import find_latest, save_checkpoint
+from flextrain.core.errors import CheckpointError
+from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_tensors
+from flextrain.testing.loop import train
+from flextrain.testing.sessions import load, save, whole_state
+from flextrain.testing.workers import WorkerError
+
+from .parity import RECIPES, data, dtype_of, started
+
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
+
+MATRICES = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+PLAN = {**MATRICES, "layers.*.experts": "experts"}
+MESH = dict(type="MeshStrategy", plan=PLAN)
+RECIPE = RECIPES["adamw-clip"]
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def die_while_saving(folder: Path, rank: int, step: int) -> bool:
+    """In a worker: save twice; one process is killed in front of a step on disk of its second save. Whether none was."""
+    torch.set_num_threads(1)
+    with dtype_of(torch.float64), started(dict(MESH, tp=2, ep=2), "mixture", RECIPE) as session:
+        for number, window in enumerate(data("mixture", RECIPE, 2), 1):
+            train(session.strategy, session.model, session.optim, [window])
+            state: dict[str, Any] = {
+                **session.strategy.state_dict(),
+                "optim.wrapper": session.optim.plain_values(),
+                "number": number,
+            }
+            if number == 2 and int(os.environ["RANK"]) == rank:
+                _die_at(folder, step)
+            save_checkpoint(folder / f"iter_{number}", state, is_latest=True)
+    return True
+
+
+def _die_at(folder: Path, step: int) -> None:
+    steps = 0
+
+    def watch(event: str, arguments: Any) -> None:
+        nonlocal steps
+        is_path = event in EVENTS and isinstance(arguments[0], (str, Path))
+        if is_path and str(folder) in os.fspath(arguments[0]):
+            steps += 1
+            if steps == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def latest_is_whole(folder: Path) -> int:
+    """In a worker, under another mesh: the latest checkpoint holds what the same training has after so many updates."""
+    torch.set_num_threads(1)
+    latest = find_latest(folder)
+    assert latest is not None
+    number = int(latest.name.removeprefix("iter_"))
+    with dtype_of(torch.float64), started(dict(MESH, ep=2), "mixture", RECIPE) as session:
+        train(session.strategy, session.model, session.optim, data("mixture", RECIPE, number))
+        expected = whole_state(session.strategy)
+        train(session.strategy, session.model, session.optim, data("mixture", RECIPE, 1))
+        load(session, latest)
+        same_tensors(whole_state(session.strategy), expected, "what was loaded", 1e-12)
+    return number
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_while_saving(tmp_path: Path, workers2: WorkerGroup, rank: int) -> None:
+    found: list[int] = []
+    with WorkerGroup(2, 60.0) as group:
+        for step in range(1, 100, 3):
+            folder = tmp_path / f"killed_{step}"
+            folder.mkdir()
+            try:
+                group.run(die_while_saving, folder, rank, step)
+                break
+            except WorkerError:
+                found.append(workers2.run(latest_is_whole, folder)[0])
+    assert len(found) > 1
+    assert found == sorted(found), "once the new one is there it stays"
+
+
+def write(path: Path) -> None:
+    """In a worker."""
+    with dtype_of(torch.float64), started(dict(MESH, ep=2), "mixture", RECIPE) as session:
+        train(session.strategy, session.model, session.optim, data("mixture", RECIPE, 2))
+        save(session, path)
+
+
+def refused(path: Path) -> str:
+    """In a worker: what loading says."""
+    with dtype_of(torch.float64), started(dict(MESH, tp=2, ep=2), "mixture", RECIPE) as session:
+        try:
+            load(session, path)
+        except CheckpointError as error:
+            return str(error)
+    return "was loaded"
+
+
+def test_a_bit_changed(tmp_path: Path, workers: Any) -> None:
+    path = tmp_path / "iter_2"
+    workers(4).run(write, path)
+    assert set(workers(2).run(refused, path)) == {"was loaded"}
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    assert len(files) >= 6
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) * 3 // 4
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        for said in workers(2).run(refused, path):
+            assert file.name in said
+        file.write_bytes(content)
+    assert set(workers(2).run(refused, path)) == {"was loaded"}
