@@ -67,9 +67,10 @@ def test_verify_with_sizes(tmp_path: Path, workers2: WorkerGroup) -> None:
     """A strategy of the script's class has the script's plan."""
     script = tmp_path / "training.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    report = verify(str(script), ["mesh:tp2", "mesh:dp2", "mesh:tq2"], processes=2, steps=5, workers=workers2)
-    assert [row.status for row in report.rows] == ["same", "same", "not run"], str(report)
-    assert 'strategies: "mesh:tq2" has "tq", choose dp, dp_replicate' in report.rows[2].message
+    report = verify(str(script), ["mesh:tp2", "mesh:dp2"], processes=2, steps=5, workers=workers2)
+    assert [row.status for row in report.rows] == ["same", "same"], str(report)
+    with pytest.raises(ConfigError, match='strategies: "mesh:tq2" has "tq", choose dp, dp_replicate'):
+        verify(str(script), ["mesh:tq2"], processes=2, steps=5, workers=workers2)
 
 
 @pytest.mark.parametrize(
