@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from flextrain.core import gradients
+from flextrain.optim.model_group import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
 from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, orders_of
+from flextrain.strategies.mesh.pipeline.stages import StageRun
+from flextrain.strategies.mesh.pipeline.streams import Streams
+from flextrain.strategies.mesh.pipeline.ties import Ties
 from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_numbers
+from flextrain.testing.loop import Trace, alone, train
 
-from .parity import RECIPES, compare
+from .models import sample
+from .parity import RECIPES, compare, dtype_of, started
 from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
@@ -101,3 +112,95 @@ def part(workers: Workers, mesh: str, **paths: Path) -> None:
 def test_checkpoints_fit_every_number_of_stages(workers: Workers, tmp_path: Path, saved: str, resumed: str) -> None:
     part(workers, saved, path=tmp_path / "half")
     part(workers, resumed, resume=tmp_path / "half")
+
+
+def sizes_change(spec: dict[str, Any], lengths: list[list[tuple[int, int]]]) -> None:
+    """In a worker: windows whose micro-batches have other numbers of samples and other lengths."""
+    one, mesh = (traced(kind, lengths, is_alone) for kind, is_alone in ((ONE, True), (spec, False)))
+    same_numbers(mesh.losses, one.losses, "the loss", 1e-12)
+    same_numbers(mesh.grad_norms, one.grad_norms, "the gradient norm", 1e-12)
+
+
+ONE = dict(type="SingleDeviceStrategy")
+LENGTHS = [[(8, 16), (7, 12)], [(5, 9), (8, 9), (1, 16)], [(3, 4)], [(8, 16), (7, 12)]]
+
+
+def traced(spec: dict[str, Any], lengths: list[list[tuple[int, int]]], is_alone: bool) -> Trace:
+    windows = [
+        [{k: v[:n, :m].contiguous() for k, v in sample("plain", 8, i).items()} for i, (n, m) in enumerate(window)]
+        for window in lengths
+    ]
+    recipe = RECIPES["accumulate-clip"]
+    with (
+        alone() if is_alone else nullcontext(),
+        dtype_of(torch.float64),
+        started(spec, "plain_tied", recipe) as running,
+    ):
+        return train(running.strategy, running.model, running.optim, windows)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.full)])
+def test_sizes_may_change_from_batch_to_batch(workers2: WorkerGroup, schedule: str) -> None:
+    workers2.run(sizes_change, dict(MESH, pp=2, pp_schedule=schedule), LENGTHS)
+
+
+def drawn(depth: int, micro_batches: int) -> list[list[float]]:
+    """What stages draw in their layers, and before them, in the order of a process that has all of them."""
+    torch.manual_seed(5)
+    streams, found = Streams(torch.device("cpu")), []
+    for stage in range(depth):
+        for i in range(micro_batches):
+            streams.begin(i, stage, True)
+            before = float(torch.rand(()))
+            streams.enter_layers()
+            found.append([stage, i, before, float(torch.rand(()))])
+            streams.end()
+    return [*found, [0, 0, 0, float(torch.rand(()))]]
+
+
+def test_masks_do_not_repeat_from_stage_to_stage() -> None:
+    *found, last = drawn(3, 4)
+    assert len({inside for _, _, _, inside in found}) == 12
+    for i in range(4):  # what is drawn from the batch, before the layers, is the same on every stage
+        assert len({before for _, j, before, _ in found if j == i}) == 1
+    assert len({before for _, _, before, _ in found}) == 4
+    assert drawn(1, 4)[-1] == last  # all processes go on alike, whatever they have computed
+
+
+def without_the_group(spec: dict[str, Any]) -> None:
+    with patch.object(
+        ModelGroup, "total_norm", lambda self, grads, kind=2.0: gradients.total_norm([p.grad for p in grads])
+    ):
+        compare(spec, "plain", RECIPES["adamw-clip"], updates=2)
+
+
+def added_once(spec: dict[str, Any]) -> None:
+    with patch.object(Ties, "add", lambda self, optim: None):
+        compare(spec, "plain_tied", RECIPES["adamw-clip"], updates=2)
+
+
+def stages_reversed(spec: dict[str, Any]) -> None:
+    cut = StageRun.cut
+
+    def swapped(self: StageRun) -> None:
+        first, last = (self._model.get_submodule(name) for name in ("layers.0", "layers.1"))
+        self._model.layers[0], self._model.layers[1] = last, first
+        cut(self)
+
+    with patch.object(StageRun, "cut", swapped):
+        compare(spec, "plain", RECIPES["adamw-clip"], updates=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(without_the_group, id="norm-without-the-pipeline-group"),
+        pytest.param(added_once, id="a-tied-gradient-added-once-only"),
+        pytest.param(stages_reversed, id="stage-order-reversed"),
+    ],
+)
+def test_broken_on_purpose(workers2: WorkerGroup, broken: Callable[..., None]) -> None:
+    with pytest.raises(Exception, match="CheckFailedError"):
+        workers2.run(broken, dict(MESH, pp=2))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ....core.device import DEVICES
-from ....core.errors import ConfigError, StrategyError, one_of, suggest
+from ....core.errors import ConfigError, StrategyError, counted, one_of, suggest
 from ....core.model import overrides
 from ....core.overriding import overridden
+from ...fsdp.units import choose_units
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
@@ -25,6 +28,7 @@ from .stages import StageRun
 from .ties import Ties
 from .transfers import Transfers
 
+_logger = logging.getLogger("flextrain")
 _OPTIONS = ("pp_schedule", "pp_stages_per_process", "pp_layers", "pp_split")
 _UPDATES = ("update_params", "scale_loss", "should_update")
 
@@ -86,6 +90,19 @@ class Pipeline(Axis):
                 )
         self._chain = chain_of(model, self.config.pp_layers)
         self._split = split_of(model, self._chain, self.size * self._each, self.config.pp_split)
+        for unit in choose_units(model, self.config):
+            names = [name for name in self._chain.layers if model.get_submodule(name) in unit.modules()]
+            if len(names) > 1:
+                raise ConfigError(
+                    f"strategy.wrap: {type(unit).__name__} contains {names[0]} and {names[1]}, which may be on two stages of the "
+                    "pipeline; choose modules inside of one layer"
+                )
+        window = min((wrapper.accumulate for wrapper in optim.wrappers.values()), default=0) if optim else 0
+        if 0 < window < self.size * self._each:
+            _logger.warning(
+                f"strategy.pp: an update has {counted(window, 'micro-batch', 'micro-batches')} for {self.size * self._each} stages, "
+                "most processes wait most of the time; give accumulative_counts of several times that"
+            )
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
@@ -94,6 +111,13 @@ class Pipeline(Axis):
         own = self._schedule.stages_of(self.index, self.size, self._each)
         mixed = self.config.mixed_precision
         dtype = None if mixed is None else mixed.dtype("param_dtype")
+        for name, module in model.named_modules():
+            names = [layer for layer in self._chain.layers if layer.startswith(f"{name}.")]
+            if len(names) > 1 and getattr(vars(module).get("forward"), "func", None) is checkpoint:
+                raise StrategyError(
+                    f"strategy.activation_checkpointing: {type(module).__name__} contains {names[0]} and {names[1]}, which may be on "
+                    "two stages of the pipeline; choose modules inside of one layer"
+                )
         run = StageRun(model, self._chain, self._split, own, device, dtype)
         self._ties = Ties(model)
         run.cut()

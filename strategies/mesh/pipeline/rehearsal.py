@@ -26,11 +26,13 @@ class Plan:
 
     Attributes:
         draws: the forward draws random numbers.
+        draws_inside: the layers do, or what comes after them.
         forms: by layer, the length of the tuple that it returns; 0 for a tensor.
         changes: the layers that give another shape or dtype than they get.
     """
 
     draws: bool = False
+    draws_inside: bool = False
     forms: dict[int, int] = field(default_factory=dict)
     changes: set[int] = field(default_factory=set)
 
@@ -292,7 +294,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         known = [t.__dict__["_pipeline"] for t in tree_flatten((args, kwargs))[0] if _is_known(t)]
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.plan.draws = True
+            self._has_drawn()
         out = func(*args, **kwargs)
         if known:
             self._combine(known, out)
@@ -319,10 +321,15 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [tensor for part in module.modules() for tensor in vars(part).values()]
         known = [t.__dict__["_pipeline"] for t in (*tree_flatten((args, kwargs))[0], *own) if _is_known(t)]
         out = torch.empty_like(chained(args, kwargs))
-        self.plan.draws |= module.training and any(isinstance(part, _DROPOUTS) for part in module.modules())
+        if module.training and any(isinstance(part, _DROPOUTS) for part in module.modules()):
+            self._has_drawn()
         if known:
             self._combine(known, out)
         return out
+
+    def _has_drawn(self) -> None:
+        self.plan.draws = True
+        self.plan.draws_inside |= self._inside is not None or self._next > 0
 
     def enter(self, number: int, args: Any, kwargs: Any) -> None:
         """A layer is called."""

@@ -184,7 +184,7 @@ class StageRun:
             raise Left(output if spread else value, spread)  # FSDP's output may be cast, which only takes time to send
 
     def _first_layer(self, module: nn.Module, args: Any) -> None:
-        if self._stage == 0 and self._plan.draws:
+        if self._stage == 0 and self._plan.draws_inside:
             self.streams.enter_layers()
 
     def _forward(self, own_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ class StageRun:
         self._left = None
         self._plan = self.rehearsal.plan(args, kwargs, self._model.training)
         if self._plan.draws:
-            self.streams.begin(self._micro_batch, self._stage)
+            self.streams.begin(self._micro_batch, self._stage, self._plan.draws_inside)
         try:
             return own_forward(*args, **kwargs)
         except Left as left:  # here, so that hooks of the model see its end
@@ -220,7 +220,7 @@ class StageRun:
         if number + 1 == start:
             assert self._given is not None
             value = self._given()
-            if self._plan.draws:
+            if self._plan.draws_inside:
                 self.streams.enter_layers()
         elif self.rehearsal.changes_shape(number):
             value = self.rehearsal.stand_in(self.chain.layers[number], args, kwargs)

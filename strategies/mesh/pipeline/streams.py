@@ -31,15 +31,16 @@ class Streams:
         """Forget the micro-batches of the window before."""
         self._begun = {}
 
-    def begin(self, micro_batch: int, stage: int) -> None:
-        """A forward of a stage begins."""
+    def begin(self, micro_batch: int, stage: int, draws_inside: bool) -> None:
+        """A forward of a stage begins; ``draws_inside``: its layers draw too, or what comes after them."""
         self._resume, self._stage = None, stage
         if micro_batch in self._begun:  # an earlier stage of this process has drawn for it
             self._resume = torch_states(self._device)
             state, self._base = self._begun[micro_batch]
             self._restore(state)
         else:
-            self._base = int(torch.randint(2**62, (), device="cpu"))
+            if draws_inside:  # otherwise the numbers are those of one device
+                self._base = int(torch.randint(2**62, (), device="cpu"))
             self._begun[micro_batch] = torch_states(self._device), self._base
 
     def enter_layers(self) -> None:

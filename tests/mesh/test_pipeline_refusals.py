@@ -1,0 +1,218 @@
+"""What pipelines refuse, in one line, before any update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import MeshStrategy, OptimWrapper
+from flextrain.core.errors import FlexTrainError
+from flextrain.strategies.mesh.config import MeshConfig
+from flextrain.strategies.mesh.pipeline import Pipeline
+from flextrain.strategies.mesh.pipeline.chain import chain_of
+from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
+
+from .models import Plain, PlainBlock, sample
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        dict(pp=2, pp_schedule="1f1c"),
+        'strategy.pp_schedule: "1f1c" is not allowed, choose gpipe, 1f1b, interleaved_1f1b, ',
+    ),
+    (dict(pp=2, pp_schedule="zbw"), 'did you mean "zbv"?'),
+    (dict(pp_schedule="gpipe"), "strategy.pp_schedule: has no meaning with pp=1, give pp, or leave it out"),
+    (dict(pp_split=[1, 1]), "strategy.pp_split: has no meaning with pp=1"),
+    (dict(pp=2, pp_split=[0, 2]), "strategy.pp_split: 0 is not allowed, every stage has 1 layer or more"),
+    (dict(pp=2, pp_layers=[]), "strategy.pp_layers: is empty, name the layers"),
+    (dict(pp=2, pp_stages_per_process=2), '2 is not allowed, "1f1b" has 1; give 1, or pp_schedule="interleaved_1f1b"'),
+    (
+        dict(pp=2, pp_schedule="interleaved_1f1b", pp_stages_per_process=1),
+        '1 is not allowed, "interleaved_1f1b" has 2 or',
+    ),
+    (dict(pp=2, pp_schedule="zbv", pp_stages_per_process=3), '3 is not allowed, "zbv" has 2; give 2'),
+    (dict(pp=2, pp_stages_per_process=0), "strategy.pp_stages_per_process: 0 is not allowed"),
+]
+
+
+@pytest.mark.parametrize("options, message", OPTIONS)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlexTrainError) as caught:
+        MeshStrategy(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class TwoChains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        self.right = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+
+class Trains(Plain):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return {}
+
+
+class Updates(OptimWrapper):
+    def update_params(self, loss: Tensor) -> None:
+        super().update_params(loss)
+
+
+def between() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(2, 2), "stray": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+
+MODELS: list[tuple[dict[str, Any], Callable[[], nn.Module], str]] = [
+    (dict(pp_layers=["layer.0"]), Plain, 'strategy.pp_layers[0]: the model has no "layer.0", did you mean "layers.0"?'),
+    (dict(pp_layers=["norm", "norm"]), Plain, 'strategy.pp_layers[1]: "norm" is named twice'),
+    (dict(pp_layers=["layers.0", "layers.0.q"]), Plain, '"layers.0.q" is inside of "layers.0", which is named too'),
+    (dict(pp_layers=["a", "b"]), between, 'strategy.pp_layers: "stray" stands between "a" and "b" and has parameters'),
+    (
+        dict(),
+        lambda: nn.Linear(2, 2),
+        "strategy.pp: Linear has no list of layers that follow each other; name its layers",
+    ),
+    (dict(), TwoChains, 'strategy.pp: TwoChains has several chains of layers, "left", "right"; name its layers'),
+    (dict(pp=4), Plain, "strategy.pp: 4 stages need as many layers, Plain has 2"),
+    (dict(pp_split=[1, 1, 1]), Plain, "strategy.pp_split: has 3 numbers, give one for each of the 2 stages"),
+    (dict(pp_split=[1, 2]), Plain, "strategy.pp_split: 1 + 2 is 3, but Plain has 2 layers"),
+    (dict(), Trains, "strategy.pp: Trains defines its own train_step, but no process of a pipeline can run it"),
+    (dict(wrap=["ModuleList"]), Plain, "strategy.wrap: accepts a ModuleList"),
+]
+
+
+def check(model: nn.Module, optim: OptimWrapper | None = None, **options: Any) -> Pipeline:
+    options = {"pp": 2, **options}
+    layout: Any = SimpleNamespace(sizes={"pp": options["pp"]}, index={"pp": 0}, device_type="cpu")
+    axis = Pipeline(MeshConfig(**options), layout)
+    axis.check(model, optim)
+    return axis
+
+
+@pytest.mark.parametrize("options, model, message", MODELS)
+def test_models(options: dict[str, Any], model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(FlexTrainError) as caught:
+        check(model(), **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_update_that_one_process_would_make_alone() -> None:
+    with pytest.raises(FlexTrainError, match=r"optim_wrapper: Updates\.update_params would be called on one process"):
+        check(Plain(), Updates(dict(type="SGD", lr=0.1)))
+
+
+class Skips(Plain):
+    """The embedding is used after the layers too."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        first = x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + first))
+
+
+class Side(Plain):
+    """Every layer gets what only the first stage has computed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        side = x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x + 0) if layer is self.layers[0] else layer(x + side)
+        return self.head(self.norm(x))
+
+
+class Borrows(PlainBlock):
+    others: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(other.norm2.weight for other in self.others)
+
+
+class Inside(Plain):
+    """A layer computes with the weights of another one."""
+
+    def __init__(self) -> None:
+        super().__init__(Borrows)
+        self.layers[1].others = (self.layers[0],)  # type: ignore[assignment]
+
+
+class Twice(Plain):
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Backwards(Plain):
+    """Stage order reversed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class LeavesOut(Plain):
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        return self.head(self.norm(self.layers[0](self.embed(input_ids))))
+
+
+class Keeps(Plain):
+    """The result has something of every layer."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x, kept = self.embed(input_ids), []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(layer.q(x).mean())
+        return {"loss": self.head(self.norm(x)).mean() + sum(kept)}
+
+
+FORWARDS: list[tuple[type[Plain], str]] = [
+    (Skips, "what Skips returns was computed from embed.weight, which the last stage lacks"),
+    (Side, "layers.1 is called with another tensor than layers.0 returned, and a stage begins with it"),
+    (Inside, "layers.1 on stage 1 needs what was computed from layers.0.norm2.weight, which another stage has"),
+    (Twice, "layers.0 is called where all layers had been called"),
+    (
+        Backwards,
+        "layers.1 is called where layers.0 comes next; the layers of a pipeline are called once, in their order",
+    ),
+    (LeavesOut, "layers.1 is not called by the forward of LeavesOut"),
+    (Keeps, "what Keeps returns was computed from layers.1, which the last stage lacks"),
+]
+
+
+def rehearse(model: nn.Module, *, device: str = "cpu") -> Rehearsal:
+    made = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device(device))
+    made.plan((), {"input_ids": sample("plain", 2, 0)["input_ids"]}, True)
+    return made
+
+
+@pytest.mark.parametrize("kind, message", FORWARDS)
+def test_forwards_that_cannot_be_cut(kind: type[Plain], message: str) -> None:
+    with pytest.raises(FlexTrainError) as caught:
+        rehearse(kind())
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("strategy.pp: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rehearsal_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Plain(dropout=0.5)
+    before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    made = rehearse(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    plan = made.plan((), {"input_ids": sample("plain", 4, 0)["input_ids"]}, True)  # another size, the same kind
+    assert plan.draws_inside
+    assert not plan.changes
