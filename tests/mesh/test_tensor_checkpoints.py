@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train
@@ -51,7 +51,7 @@ def resumed(first: str, second: str, folder: Path) -> None:
     for name, resumes in ((first, False), (second, True)):
         if name != "one":
             trained(name, resumes, folder)
-        elif dist.get_rank() == 0:
+        elif os.environ["RANK"] == "0":  # outside of a strategy there is no process group
             with alone():
                 trained(name, resumes, folder)
 
