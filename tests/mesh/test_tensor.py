@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.errors import StrategyError
+from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
 from flextrain.strategies.mesh.tensor.random_numbers import drawing_apart, register_cpu_random_numbers
 from flextrain.testing import WorkerError, WorkerGroup
@@ -23,7 +24,7 @@ from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
 
 from . import tensor_models as own
-from .models import of_transformers
+from .models import of_transformers, sample
 from .parity import RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
@@ -229,6 +230,20 @@ def test_masks_of_a_models_own_plan_differ_between_heads(workers2: WorkerGroup) 
     assert len(one) == len(two) == 2 * 3 + 1  # two layers, and three micro-batches in two updates
     assert all(a != b for a, b in zip(one[:-1], two[:-1], strict=True))
     assert one[-1] == two[-1]
+
+
+def wrongly_evaluated() -> None:
+    """In a worker: the same, without any training before."""
+    spec = dict(type="MeshStrategy", tp=2, plan=CHUNKED, tp_kind="local")
+    with started(spec, "chunked", ADAMW) as session:
+        Stepper(session.strategy, session.model, session.optim).evaluate(sample("chunked", 4, 0), "val")
+
+
+@pytest.mark.full
+def test_local_tensors_that_would_be_cut_wrongly_in_evaluation(workers2: WorkerGroup) -> None:
+    with pytest.raises(WorkerError) as raised:
+        workers2.run(wrongly_evaluated)
+    assert "layers.0.out is computed differently from one device" in str(raised.value.__cause__)
 
 
 def wrong_cut(plan: dict[str, str], model: str) -> None:

@@ -6,7 +6,7 @@ without an error, for example where a joint projection is cut. Therefore the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import tree_map_only
-from ...steps import TrainStep
+from ....core.torch_private import tree_flatten, tree_map_only
 from .random_numbers import drawing_apart
 from .styles import Style, input_dim
 
@@ -47,7 +46,8 @@ class LocalTensors:
         self._model, self._mesh = model, mesh
         self.is_exact = False
         """Whether DTensors are passed on between modules, as without this class."""
-        self._is_verified = False
+        self.is_verified = False
+        """Whether ``verify`` has found nothing wrong."""
         self._open: list[str] = []  # modules whose divided outputs no row-wise module has taken yet
         self._seen: list[tuple[str, Tensor]] | None = None
         for name, style in styles.items():
@@ -102,21 +102,17 @@ class LocalTensors:
         with _RandomApart(self._mesh, lambda: bool(self._open) and not self.is_exact):
             yield
 
-    def verify(self, window: Sequence[Any], step: TrainStep, exactly: Callable[[], Any]) -> None:
-        """Compute the first micro-batch with DTensors throughout too, and compare what planned modules return.
+    def verify(self, compute: Callable[[], Any], exactly: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Compute the first batch with DTensors throughout too, and compare what planned modules return.
 
         Args:
-            window: the micro-batches of the first update.
+            compute: calls the model.
             exactly: makes the context in which a model of DTensors computes.
 
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
         """
-        if self._is_verified:
-            return
-        self._is_verified = True
         training = [module for module in self._model.modules() if module.training]
-        batch = step.prepare(window[0])
         found: list[list[tuple[str, Tensor]]] = []
         device = next(self._model.parameters()).device
         self._model.eval()
@@ -124,9 +120,9 @@ class LocalTensors:
             for self.is_exact in (True, False):
                 self._seen, self._open = [], []
                 with torch.no_grad(), kept_random_state(device), exactly() if self.is_exact else self.running():
-                    loss, _ = step.forward(batch)
-                whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-                found.append([*self._seen, ("the loss", whole.detach())])
+                    outputs = tree_flatten(compute())[0]
+                tensors = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+                found.append([*self._seen, *(("the output", _whole(each)) for each in tensors)])
         except Exception as error:  # shapes that do not fit raise anything
             if self.is_exact:
                 raise
@@ -144,6 +140,12 @@ class LocalTensors:
             allowed = _TOLERANCE.get(expected.element_size(), 1e-3) * float(expected.abs().max())
             if expected.shape != local.shape or not float((expected - local).abs().max()) <= allowed:
                 raise StrategyError(f"{_ADVICE} {name} is computed differently from one device")
+        self.is_verified = True
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, without its graph."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 _ADVICE = 'strategy.tp_kind: "local" is not possible, choose "dtensor":'

@@ -104,13 +104,15 @@ class TensorParallel(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        if self._local is not None:
-            self._local.verify(window, step, _of_dtensors)
+        if self._local is not None and not self._local.is_verified:
+            self._local.verify(lambda: step.forward(step.prepare(window[0])), _of_dtensors)
         with self._running():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
+        if self._local is not None and not self._local.is_verified:
+            self._local.verify(lambda: step.predict(batch), _of_dtensors)
         with self._running():
             return inner(batch, step)
 
