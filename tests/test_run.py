@@ -86,6 +86,8 @@ def test_options_are_torchrun_s(script: str) -> None:
     newer = {"--virtual-local-rank", "--numa-binding", "--signals-to-handle", "--shutdown-timeout"} | {
         "--duplicate-stdout-filters",
         "--duplicate-stderr-filters",
+        "--log-line-prefix-template",
+        "--event-log-handler",
     }
     assert OPTIONS.keys() - newer - {"--work-dir"} <= known
     parsed = get_args_parser().parse_args(read_options([script, "--lr", "1"]).for_torchrun())
