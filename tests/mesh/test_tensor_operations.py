@@ -126,3 +126,15 @@ def test_a_write_that_would_be_lost_is_refused(workers2: WorkerGroup) -> None:
         assert message.startswith(
             "model: mul_ writes to a view of a tensor whose shards tensor parallelism has gathered"
         )
+
+
+def dtype_under_autocast() -> torch.dtype:
+    """In a worker: the dtype of the cross entropy of divided logits of half precision."""
+    logits: Any = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)
+    with implicit_replication(), DTensorFunctions(), torch.autocast("cpu", torch.bfloat16):
+        loss: Tensor = functional.cross_entropy(logits.bfloat16(), torch.arange(4))
+    return loss.dtype
+
+
+def test_cross_entropy_under_autocast_is_float32(workers2: WorkerGroup) -> None:
+    assert workers2.run(dtype_under_autocast) == [torch.float32, torch.float32]

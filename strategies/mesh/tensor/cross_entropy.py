@@ -54,7 +54,9 @@ def divided_cross_entropy(
         counted = indices != ignore_index
         shares = counted if weights is None else weights[indices.clamp(0, classes - 1)] * counted
         losses = losses.sum() / shares.sum()
-    return DTensor.from_local(losses.to(logits.dtype), mesh, (Replicate(),), run_check=False)
+    if not torch.is_autocast_enabled(mesh.device_type):  # under which torch's returns float32, as it is here
+        losses = losses.to(logits.dtype)
+    return DTensor.from_local(losses, mesh, (Replicate(),), run_check=False)
 
 
 def _whole(tensor: Tensor) -> Tensor:
