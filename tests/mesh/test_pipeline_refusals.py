@@ -83,13 +83,19 @@ MODELS: list[tuple[dict[str, Any], Callable[[], nn.Module], str]] = [
     (dict(pp_split=[1, 1, 1]), Plain, "strategy.pp_split: has 3 numbers, give one for each of the 2 stages"),
     (dict(pp_split=[1, 2]), Plain, "strategy.pp_split: 1 + 2 is 3, but Plain has 2 layers"),
     (dict(), Trains, "strategy.pp: Trains defines its own train_step, but no process of a pipeline can run it"),
+    (
+        dict(tp=2, pp_schedule="zbv"),
+        Plain,
+        'strategy.pp_schedule: "zbv" computes gradients of weights apart, which torch',
+    ),
     (dict(wrap=["ModuleList"]), Plain, "strategy.wrap: accepts a ModuleList"),
 ]
 
 
 def check(model: nn.Module, optim: OptimWrapper | None = None, **options: Any) -> Pipeline:
     options = {"pp": 2, **options}
-    layout: Any = SimpleNamespace(sizes={"pp": options["pp"]}, index={"pp": 0}, device_type="cpu")
+    sizes = {name: options.get(name, 1) for name in ("pp", "tp")}
+    layout: Any = SimpleNamespace(sizes=sizes, index={"pp": 0}, device_type="cpu")
     axis = Pipeline(MeshConfig(**options), layout)
     axis.check(model, optim)
     return axis

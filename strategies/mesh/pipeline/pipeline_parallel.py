@@ -88,6 +88,11 @@ class Pipeline(Axis):
                     f"optim_wrapper: {type(wrapper).__name__}.{found[0]} would be called on one process of a pipeline only; "
                     "override step, or give strategy.pp=1"
                 )
+        if self._schedule.splits_backward and self.layout.sizes.get("tp", 1) > 1:
+            raise ConfigError(
+                f'strategy.pp_schedule: "{self.config.pp_schedule}" computes gradients of weights apart, which torch cannot with '
+                "strategy.tp; choose gpipe, 1f1b or interleaved_1f1b"
+            )
         self._chain = chain_of(model, self.config.pp_layers)
         self._split = split_of(model, self._chain, self.size * self._each, self.config.pp_split)
         for unit in choose_units(model, self.config):
