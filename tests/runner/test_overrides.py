@@ -118,7 +118,7 @@ TRAIN_LOOP = {"inner": _FACT, "position": "asked when a run is preempted"} | dic
 )
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
-NOT_ASKED = {"saves_best": "asked where there is no validation", "save_now": "called when a run is preempted"}
+NOT_ASKED = {"save_now": "called when a run is preempted"}
 
 
 def without(names: dict[str, str], *called: str, **more: str) -> dict[str, str]:
@@ -329,10 +329,17 @@ NO_BASES = {
     flextrain.DeviceSpec: "a record",
     flextrain.MessageHub: "a runner makes its own, no argument takes one",
     flextrain.HistoryBuffer: "a message hub makes its own",
+    flextrain.Axis: "a strategy takes it, not the runner, see tests/mesh/test_custom_axis.py",
     flextrain.DataShard: "a record",
     flextrain.Topology: "a record",
     **dict.fromkeys(
-        (flextrain.DDPStrategy, flextrain.FSDPStrategy, flextrain.DeepSpeedStrategy, flextrain.NPUStrategy),
+        [
+            flextrain.DDPStrategy,
+            flextrain.FSDPStrategy,
+            flextrain.DeepSpeedStrategy,
+            flextrain.MeshStrategy,
+            flextrain.NPUStrategy,
+        ],
         "Strategy, whose methods the runner calls, is its base",
     ),
 }

@@ -142,6 +142,6 @@ def test_an_unknown_name_without_a_near_one_lists_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         build_strategy("ColossalAI")
     assert str(caught.value) == (
-        'strategy.type: "ColossalAI" is no known strategy, choose DDPStrategy, DeepSpeedStrategy, FSDPStrategy, NPUStrategy, '
-        "SingleDeviceStrategy, ddp, fsdp, npu, single, zero0, zero1, zero2 or zero3"
+        'strategy.type: "ColossalAI" is no known strategy, choose DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, '
+        "NPUStrategy, SingleDeviceStrategy, ddp, fsdp, mesh, npu, single, zero0, zero1, zero2 or zero3"
     )
