@@ -3,7 +3,8 @@
     python benchmarks/strategies.py [--rounds 5] [--iterations 20] [--only ddp fsdp zero3] [--processes 2]
 
 Every strategy is compared with a hand-written loop for the engine that it uses (DistributedDataParallel, fully_shard,
-deepspeed.initialize), with the same transformer, the same data and AdamW. Within a round the two run one after the other, and
+deepspeed.initialize; for meshes parallelize_module, and PipelineStage with a schedule), with the same transformer, the same data
+and AdamW. Within a round the two run one after the other, and
 the order alternates, so that other load on the machine affects both. The dataset of rank 0 takes the time when the first sample
 of each batch is fetched. A strategy's step time is the median of all its iterations. Memory is the largest resident set of any
 process, in processes that do nothing else; both have imported the same modules before they start.
@@ -13,6 +14,7 @@ Writes strategies.{md,png,json} to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -41,21 +46,25 @@ from flextrain.testing import WorkerGroup
 
 RESULTS = Path(__file__).parent / "results"
 PEAKS = 3  # number of memory measurements, each in new processes; the median counts
-WARM_UP = 3  # iterations left out: the first creates the optimizer's state
+WARM_UP = 3  # updates left out: the first creates the optimizer's state
 WIDTH, LAYERS, LENGTH, BATCH, WORDS = 256, 6, 64, 4, 512
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 SEED = 0
+ACCUMULATE = 4  # micro-batches in an update of a pipeline
 
 
 class Block(nn.Module):
+    """Attention with a perceptron; it reads the number of heads off the width of its projections, as raw tensor parallelism asks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        h = self.norm1(x)
+        heads = (f(h).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
@@ -92,6 +101,16 @@ class Words(Dataset[Tensor]):
         return self.words[index]
 
 
+@dataclass(frozen=True)
+class Contestant:
+    """A strategy, and the loop by hand for its engine; ``stage`` is ZeRO's."""
+
+    by_hand: Callable[[DataLoader[Any], int], None]
+    strategy: dict[str, Any]
+    stage: int = 0
+    accumulate: int = 1
+
+
 # Hand-written loops. Every process reads the same batches, which takes as long as reading different ones.
 
 
@@ -109,6 +128,49 @@ def by_hand_fsdp(loader: DataLoader[Any], stage: int) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+def by_hand_tp(loader: DataLoader[Any], stage: int) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Transformer()
+    plan = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
+    parallelize_module(model, mesh, {**plan, "blocks.*.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+class Stage(nn.Module):
+    """Half of a Transformer, with the embedding or with the head."""
+
+    def __init__(self, model: Transformer, is_first: bool) -> None:
+        super().__init__()
+        half = len(model.blocks) // 2
+        self.embed = model.embed if is_first else nn.Identity()
+        self.blocks = model.blocks[:half] if is_first else model.blocks[half:]
+        self.head = nn.Identity() if is_first else model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def by_hand_pp(loader: DataLoader[Any], stage: int) -> None:
+    """1F1B over two stages, with ACCUMULATE micro-batches in an update."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    part = Stage(Transformer(), rank == 0)
+    optimizer = torch.optim.AdamW(part.parameters(), **ADAMW)
+    piped = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(piped, ACCUMULATE, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()))
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, ACCUMULATE)):
+        inputs = [(words[:, :-1],) for words in window] if rank == 0 else None
+        schedule.step(arg_mbs=inputs, target_mbs=[words[:, 1:] for words in window] if rank else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
 
 
 def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> None:
@@ -144,14 +206,14 @@ def by_hand_deepspeed(loader: DataLoader[Any], stage: int) -> None:
     forget_process_groups()  # DeepSpeed would use the groups of this run in the next run
 
 
-def through_flextrain(loader: DataLoader[Any], strategy: dict[str, Any]) -> None:
+def through_flextrain(loader: DataLoader[Any], contestant: Contestant) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runner = FlexibleRunner(
             model=Transformer(),
             work_dir=folder,
-            strategy={**strategy, "device": "cpu"},
+            strategy={**contestant.strategy, "device": "cpu"},
             train_dataloader=DataLoader(loader.dataset, batch_size=BATCH, sampler=Same(loader.dataset)),
-            optim_wrapper=dict(optimizer=dict(type="AdamW", **ADAMW)),
+            optim_wrapper=dict(optimizer=dict(type="AdamW", **ADAMW), accumulative_counts=contestant.accumulate),
             train_cfg=dict(max_epochs=1),
             default_hooks=dict(checkpoint=None),
             randomness=dict(seed=SEED),
@@ -173,37 +235,40 @@ class Same(torch.utils.data.Sampler[int]):
         return len(self.dataset)
 
 
-CONTESTANTS: dict[str, tuple[Callable[[DataLoader[Any], int], None], int, dict[str, Any]]] = {
-    "ddp": (by_hand_ddp, 0, dict(type="DDPStrategy")),
-    "fsdp": (by_hand_fsdp, 0, dict(type="FSDPStrategy", wrap="blocks")),
+PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
+PLAN |= {"blocks.*.out": "rowwise", "blocks.*.down": "rowwise"}
+MESH = dict(type="MeshStrategy", dp_shard=1)
+CONTESTANTS = {
+    "ddp": Contestant(by_hand_ddp, dict(type="DDPStrategy")),
+    "fsdp": Contestant(by_hand_fsdp, dict(type="FSDPStrategy", wrap="blocks")),
     **{
-        f"zero{stage}": (
-            by_hand_deepspeed,
-            stage,
-            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)),
+        f"zero{stage}": Contestant(
+            by_hand_deepspeed, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)), stage
         )
         for stage in (1, 2, 3)
     },
+    "mesh tp": Contestant(by_hand_tp, dict(MESH, tp=-1, plan=PLAN, tp_kind="local")),
+    "mesh pp": Contestant(by_hand_pp, dict(MESH, pp=-1), accumulate=ACCUMULATE),
 }
 
 
 def one_run(name: str, ours: bool, iterations: int) -> list[float]:
-    """In a worker: seconds of each iteration after the warm-up."""
+    """In a worker: seconds of each update after the warm-up."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    dataset = Words(WARM_UP + iterations + 1)
-    by_hand, stage, strategy = CONTESTANTS[name]
+    contestant = CONTESTANTS[name]
+    dataset = Words((WARM_UP + iterations + 1) * contestant.accumulate)
     loader = DataLoader(dataset, batch_size=BATCH)
     with open(os.devnull, "w") as nowhere:
         saved, sys.stdout = sys.stdout, nowhere
         try:
             if ours:
-                through_flextrain(loader, strategy)
+                through_flextrain(loader, contestant)
             else:
-                by_hand(loader, stage)
+                contestant.by_hand(loader, contestant.stage)
         finally:
             sys.stdout = saved
-    return list(np.diff(dataset.stamps[WARM_UP:]))
+    return list(np.diff(dataset.stamps[:: contestant.accumulate][WARM_UP:]))
 
 
 def peak(name: str, ours: bool, iterations: int) -> float:
