@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -19,6 +20,9 @@ from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone
 from flextrain.testing.models import TinyTransformer
 from flextrain.testing.sessions import whole_model
+
+from .models import build, sample
+from .parity import RECIPES, started
 
 pytestmark = pytest.mark.distributed
 
@@ -163,3 +167,28 @@ def evaluated(mesh: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_evaluated_from_a_file(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
     assert workers2.run(evaluated, mesh, tmp_path)[0]["count"] == 21
+
+
+def called() -> tuple[list[str], float]:
+    """A model called by the user, as for generating text: outside of an update, after one."""
+    torch.set_num_threads(1)
+    expected = build("plain")
+    with started(
+        dict(type="MeshStrategy", tp=2, plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}),
+        "plain",
+        RECIPES["adamw"],
+    ) as session:
+        ids = sample("plain", 2, 0)["input_ids"]
+        outputs = [session.model(ids), session.model(ids, labels=ids)["loss"]]  # it makes the positions itself
+        outputs[1].backward()
+        with contextlib.suppress(TypeError):
+            session.model()
+        with torch.no_grad():
+            difference = (session.model(ids) - expected(ids)).abs().max()
+    return [type(output).__name__ for output in outputs], float(difference)
+
+
+def test_called_outside_of_an_update(workers2: WorkerGroup) -> None:
+    for names, difference in workers2.run(called):
+        assert names == ["Tensor", "Tensor"]
+        assert difference < 1e-6

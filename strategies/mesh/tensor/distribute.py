@@ -135,4 +135,9 @@ def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
 
 def as_local(values: Any) -> Any:
     """Return ``values`` with the whole of every DTensor."""
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), values)
+
+    def whole(tensor: DTensor) -> Tensor:
+        found: Tensor = tensor.full_tensor()
+        return found.clone() if found.ndim == 0 else found  # a loss that is no view may be changed in place
+
+    return tree_map_only(DTensor, whole, values)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -18,6 +19,7 @@ from ...state import Optim
 from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
 from ..config import MeshConfig
+from ..layout import Layout
 from ..plans import check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
@@ -39,6 +41,12 @@ class TensorParallel(Axis):
     name = "tp"
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
+    _is_running = False
+
+    def __init__(self, config: MeshConfig, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self._of_call = ExitStack()  # the context of a call of the model by the user,
+        self._of_backward = ExitStack()  # and of the backward that may follow it
 
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
@@ -83,7 +91,7 @@ class TensorParallel(Axis):
         self._text = described(model, self._found, self._plan.origin)
         for root in choose_roots(model):
             root.register_forward_pre_hook(self._enter, with_kwargs=True)
-            root.register_forward_hook(self._leave)
+            root.register_forward_hook(self._leave, always_call=True)
         return model
 
     def described(self) -> str:
@@ -91,12 +99,25 @@ class TensorParallel(Axis):
         return self._text
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._is_running:  # a call by the user, outside of an update and an evaluation
+            if torch.is_grad_enabled():
+                self._of_call.callback(self._await_backward)
+            self._of_call.enter_context(self._running())
         if self._local is not None and not self._local.is_exact:
             return None
         return as_replicated(self.mesh, args), as_replicated(self.mesh, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._of_call.close()
         return as_local(output)
+
+    def _await_backward(self) -> None:
+        self._of_backward.close()
+        self._of_backward.enter_context(implicit_replication())
+
+    def release(self) -> None:
+        """See Axis."""
+        self._of_backward.close()
 
     def check_optimizer(self, wrapper: OptimWrapper) -> None:
         """See Axis; FSDP may give an optimizer whole rows, tensor parallelism gives it any elements of a matrix."""
@@ -116,10 +137,18 @@ class TensorParallel(Axis):
         with self._running():
             return inner(batch, step)
 
-    def _running(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _running(self) -> Iterator[None]:
         if self._own is not None:  # its authors say where DTensors are
-            return self._own.running()
-        return _of_dtensors() if self._local is None else self._local.running()
+            context = self._own.running()
+        else:
+            context = _of_dtensors() if self._local is None else self._local.running()
+        self._is_running = True
+        try:
+            with context:
+                yield
+        finally:
+            self._is_running = False
 
 
 @contextmanager
