@@ -99,7 +99,8 @@ def forget_meshes() -> None:
     A mesh of the same ranks and names is equal to them, also with other groups: results would have the old groups.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
+    cached = propagator.propagate_op_sharding
+    getattr(cached, "cache", cached).cache_clear()  # torch 2.6 keeps the cache of the thread in an attribute
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
         clear()
 
