@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ...core.comm import collectives as dist
 from ...core.comm.model_sync import share_weights
@@ -157,6 +158,8 @@ class FSDPStrategy(Strategy):
         roots = choose_roots(model)
         chosen = self._choose_units(model)
         self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
+        if not self._shards(mesh, *others.values()):
+            return self._unsharded(model)
         for unit in (*self._units, *roots):
             check_one_dtype(unit)
             options = self._options(outermost=unit in roots)
@@ -180,6 +183,19 @@ class FSDPStrategy(Strategy):
             root.register_forward_hook(_free_after_evaluation)
             if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
+        return model
+
+    def _shards(self, *meshes: DeviceMesh) -> bool:
+        """Return whether FSDP is needed; the process groups of a single process make it costly for nothing."""
+        return True
+
+    def _unsharded(self, model: nn.Module) -> nn.Module:
+        """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
+        self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
+        model.to(self.device)
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_settle_gradient)
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
@@ -266,7 +282,9 @@ class FSDPStrategy(Strategy):
 
     def drop_gradients(self) -> None:
         """See Strategy."""
-        raise kept_gradients("FSDP")
+        if self._roots:
+            raise kept_gradients("FSDP")
+        super().drop_gradients()
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -297,6 +315,13 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots, self._unsettled = [], [], []
+
+
+def _settle_gradient(parameter: Tensor) -> None:
+    """Add up a gradient that is a pending sum over processes, as FSDP does before it reduces one."""
+    gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+    if gradient.placements != own.placements:
+        parameter.grad = gradient.redistribute(placements=own.placements)
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:

@@ -118,6 +118,11 @@ class MeshStrategy(FSDPStrategy):
     def _mesh(self) -> DeviceMesh:
         return self.layout.sharding()
 
+    def _shards(self, *meshes: DeviceMesh) -> bool:
+        return (
+            self.config.mixed_precision is not None or self.config.offloads or any(mesh.size() > 1 for mesh in meshes)
+        )
+
     def _averaged_over(self) -> DataShard:
         return self.layout.averaging()
 
