@@ -24,9 +24,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,8 +100,7 @@ class Words(Dataset[Tensor]):
         return self.words[index]
 
 
-@dataclass(frozen=True)
-class Contestant:
+class Contestant(NamedTuple):
     """A strategy, and the loop by hand for its engine; ``stage`` is ZeRO's."""
 
     by_hand: Callable[[DataLoader[Any], int], None]
