@@ -195,7 +195,7 @@ class FSDPStrategy(Strategy):
         model.to(self.device)
         for parameter in model.parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_settle_gradient)
+                parameter.register_post_accumulate_grad_hook(_settle_gradient)  # type: ignore[no-untyped-call]
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:

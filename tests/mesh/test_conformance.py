@@ -24,7 +24,7 @@ ARITHMETIC = ("facts", "initial_weights", "gradients", "accumulation", "clipping
 @pytest.mark.parametrize(
     "processes, options, only",
     [
-        pytest.param(4, dict(tp=2), ARITHMETIC, id="dp2xtp2-arithmetic"),
+        pytest.param(4, dict(tp=2), ARITHMETIC, id="dp2xtp2-arithmetic", marks=pytest.mark.full),
         pytest.param(2, dict(tp=2), None, id="tp2", marks=pytest.mark.full),
         pytest.param(4, dict(tp=2), None, id="dp2xtp2", marks=pytest.mark.full),
         pytest.param(4, dict(tp=4), None, id="tp4", marks=pytest.mark.full),

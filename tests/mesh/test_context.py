@@ -44,7 +44,7 @@ def case(world_size: int, model: str, recipe: str = "accumulate-clip", *marks: A
 
 PARITY = [
     case(2, "llama", cp=2),
-    case(4, "plain", cp=2, tp=2, plan=PLAN),
+    case(4, "plain", "accumulate-clip", FULL, cp=2, tp=2, plan=PLAN),
     case(2, "llama_tied", "frozen", FULL, cp=2, cp_kind="ring"),
     case(2, "gpt2", "adamw-clip", FULL, cp=2),
     case(2, "mixtral", "accumulate-clip", FULL, cp=2),

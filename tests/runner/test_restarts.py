@@ -100,8 +100,9 @@ def test_the_last_update_is_what_the_progress_file_says_in_the_end(
     monkeypatch.setattr("flextrain.runner.told_progress.ProgressFile", Late)
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     monkeypatch.setenv("LOCAL_RANK", "0")
+    before = set(threading.enumerate())  # other tests' too
     make_runner(tmp_path / "run", custom_hooks=[Await()], **iterations(4)).train()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "flextrain-monitor":
             thread.join(30)
     assert read_progress(tmp_path / "progress").iter == 4

@@ -111,7 +111,7 @@ OF_OPTIONS = ["gradients", "accumulation", "clipping", "resume_itself"]
         dict(wrap=["Linear"], reshard_after_forward=False, reduce_every_micro_batch=True),
         pytest.param(dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2), marks=pytest.mark.full),
         dict(replicate_size=2),
-        dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])),
+        pytest.param(dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])), marks=pytest.mark.full),
     ],
     ids=lambda options: "-".join(options),
 )

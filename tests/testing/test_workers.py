@@ -313,6 +313,7 @@ def test_functions_of_modules_on_no_path(workers2: WorkerGroup, tmp_path: Path) 
         del sys.modules["on_no_path"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_script_may_use_its_own_functions_and_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
