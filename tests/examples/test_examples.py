@@ -105,7 +105,7 @@ def test_custom_axis_is_short() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_gan(run_example: RunExample, tmp_path: Path, processes: int) -> None:
     done = run_example("gan.py", "--epochs", "2", processes=processes)
     assert re.search(r"loss_d: \d+\.\d+  loss_g: \d+\.\d+", done.stdout)
@@ -127,6 +127,7 @@ def test_hugging_face(run_example: RunExample) -> None:
     assert accuracy > 60
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_language_model(run_example: RunExample) -> None:
     """Alone, and sharded over two processes with the same 16 sequences per update."""

@@ -84,12 +84,10 @@ LAYOUTS: dict[str, Layout] = {
 QUICK = {
     ("ep2", "single"),
     ("single", "dp2xtp2"),
-    ("dp2xtp2", "fsdp"),
-    ("fsdp", "ep2"),
-    ("tp2", "dp4xep2"),
-    ("ep2", "tp2"),
+    ("pp2", "ep2"),
+    ("tp2", "pp2"),
+    ("cp2", "pp2xdp2"),
 }
-QUICK |= {("pp2", "ep2"), ("tp2", "pp2"), ("cp2", "pp2xdp2")}
 
 
 @dataclass

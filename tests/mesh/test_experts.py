@@ -34,7 +34,9 @@ FULL = pytest.mark.full
 CASES: list[Any] = [
     pytest.param(2, dict(ep=2, plan=EXPERTS), "mixture", "accumulate-clip", id="dp2"),
     pytest.param(2, dict(ep=2, plan=EXPERTS, wrap="blocks"), "mixture_starved", "frozen", id="dp2-no_token"),
-    pytest.param(2, dict(ep=2, tp=2, plan=EXPERTS | MATRICES), "mixture", "accumulate-clip", id="tp2-same_tokens"),
+    pytest.param(
+        2, dict(ep=2, tp=2, plan=EXPERTS | MATRICES), "mixture", "accumulate-clip", id="tp2-same_tokens", marks=FULL
+    ),
     pytest.param(
         4, dict(ep=4, tp=2, plan=EXPERTS | MATRICES), "mixture", "accumulate-clip", id="dp2xtp2-ep4", marks=FULL
     ),

@@ -56,7 +56,7 @@ def test_conformance_of_one_process(npu1: Any) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(dict(type="FSDPStrategy", device="npu"), id="fsdp"),
+        pytest.param(dict(type="FSDPStrategy", device="npu"), id="fsdp", marks=pytest.mark.full),
         *(pytest.param(*p.values, id=p.id, marks=[*p.marks, pytest.mark.full]) for p in SHARDED[1:]),
     ],
 )

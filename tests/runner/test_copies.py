@@ -161,6 +161,7 @@ def test_one_part_of_the_data_for_two_processes(tmp_path: Path, workers2: Worker
         same(workers2.run(life, str(tmp_path / "two"), DDPCopies, at), expected, lambda rank: 0)
 
 
+@pytest.mark.full
 def test_sharded_copies(tmp_path: Path, workers: Any) -> None:
     """Under FSDP each copy is sharded over the processes with other parts of the data."""
     plain = dict(train_dataloader=dict(dataset=Samples(24, noisy=True), batch_size=3, collate_fn="default_collate"))

@@ -62,7 +62,7 @@ def bf16(**options: Any) -> AmpOptimWrapper:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.full) for stage in STAGES])
 def test_conformance(workers2: WorkerGroup, stage: int) -> None:
     report = check_strategy(zero(stage), workers=workers2)
     refused = {result.name for result in report.results if result.status == "refused"}

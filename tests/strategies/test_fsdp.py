@@ -108,7 +108,9 @@ OF_OPTIONS = ["gradients", "accumulation", "clipping", "resume_itself"]
 @pytest.mark.parametrize(
     "options",
     [
-        dict(wrap=["Linear"], reshard_after_forward=False, reduce_every_micro_batch=True),
+        pytest.param(
+            dict(wrap=["Linear"], reshard_after_forward=False, reduce_every_micro_batch=True), marks=pytest.mark.full
+        ),
         pytest.param(dict(wrap=["Linear"], reshard_after_forward=True, prefetch=2), marks=pytest.mark.full),
         dict(replicate_size=2),
         pytest.param(dict(wrap=["Linear"], activation_checkpointing=dict(classes=["Linear"])), marks=pytest.mark.full),
@@ -119,6 +121,7 @@ def test_conformance_with_options(workers2: WorkerGroup, options: dict[str, Any]
     assert check_strategy(dict(type="FSDPStrategy", **options), workers=workers2, only=OF_OPTIONS).passed
 
 
+@pytest.mark.full
 def test_conformance_on_other_numbers_of_processes(workers1: WorkerGroup, workers3: WorkerGroup) -> None:
     assert check_strategy("FSDPStrategy", world_size=1, workers=workers1, only=["losses", "resume_itself"]).passed
     assert check_strategy("FSDPStrategy", world_size=3, workers=workers3, only=SOME[:-1]).passed

@@ -283,6 +283,7 @@ def test_results_that_cannot_travel_are_an_error(workers2: WorkerGroup) -> None:
         workers2.run(unpicklable_result)
 
 
+@pytest.mark.full
 def test_processes_are_forked_from_one_unless_they_see_accelerators(workers2: WorkerGroup) -> None:
     with WorkerGroup(1, imports=["this"]) as group, WorkerGroup(1, accelerators=True) as with_accelerators:
         ((forked_from, imported),) = group.run(parent)
@@ -292,6 +293,7 @@ def test_processes_are_forked_from_one_unless_they_see_accelerators(workers2: Wo
         assert with_accelerators.run(parent) == [(os.getpid(), False)]
 
 
+@pytest.mark.full
 def test_data_loaders_may_start_processes(workers2: WorkerGroup) -> None:
     assert workers2.run(read_with_loader_processes) == [[0, 1, 2, 3]] * 2
 
