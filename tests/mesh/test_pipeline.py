@@ -16,7 +16,6 @@ from flextrain.optim.model_group import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
 from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, orders_of
 from flextrain.strategies.mesh.pipeline.stages import StageRun
-from flextrain.strategies.mesh.pipeline.streams import Streams
 from flextrain.strategies.mesh.pipeline.ties import Ties
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers
@@ -155,29 +154,6 @@ def traced(spec: dict[str, Any], lengths: list[list[tuple[int, int]]], is_alone:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.full)])
 def test_sizes_may_change_from_batch_to_batch(workers2: WorkerGroup, schedule: str) -> None:
     workers2.run(sizes_change, dict(MESH, pp=2, pp_schedule=schedule), LENGTHS)
-
-
-def drawn(depth: int, micro_batches: int) -> list[list[float]]:
-    """What stages draw in their layers, and before them, in the order of a process that has all of them."""
-    torch.manual_seed(5)
-    streams, found = Streams(torch.device("cpu")), []
-    for stage in range(depth):
-        for i in range(micro_batches):
-            streams.begin(i, stage, True)
-            before = float(torch.rand(()))
-            streams.enter_layers()
-            found.append([stage, i, before, float(torch.rand(()))])
-            streams.end()
-    return [*found, [0, 0, 0, float(torch.rand(()))]]
-
-
-def test_masks_do_not_repeat_from_stage_to_stage() -> None:
-    *found, last = drawn(3, 4)
-    assert len({inside for _, _, _, inside in found}) == 12
-    for i in range(4):  # what is drawn from the batch, before the layers, is the same on every stage
-        assert len({before for _, j, before, _ in found if j == i}) == 1
-    assert len({before for _, _, before, _ in found}) == 4
-    assert drawn(1, 4)[-1] == last  # all processes go on alike, whatever they have computed
 
 
 def without_the_group(spec: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.errors import FlexTrainError
@@ -16,8 +17,9 @@ from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.pipeline import Pipeline
 from flextrain.strategies.mesh.pipeline.chain import chain_of
 from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
+from flextrain.strategies.mesh.pipeline.stages import StageRun
 
-from .models import Plain, PlainBlock, sample
+from .models import LENGTH, Plain, PlainBlock, sample
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
@@ -45,6 +47,16 @@ def test_options(options: dict[str, Any], message: str) -> None:
         MeshStrategy(**options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv"])
+def test_a_torch_whose_backward_cannot_end_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "finalize_backward")
+    with pytest.raises(
+        FlexTrainError, match=f'^strategy.pp_schedule: "{name}" needs FSDPModule.finalize_backward, which torch'
+    ):
+        MeshStrategy(pp=2, pp_schedule=name)
+    MeshStrategy(pp=2, pp_schedule="interleaved_1f1b")
 
 
 class TwoChains(nn.Module):
@@ -210,6 +222,31 @@ def test_forwards_that_cannot_be_cut(kind: type[Plain], message: str) -> None:
     assert message in str(caught.value)
     assert str(caught.value).startswith("strategy.pp: ")
     assert "\n" not in str(caught.value)
+
+
+class LeavesOutLater(Plain):
+    """Leaves its first layer out, which it did not in the rehearsal."""
+
+    later = False
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in list(self.layers)[int(self.later) :]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_a_layer_that_is_left_out_later() -> None:
+    model = LeavesOutLater()
+    run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
+    run.cut()
+    ids = sample("plain", 2, 0)["input_ids"]
+    run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda: model(ids))
+    model.later = True
+    with pytest.raises(
+        FlexTrainError, match=r"^model: LeavesOutLater did not call layers\.0, the layer before pipeline stage 1; "
+    ):
+        run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda: model(ids))
 
 
 def test_a_rehearsal_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,6 +20,8 @@ from .orders import SCHEDULES, Action, orders_of
 from .rehearsal import signature_of
 from .stages import Left, StageRun
 from .transfers import Transfers
+
+_logger = logging.getLogger("flextrain")
 
 
 class Engine:
@@ -55,7 +58,8 @@ class Engine:
         self._root: FSDPModule | None = None
         self._reduces_always = reduces_always
         self._tensor_mesh = tensor_mesh
-        self._names: dict[Hashable, tuple[list[str], torch.dtype]] = {}
+        self._names: dict[Hashable, tuple[list[str], torch.dtype]] = {}  # by the structure of batches
+        self._complained: set[str] = set()
         self._once = 0
         self._model: nn.Module | None = None
 
@@ -111,7 +115,7 @@ class Engine:
             self._root.finalize_backward()
         self._transfers.finish()
         own_logs = step.mean(logs) if self._last_process == self._transfers.index else {}
-        return self._shared(own_logs, keys[0])
+        return self._shared(own_logs, keys)
 
     def _forward(self, stage: int, i: int, batch: Any, step: TrainStep, logs: list[dict[str, Tensor]]) -> _Forward:
         forward = _Forward()
@@ -203,18 +207,35 @@ class Engine:
             return self._once
         return signature
 
-    def _shared(self, logs: dict[str, Tensor], key: Hashable) -> dict[str, Tensor]:
-        """Return the last stage's values to log on every process."""
-        if "logs" not in self._names:
+    def _shared(self, logs: dict[str, Tensor], keys: Sequence[Hashable]) -> dict[str, Tensor]:
+        """Return the last stage's values to log on every process: those of the first window with batches of this structure.
+
+        Another name, which only the last stage knows of, is left out, and a missing one is NaN, each with a line in the log.
+        """
+        structure = frozenset(key[1] if isinstance(key, tuple) else None for key in keys)
+        if structure not in self._names:
             dtype = torch.float32
             for value in logs.values():
                 dtype = torch.promote_types(dtype, value.dtype)
-            self._names["logs"] = self._transfers.share_object((list(logs), dtype), self._last_process)
-        names, dtype = self._names["logs"]
+            self._names[structure] = self._transfers.share_object((list(logs), dtype), self._last_process)
+        names, dtype = self._names[structure]
+        if self._last_process == self._transfers.index and logs.keys() != set(names):
+            self._complain(logs.keys() - set(names), "was not there in the first window, it is left out")
+            self._complain(
+                set(names) - logs.keys(), "was there in the first window and is missing now, NaN takes its place"
+            )
         missing = torch.full((), torch.nan, dtype=dtype, device=self._transfers.device)
         values = torch.stack([logs.get(name, missing).detach().to(dtype) for name in names])
         self._transfers.share(values, self._last_process)
         return dict(zip(names, values.unbind(), strict=True))
+
+    def _complain(self, names: set[str], what: str) -> None:
+        for name in sorted(names - self._complained):
+            self._complained.add(name)
+            # An error, because processes other than rank 0 show no warnings.
+            _logger.error(
+                f"model: {name}, a value to log, {what}; with strategy.pp, return it for every batch, such as 0"
+            )
 
 
 def _nothing() -> None:

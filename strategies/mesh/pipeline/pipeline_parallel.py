@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ....core.device import DEVICES
@@ -67,6 +68,11 @@ class Pipeline(Axis):
             raise ConfigError(
                 f'strategy.pp_schedule: "{config.pp_schedule}" is not allowed, choose {one_of(SCHEDULES)}'
                 f"{suggest(config.pp_schedule, SCHEDULES)}"
+            )
+        if SCHEDULES[config.pp_schedule].splits_backward and not hasattr(FSDPModule, "finalize_backward"):
+            raise ConfigError(
+                f'strategy.pp_schedule: "{config.pp_schedule}" needs FSDPModule.finalize_backward, which torch {torch.__version__} '
+                f"lacks; choose {one_of(name for name, kind in SCHEDULES.items() if not kind.splits_backward)}, or a newer torch"
             )
         stages_per_process(config)
         for number in config.pp_split or ():

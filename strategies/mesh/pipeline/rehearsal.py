@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,38 +14,9 @@ from torch import Tensor, nn
 
 from ....core.errors import FlexTrainError, StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import TorchDispatchMode, fake_mode, tree_flatten, tree_map_only
+from ....core.torch_private import fake_mode, tree_flatten, tree_map_only
 from .chain import Chain
-
-_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-
-
-@dataclass
-class Plan:
-    """What a rehearsal has found out about calls with one kind of arguments.
-
-    Attributes:
-        draws: the forward draws random numbers.
-        draws_inside: the layers do, or what comes after them.
-        forms: by layer, the length of the tuple that it returns; 0 for a tensor.
-        changes: the layers that give another shape or dtype than they get.
-    """
-
-    draws: bool = False
-    draws_inside: bool = False
-    forms: dict[int, int] = field(default_factory=dict)
-    changes: set[int] = field(default_factory=set)
-
-
-def chained(args: Any, kwargs: Any) -> Tensor:
-    """Return the argument of a layer that the layer before has computed: its first."""
-    found = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(found, Tensor):
-        raise StrategyError(
-            f"model: a layer of a pipeline is called with {type(found).__name__} first, it has to be the tensor that the layer "
-            "before it returned"
-        )
-    return found
+from .following import Following, Plan, note, right_on
 
 
 def kind_of(values: Any, *others: Hashable) -> Hashable:
@@ -128,12 +99,12 @@ class Rehearsal:
                 held = (
                     every if every != frozenset(stages) or name not in self._chain.own else frozenset({0, max(stages)})
                 )
-                _note(found, (_right(found) or frozenset()) | held, name)
+                note(found, (right_on(found) or frozenset()) | held, name)
                 delattr(module, key)
                 object.__setattr__(module, key, found)
             for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 fake = self._fake(buffer, None)
-                _note(fake, every, f"{path}.{key}".lstrip("."))
+                note(fake, every, f"{path}.{key}".lstrip("."))
                 delattr(module, key)
                 object.__setattr__(module, key, fake)
         return whole
@@ -173,7 +144,7 @@ class Rehearsal:
         self._whole.train(training)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
         while True:
-            following = _Following(self._chain, self._spans)
+            following = Following(self._chain, self._spans)
             try:
                 with kept_random_state(self._device), torch.no_grad(), self._watched(following), following:
                     result = self._whole(*args, **kwargs)
@@ -203,7 +174,7 @@ class Rehearsal:
         return True
 
     @contextmanager
-    def _watched(self, following: _Following) -> Iterator[None]:
+    def _watched(self, following: Following) -> Iterator[None]:
         handles: list[Any] = []
         for number, layer in enumerate(self._layers):
 
@@ -224,6 +195,12 @@ class Rehearsal:
                 ]
                 if type(part) in self._passed_over:
                     part.forward = partial(following.pass_over, part)
+        for name in (*self._chain.before, *self._chain.after):
+            part = self._whole.get_submodule(name)
+            handles += [
+                part.register_forward_pre_hook(partial(following.enter_part, name)),
+                part.register_forward_hook(following.leave_part),
+            ]
         try:
             yield
         finally:
@@ -245,7 +222,7 @@ class Rehearsal:
         return (value, *[None] * (length - 1)) if length else value
 
     def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Return what a submodule would give for arguments of these shapes, with zeros in it that take no memory."""
+        """Return what a submodule would give for arguments of these shapes, with zeros in it, which take no memory if they are contiguous."""
         key = signature_of((name, args, kwargs), torch.is_autocast_enabled(self._device.type))
         if key is None or key not in self._stand_ins:
             with kept_random_state(self._device), torch.no_grad():
@@ -255,139 +232,16 @@ class Rehearsal:
 
     @staticmethod
     def _form(tensor: Tensor) -> _Form:
-        return _Form(tuple(tensor.shape), tensor.dtype)
+        return _Form(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tuple(tensor.stride()))
 
 
 @dataclass(frozen=True)
 class _Form:
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None
 
     def zeros(self, device: torch.device) -> Tensor:
+        if self.strides is not None:  # numbers are drawn in the order of memory
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).zero_()
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
-
-
-def _note(tensor: Tensor, right: frozenset[int], origin: str) -> None:
-    tensor.__dict__["_pipeline"] = (right, origin)
-
-
-def _right(tensor: Tensor) -> frozenset[int] | None:
-    found = tensor.__dict__.get("_pipeline")
-    return None if found is None else found[0]
-
-
-class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows tensors through a forward: on which stages they are right, and what they were computed from."""
-
-    def __init__(self, chain: Chain, spans: Sequence[tuple[int, int]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.plan = Plan()
-        self._chain, self._spans = chain, spans
-        self._next = 0
-        self._inside: int | None = None
-        self._last: Tensor | None = None
-        self._input: Tensor | None = None
-        self.path: list[nn.Module] = []
-        """The modules under way, from the layer on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        known = [t.__dict__["_pipeline"] for t in tree_flatten((args, kwargs))[0] if _is_known(t)]
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._has_drawn()
-        out = func(*args, **kwargs)
-        if known:
-            self._combine(known, out)
-        return out
-
-    def _combine(self, known: Sequence[tuple[frozenset[int], str]], out: Any) -> None:
-        """Note where the results of an operation are right."""
-        right, origin = known[0]
-        for other, name in known[1:]:
-            if not right <= other:
-                origin = name
-            right = right & other
-        if self._inside is not None and (stage := self._stage_of(self._inside)) not in right:
-            raise StrategyError(
-                f"strategy.pp: {self._chain.layers[self._inside]} on stage {stage} needs what was computed from {origin}, which "
-                "another stage has; only the tensor that layers hand on is sent"
-            )
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, Tensor):
-                _note(tensor, right, origin)
-
-    def pass_over(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a module whose operations cannot be followed: it depends on all of its arguments and parameters."""
-        own = [tensor for part in module.modules() for tensor in vars(part).values()]
-        known = [t.__dict__["_pipeline"] for t in (*tree_flatten((args, kwargs))[0], *own) if _is_known(t)]
-        out = torch.empty_like(chained(args, kwargs))
-        if module.training and any(isinstance(part, _DROPOUTS) for part in module.modules()):
-            self._has_drawn()
-        if known:
-            self._combine(known, out)
-        return out
-
-    def _has_drawn(self) -> None:
-        self.plan.draws = True
-        self.plan.draws_inside |= self._inside is not None or self._next > 0
-
-    def enter(self, number: int, args: Any, kwargs: Any) -> None:
-        """A layer is called."""
-        names = self._chain.layers
-        if number != self._next or self._inside is not None:
-            expected = f"{names[self._next]} comes next" if self._next < len(names) else "all layers had been called"
-            raise StrategyError(
-                f"strategy.pp: {names[number]} is called where {expected}; the layers of a pipeline are called once, in their order"
-            )
-        value = chained(args, kwargs)
-        begins = number and self._stage_of(number) != self._stage_of(number - 1)
-        if begins and value is not self._last:
-            raise StrategyError(
-                f"strategy.pp: {names[number]} is called with another tensor than {names[number - 1]} returned, and a stage begins "
-                "with it; give pp_split so that it does not"
-            )
-        self._inside, self._input = number, value
-
-    def leave(self, number: int, output: Any) -> None:
-        """A layer has returned."""
-        value = output[0] if isinstance(output, tuple) and output else output
-        name = self._chain.layers[number]
-        if not isinstance(value, Tensor):
-            raise StrategyError(
-                f"strategy.pp: {name} returned {type(output).__name__}, a layer of a pipeline returns a tensor, or a tuple that "
-                "begins with it"
-            )
-        stage = self._stage_of(number)
-        self._inside, self._next, self._last = None, number + 1, value
-        if isinstance(output, tuple):
-            self.plan.forms[number] = len(output)
-        assert self._input is not None
-        if value.shape != self._input.shape or value.dtype != self._input.dtype:
-            self.plan.changes.add(number)
-        if _right(value) is None:  # was computed from the batch alone, and is right everywhere
-            return
-        after = {self._stage_of(number + 1)} if number + 1 < len(self._chain.layers) else set()
-        _note(value, frozenset({stage, *after}), name)
-
-    def check_result(self, result: Any, model: str) -> None:
-        """Raise StrategyError if a result is not right on the last stage."""
-        names, last = self._chain.layers, len(self._spans) - 1
-        if self._next < len(names):
-            raise StrategyError(
-                f"strategy.pp: {names[self._next]} is not called by the forward of {model}; name the layers that follow each other "
-                "in pp_layers"
-            )
-        values = [*tree_flatten(result)[0], getattr(result, "loss", None)]
-        for tensor in values:
-            if _is_known(tensor) and last not in tensor.__dict__["_pipeline"][0]:
-                raise StrategyError(
-                    f"strategy.pp: what {model} returns was computed from {tensor.__dict__['_pipeline'][1]}, which the last stage "
-                    "lacks; only the tensor that layers hand on is sent to it"
-                )
-
-    def _stage_of(self, layer: int) -> int:
-        return next(stage for stage, (start, end) in enumerate(self._spans) if start <= layer < end)
-
-
-def _is_known(value: Any) -> bool:
-    return isinstance(value, Tensor) and "_pipeline" in value.__dict__

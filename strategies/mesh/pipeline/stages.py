@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
 from .chain import Chain
-from .rehearsal import Plan, Rehearsal, chained
+from .following import Plan, chained
+from .rehearsal import Rehearsal
 from .streams import Streams
 
 
@@ -87,7 +88,8 @@ class StageRun:
         self._given: Callable[[], Tensor] | None = None
         self._model = model
         self._left: Tensor | None = None
-        self._micro_batch = 0
+        self._was_given = False
+        self._drawing: set[tuple[str, bool]] = set()  # ("" for layers, or a part before them; in training)
         self._plan = Plan()
         self.streams = Streams(device)
 
@@ -125,7 +127,12 @@ class StageRun:
 
         model.forward = forward
         if 0 in held:
-            model.get_submodule(self.chain.layers[0]).register_forward_pre_hook(self._first_layer)
+            real[self.chain.layers[0]].register_forward_pre_hook(self._first_layer)
+        for name, stage in ends:
+            if stage in held:
+                real[name].register_forward_pre_hook(functools.partial(self._enter_part, name))
+                # Also after an error, with which computing again in backward ends.
+                real[name].register_forward_hook(functools.partial(self._leave_part, name), always_call=True)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -163,12 +170,25 @@ class StageRun:
         Raises:
             StrategyError: the model did not come to the end of the stage.
         """
-        self._micro_batch, self._left = micro_batch, None
+        self._left, self._was_given = None, number == 0
+        if len(self.own) > 1:
+            self.streams.again(micro_batch)
+        found: Any = None
+        left: Left | None = None
         with self.stage(number, given):
             try:
                 found = call()
-            except Left as left:
-                return left
+            except Left as caught:
+                left = caught
+            finally:
+                self.streams.end()
+        if not self._was_given:
+            raise StrategyError(
+                f"model: {type(self._model).__name__} did not call {self.chain.layers[self.spans[number][0] - 1]}, the layer before "
+                f"pipeline stage {number}; a pipeline cannot leave out layers (layerdrop)"
+            )
+        if left is not None:
+            return left
         if number + 1 < self.count:
             raise StrategyError(
                 f"model: {type(self._model).__name__} returned without calling {self.chain.layers[self.spans[number][1]]}, "
@@ -183,9 +203,26 @@ class StageRun:
             spread = isinstance(value, DTensor)
             raise Left(output if spread else value, spread)  # FSDP's output may be cast, which only takes time to send
 
+    # Drawing: what is known of a kind of calls stays known, because backward may compute modules again, whatever was called last
+
+    def _is_drawing(self, part: str = "") -> bool:
+        return (part, self._model.training) in self._drawing
+
     def _first_layer(self, module: nn.Module, args: Any) -> None:
-        if self._stage == 0 and self._plan.draws_inside:
-            self.streams.enter_layers()
+        if self._is_drawing():
+            if self._stage is None:
+                self.streams.repeat_layer()
+            else:
+                self.streams.leave_shared()
+                self.streams.enter_layers(0)
+
+    def _enter_part(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._is_drawing(name):
+            self.streams.enter_part()
+
+    def _leave_part(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_drawing(name):
+            self.streams.leave_part()
 
     def _forward(self, own_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._stage is None:
@@ -195,19 +232,24 @@ class StageRun:
             )
         self._left = None
         self._plan = self.rehearsal.plan(args, kwargs, self._model.training)
-        if self._plan.draws:
-            self.streams.begin(self._micro_batch, self._stage, self._plan.draws_inside)
+        training = self._model.training
+        self.streams.on_host = self._plan.draws_on_host
+        self._drawing.update((name, training) for name in self._plan.apart)
+        if self._plan.draws_inside:
+            self._drawing.add(("", training))
         try:
-            return own_forward(*args, **kwargs)
+            found = own_forward(*args, **kwargs)
         except Left as left:  # here, so that hooks of the model see its end
             self._left = left.value
             return left.value
-        finally:
-            if self._plan.draws:
-                self.streams.end()
+        if self._plan.draws:
+            self.streams.leave_model()
+        return found
 
     def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return zeros in place of what a submodule of another process would give."""
+        if self._is_drawing(name):
+            self.streams.pass_part()
         return self.rehearsal.stand_in(name, args, kwargs)
 
     def pass_on(self, number: int, args: Any, kwargs: Any) -> Any:
@@ -215,13 +257,16 @@ class StageRun:
         assert self._stage is not None
         start, end = self.spans[self._stage]
         value = chained(args, kwargs)
+        draws = self._is_drawing()
+        if number == 0 and draws:
+            self.streams.leave_shared()
         if number >= end:
             raise Left(value)
         if number + 1 == start:
             assert self._given is not None
-            value = self._given()
-            if self._plan.draws_inside:
-                self.streams.enter_layers()
+            value, self._was_given = self._given(), True
+            if draws:
+                self.streams.enter_layers(self._stage)
         elif self.rehearsal.changes_shape(number):
             value = self.rehearsal.stand_in(self.chain.layers[number], args, kwargs)
             value = value[0] if isinstance(value, tuple) else value

@@ -1,0 +1,247 @@
+"""What models draw in their forward under a pipeline: alike on all stages before the layers, apart from there on."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain.core.errors import StrategyError
+from flextrain.strategies.mesh.pipeline.chain import chain_of
+from flextrain.strategies.mesh.pipeline.following import Plan
+from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
+from flextrain.strategies.mesh.pipeline.streams import Streams
+from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_numbers, same_tensors
+from flextrain.testing.loop import evaluate, train
+from flextrain.testing.sessions import whole_model
+
+from .drawing import Noise, OnOneDevice
+from .models import MODELS, Plain, sample
+from .parity import RECIPES, compare, data, dtype_of, reference, started
+
+MESH = dict(type="MeshStrategy", pp=2)
+
+
+@contextmanager
+def models(**built: Any) -> Iterator[None]:
+    with patch.dict(MODELS, built):
+        reference.cache_clear()
+        yield
+
+
+# One process
+
+
+def drawn(depth: int, micro_batches: int) -> list[list[float]]:
+    """What stages draw before their layers and in them, in the order of a process that has all of them."""
+    torch.manual_seed(5)
+    streams, found = Streams(torch.device("cpu")), []
+    for stage in range(depth):
+        for i in range(micro_batches):
+            streams.again(i)
+            if stage:
+                streams.pass_part()
+                part = 0.0
+            else:
+                streams.enter_part()
+                part = float(torch.rand(()))
+                streams.leave_part()
+            before = float(torch.rand(()))
+            streams.leave_shared()
+            torch.rand(stage)  # what the model draws between layers of other stages
+            streams.enter_layers(stage)
+            found.append([stage, i, part, before, float(torch.rand(()))])
+            streams.end()
+    return [*found, [0, 0, 0, 0, float(torch.rand(()))]]
+
+
+def test_masks_do_not_repeat_from_stage_to_stage() -> None:
+    *found, last = drawn(3, 4)
+    assert len({inside for *_, inside in found}) == 12
+    for i in range(4):  # what is drawn from the batch, before the layers, is the same on every stage
+        assert len({before for _, j, _, before, _ in found if j == i}) == 1
+    assert len({before for *_, before, _ in found}) == 4
+    assert len({part for stage, _, part, _, _ in found if not stage}) == 4
+    assert drawn(1, 4)[-1] == last  # all processes go on alike, whatever they have computed
+
+
+def test_a_first_layer_that_is_computed_again_draws_the_same() -> None:
+    streams = Streams(torch.device("cpu"))
+    before = torch.get_rng_state()
+    streams.leave_shared()
+    streams.enter_layers(0)
+    first = torch.rand(4)
+    streams.end()
+    torch.set_rng_state(before)
+    streams.repeat_layer()
+    assert torch.equal(torch.rand(4), first)
+
+
+def plan_of(model: nn.Module, *, training: bool = True) -> Plan:
+    rehearsal = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device("cpu"))
+    return rehearsal.plan((), sample("plain", 2, 0), training)
+
+
+def test_a_rehearsal_sees_where_numbers_are_drawn() -> None:
+    plan = plan_of(Noise())  # its attention has a rate of dropout, 0
+    assert plan.draws
+    assert not plan.draws_inside
+    assert not plan.apart
+    plan = plan_of(Noise(dropout=0.1))
+    assert plan.draws_inside
+    assert plan.apart == {"embed"}
+    assert not plan_of(Plain()).draws
+    assert not plan_of(Plain(dropout=0.1), training=False).draws
+    states = random.getstate(), np.random.get_state()[1].tobytes()
+    assert plan_of(Noise(on_host=True)).draws_on_host
+    assert states == (random.getstate(), np.random.get_state()[1].tobytes())
+
+
+class Between(Plain):
+    """The result has noise that was drawn between layers of the first stage."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.layers[0](self.embed(input_ids))
+        noise = torch.randn(())
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return self.head(self.norm(x)) + noise
+
+
+def test_noise_of_one_stage_that_another_needs() -> None:
+    model = Between(layers=3)
+    rehearsal = Rehearsal(model, chain_of(model), [(0, 2), (2, 3)], torch.device("cpu"))
+    with pytest.raises(
+        StrategyError, match=r"^strategy\.pp: what Between returns was computed from random numbers drawn after"
+    ):
+        rehearsal.plan((), {"input_ids": sample("plain", 2, 0)["input_ids"]}, True)
+
+
+class Counts(Plain):
+    """Draws before its layers, as often as the embedding says."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = torch.poisson(self.embed(input_ids).abs())
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_draws_whose_number_another_stage_does_not_know() -> None:
+    with pytest.raises(
+        StrategyError, match=r"^strategy\.pp: poisson draws as many random numbers as embed\.weight says"
+    ):
+        plan_of(Counts())
+
+
+class Turned(nn.Module):
+    """An embedding whose dimensions are in another order than its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.table(ids).transpose(0, 1).contiguous().transpose(0, 1)
+        return found
+
+
+def test_a_stand_in_has_the_order_of_memory() -> None:
+    model = Plain()
+    model.embed = Turned()  # type: ignore[assignment]
+    rehearsal = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device("cpu"))
+    ids = sample("plain", 3, 0)["input_ids"]
+    for name, part in (("embed", model.embed), ("position", model.position)):
+        torch.manual_seed(0)
+        expected = torch.randn_like(part(ids))
+        torch.manual_seed(0)
+        assert torch.equal(torch.randn_like(rehearsal.stand_in(name, (ids,), {})), expected)
+
+
+# Two processes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.full) for s in ("zbv", "zero_bubble"))]
+)
+def test_noise_is_that_of_one_device(workers2: WorkerGroup, schedule: str) -> None:
+    workers2.run(noise_only, dict(MESH, pp_schedule=schedule))
+
+
+def noise_only(spec: dict[str, Any]) -> None:
+    with models(noise=functools.partial(Noise, layers=4 if spec["pp_schedule"] == "zbv" else 2)):
+        compare(spec, "noise", RECIPES["accumulate-clip"], updates=4)
+
+
+def dropout(spec: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    """In a worker: train with dropout everywhere, and compare with one device that draws the same."""
+    recipe, updates = RECIPES["accumulate-clip"], 4
+    with models(
+        noise=functools.partial(Noise, 0.1, **options), alone=functools.partial(OnOneDevice, dropout=0.1, **options)
+    ):
+        seed_host()
+        expected, weights = reference("alone", recipe, updates, torch.float64)
+        seed_host()
+        with dtype_of(torch.float64), started(spec, "noise", recipe) as session:
+            model = session.strategy.module
+            found = train(session.strategy, session.model, session.optim, data("noise", recipe, updates))
+            found_weights = whole_model(session.strategy)
+            seen = sorted(
+                {float(noise.sum()) for noise in model.seen}
+            )  # zbv computes a micro-batch twice in each process
+    same_numbers(found.losses, expected.losses, "the loss", 1e-12)
+    same_numbers(found.grad_norms, expected.grad_norms, "the gradient norm", 1e-12)
+    same_tensors(found_weights, weights, "final weights", 1e-12)
+    return [seen, torch.get_rng_state().tolist(), random.random(), float(np.random.rand())]
+
+
+def seed_host() -> None:
+    random.seed(3)
+    np.random.seed(3)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "schedule, options",
+    [
+        pytest.param("1f1b", dict(repeats=True, on_host=True), id="computed-again"),
+        pytest.param("1f1b", {}, id="plain", marks=pytest.mark.full),
+        pytest.param("zero_bubble", {}, id="zero_bubble", marks=pytest.mark.full),
+        pytest.param("zbv", dict(layers=4, on_host=True), id="zbv", marks=pytest.mark.full),
+    ],
+)
+def test_masks_are_apart_and_noise_is_not(workers2: WorkerGroup, schedule: str, options: dict[str, Any]) -> None:
+    first, last = workers2.run(dropout, dict(MESH, pp_schedule=schedule), options)
+    assert first == last  # noise, and random states
+    assert len(first[0]) == 6  # micro-batches
+
+
+def evaluated() -> None:
+    """In a worker: a model with dropout predicts what one device predicts, and draws nothing."""
+    with models(dropping=functools.partial(Plain, dropout=0.5)), started(MESH, "dropping", RECIPES["adamw"]) as session:
+        ids = {"input_ids": sample("plain", 4, 0)["input_ids"]}
+        train(session.strategy, session.model, session.optim, [[sample("plain", 4, 0)]])
+        before = torch.get_rng_state()
+        (found,) = evaluate(session.strategy, session.model, [ids])
+        assert torch.equal(torch.get_rng_state(), before)
+        weights = whole_model(session.strategy)
+        if found is not None:
+            one = Plain(dropout=0.5)
+            one.load_state_dict(weights)
+            torch.testing.assert_close(found, one.eval()(**ids))
+        assert (found is None) == (session.strategy.rank == 0)
+
+
+@pytest.mark.distributed
+def test_evaluation_has_no_dropout(workers2: WorkerGroup) -> None:
+    workers2.run(evaluated)
