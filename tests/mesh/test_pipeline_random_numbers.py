@@ -25,7 +25,7 @@ from flextrain.testing.loop import evaluate, train
 from flextrain.testing.sessions import whole_model
 
 from .drawing import Noise, OnOneDevice
-from .models import MODELS, Plain, sample
+from .models import LENGTH, MODELS, Plain, sample
 from .parity import RECIPES, compare, data, dtype_of, reference, started
 
 MESH = dict(type="MeshStrategy", pp=2)
@@ -159,7 +159,7 @@ def test_a_stand_in_has_the_order_of_memory() -> None:
     model = Plain()
     model.embed = Turned()  # type: ignore[assignment]
     rehearsal = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device("cpu"))
-    ids = sample("plain", 3, 0)["input_ids"]
+    ids = sample("plain", 3, 0)["input_ids"] % LENGTH
     for name, part in (("embed", model.embed), ("position", model.position)):
         torch.manual_seed(0)
         expected = torch.randn_like(part(ids))
@@ -214,7 +214,7 @@ def seed_host() -> None:
 @pytest.mark.parametrize(
     "schedule, options",
     [
-        pytest.param("1f1b", dict(repeats=True, on_host=True), id="computed-again"),
+        pytest.param("1f1b", dict(on_host=True), id="on-host"),
         pytest.param("1f1b", {}, id="plain", marks=pytest.mark.full),
         pytest.param("zero_bubble", {}, id="zero_bubble", marks=pytest.mark.full),
         pytest.param("zbv", dict(layers=4, on_host=True), id="zbv", marks=pytest.mark.full),
@@ -226,9 +226,17 @@ def test_masks_are_apart_and_noise_is_not(workers2: WorkerGroup, schedule: str, 
     assert len(first[0]) == 6  # micro-batches
 
 
+class Dropping(Plain):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, mode: str = "loss") -> Any:
+        return super().forward(input_ids, labels)
+
+
 def evaluated() -> None:
     """In a worker: a model with dropout predicts what one device predicts, and draws nothing."""
-    with models(dropping=functools.partial(Plain, dropout=0.5)), started(MESH, "dropping", RECIPES["adamw"]) as session:
+    with models(dropping=Dropping), started(MESH, "dropping", RECIPES["adamw"]) as session:
         ids = {"input_ids": sample("plain", 4, 0)["input_ids"]}
         train(session.strategy, session.model, session.optim, [[sample("plain", 4, 0)]])
         before = torch.get_rng_state()
@@ -236,8 +244,10 @@ def evaluated() -> None:
         assert torch.equal(torch.get_rng_state(), before)
         weights = whole_model(session.strategy)
         if found is not None:
-            one = Plain(dropout=0.5)
-            one.load_state_dict(weights)
+            one = Dropping()
+            one.load_state_dict(
+                {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            )
             torch.testing.assert_close(found, one.eval()(**ids))
         assert (found is None) == (session.strategy.rank == 0)
 

@@ -239,8 +239,8 @@ def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _host_state() -> Any:
-    words, *rest = np.random.get_state(legacy=True)[1:]
-    return random.getstate(), words.tobytes(), rest
+    state: Any = np.random.get_state(legacy=True)
+    return random.getstate(), state[1].tobytes(), state[2:]
 
 
 def _is_known(value: Any) -> bool:

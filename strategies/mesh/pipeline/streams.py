@@ -25,7 +25,7 @@ class Streams:
     or what comes after them, or submodules with parameters before them (dropout inside of embeddings), then each of these has
     a stream of its own, which starts from one number of the model's stream, on every stage. So masks are others than on one
     device, and what is drawn after them, such as the noise of the next micro-batch, is too. All of it depends on the random
-    state alone, in evaluation as well, and computing a layer again in backward draws the same.
+    state alone, in evaluation as well.
 
     Args:
         device: on which the model draws.
