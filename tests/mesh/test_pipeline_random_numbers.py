@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from flextrain.core.errors import StrategyError
 from flextrain.strategies.mesh.pipeline.chain import chain_of
@@ -255,3 +257,42 @@ def evaluated() -> None:
 @pytest.mark.distributed
 def test_evaluation_has_no_dropout(workers2: WorkerGroup) -> None:
     workers2.run(evaluated)
+
+
+class Repeating(Plain):
+    """Computes its layers again in backward."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits = self.head(self.norm(x))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class NotRepeating(Plain):
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def recomputed() -> list[Any]:
+    """In a worker: losses and norms with dropout, of layers that are computed once and twice."""
+    option, found = dict(activation_checkpointing=dict(classes=["PlainBlock"])), []
+    with models(once=functools.partial(NotRepeating, dropout=0.3), twice=functools.partial(Repeating, dropout=0.3)):
+        for name, spec in (("once", MESH), ("once", {**MESH, **option}), ("twice", MESH)):
+            with dtype_of(torch.float64), started(spec, name, RECIPES["accumulate-clip"]) as session:
+                torch.manual_seed(11)
+                windows = [[sample("plain", 8, i) for i in range(2)]] * 3
+                trace = train(session.strategy, session.model, session.optim, windows)
+            found.append((trace.losses, trace.grad_norms))
+    return found
+
+
+@pytest.mark.distributed
+def test_masks_of_layers_that_are_computed_again(workers2: WorkerGroup) -> None:
+    for once, by_option, by_the_model in workers2.run(recomputed):
+        assert once == by_option == by_the_model
