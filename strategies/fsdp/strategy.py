@@ -186,7 +186,7 @@ class FSDPStrategy(Strategy):
         return model
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
-        """Return whether FSDP is needed; the process groups of a single process make it costly for nothing."""
+        """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""
         return True
 
     def _unsharded(self, model: nn.Module) -> nn.Module:
@@ -245,9 +245,12 @@ class FSDPStrategy(Strategy):
             )
 
     def _compile(self, model: nn.Module) -> None:
-        options = self.config.compile if isinstance(self.config.compile, dict) else {}
         units = [unit for unit in self._units if unit not in self._other_meshes()]
-        compile_in_place(units or [cast(nn.Module, root) for root in self._roots], options)
+        parts = units or [cast(nn.Module, root) for root in self._roots]
+        if not parts:  # FSDP was not needed
+            super()._compile(model)
+            return
+        compile_in_place(parts, self.config.compile if isinstance(self.config.compile, dict) else {})
 
     # Around a micro-batch
 

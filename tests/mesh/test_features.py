@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flextrain import BaseMetric, FlexibleRunner
+from flextrain.core.torch_private import is_compiled
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone
@@ -192,3 +193,18 @@ def test_called_outside_of_an_update(workers2: WorkerGroup) -> None:
     for names, difference in workers2.run(called):
         assert names == ["Tensor", "Tensor"]
         assert difference < 1e-6
+
+
+def is_compiled_without_units(mesh: str, folder: Path) -> bool:
+    _, spec = MESHES[mesh]
+    made = runner(spec, folder, 1, compile=dict(backend="eager"), train_cfg=dict(by_epoch=False, max_iters=1))
+    try:
+        made.train()
+        return is_compiled(made.strategy.module)
+    finally:
+        made.strategy.teardown()
+
+
+@pytest.mark.parametrize("mesh", ["tp2"])
+def test_compiles_the_whole_model_without_units(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
+    assert all(workers2.run(is_compiled_without_units, mesh, tmp_path))
