@@ -42,10 +42,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "average": dict(custom_hooks=[dict(type="EMAHook", momentum=0.1)]),
     "recomputing": dict(more=dict(activation_checkpointing=dict(classes=["Block"]))),
     "compiled": dict(more=dict(wrap="blocks"), compile=dict(backend="eager")),
+    "values": dict(
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=2e-2), clip_grad=dict(type="value", clip_value=0.01))
+    ),
     "units": dict(more=dict(wrap="blocks", prefetch=1)),
     "asynchronous saves": dict(default_hooks=dict(checkpoint=dict(interval=1, async_save=True))),
 }
-QUICK = {"": ("plain", "average"), "tp2 found": ("plain",)}
+QUICK = {"": ("plain", "average", "values"), "tp2 found": ("plain",)}
 Result = tuple[dict[str, Tensor], dict[str, Any]]
 
 
