@@ -31,6 +31,7 @@ class Axis:
             FSDP shards parameters over them too.
         divides: its processes hold different parameters of one replica of the model, not parts of each.
         overlays: it is no dimension of its own: it divides the processes of dp_shard, and of the axes inside of it, anew.
+        fast: it sends within every layer; the log warns where its processes are not all on one node.
         reports_last: predictions are on its last process; otherwise on its first. May be a property of the object.
     """
 
@@ -39,6 +40,7 @@ class Axis:
     folds: ClassVar[bool] = False
     divides: ClassVar[bool] = False
     overlays: ClassVar[bool] = False
+    fast: ClassVar[bool] = False
     reports_last: ClassVar[bool] = False
 
     example: Callable[[], Any] | None = None

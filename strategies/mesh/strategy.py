@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard, Topology
 from ...core.registry import STRATEGIES
 from ..fsdp import FSDPStrategy
@@ -20,6 +22,7 @@ from .axis import Axis, Evaluate, RunWindow
 from .config import MeshConfig
 from .context import Context
 from .experts import ExpertParallel
+from .fast_axes import across_nodes
 from .layout import DATA, Layout
 from .overview import Overview
 from .pipeline import Pipeline
@@ -162,7 +165,14 @@ class MeshStrategy(FSDPStrategy):
         if (copies := sizes["dp_replicate"]) > 1:
             overview.add("dp_replicate", copies, "samples; parameters are replicated", model)
         _logger.info(overview.table(math.prod(sizes.values())))
+        self._warn_of_nodes()
         return model
+
+    def _warn_of_nodes(self) -> None:
+        if fast := [axis.name for axis in self._axes if axis.fast]:
+            nodes = dist.all_gather_object(socket.gethostname())
+            for line in across_nodes(self.layout.sizes, self.layout.overlays, fast, nodes):
+                _logger.warning(line)
 
     def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
         return {module: mesh for axis in self._axes for module, mesh in axis.meshes().items()}

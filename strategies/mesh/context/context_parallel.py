@@ -39,6 +39,7 @@ class Context(Axis):
 
     name = "cp"
     folds = True
+    fast = True
 
     @classmethod
     def check_config(cls, config: Any) -> None:

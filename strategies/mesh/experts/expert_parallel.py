@@ -32,6 +32,7 @@ class ExpertParallel(Axis):
 
     name = "ep"
     overlays = True
+    fast = True
 
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""

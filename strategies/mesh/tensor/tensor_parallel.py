@@ -39,6 +39,7 @@ class TensorParallel(Axis):
     """
 
     name = "tp"
+    fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
     _is_running = False
