@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from .comm import collectives as dist
 from .errors import StrategyError
-from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_flatten, tree_map_only
+from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_flatten
+from .trees import tree_map_only
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from ...core.model import (
     takes_mode,
 )
 from ...core.overriding import overridden
-from ...core.torch_private import is_compiled, is_view, tree_map_only
+from ...core.torch_private import is_compiled, is_view
+from ...core.trees import tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict

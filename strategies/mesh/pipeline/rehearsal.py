@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ....core.errors import FlexTrainError, StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import fake_mode, tree_flatten, tree_map_only
+from ....core.torch_private import fake_mode, tree_flatten
+from ....core.trees import tree_map_only
 from .chain import Chain
 from .following import Following, Plan, note, right_on
 

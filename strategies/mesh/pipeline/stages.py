@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,28 @@ from .rehearsal import Rehearsal
 from .streams import Streams
 
 
-class Left(BaseException):
-    """Ends a forward of a stage that is not the last; not an error, and not to be caught as one by a model.
+class Left(NamedTuple):
+    """What the layers of a stage that is not the last have computed.
 
     Attributes:
-        value: what the layers of the stage have computed.
+        value: has the graph of the stage.
         spread: it was a DTensor.
     """
 
-    def __init__(self, value: Tensor, spread: bool = False) -> None:
+    value: Tensor
+    spread: bool = False
+
+
+class Leaving(BaseException):
+    """Ends a forward of a stage that is not the last; not an error, and not to be caught as one by a model.
+
+    It must not outlive its handler: its traceback has the frames that would hold it, a cycle that would keep the activations of
+    the stage until Python looks for such cycles.
+    """
+
+    def __init__(self, left: Left) -> None:
         super().__init__()
-        self.value, self.spread = value, spread
+        self.left = left
 
 
 class Absent(nn.Module):
@@ -159,7 +170,7 @@ class StageRun:
                             setattr(parent, key, module)
 
     def run(self, number: int, micro_batch: int, given: Callable[[], Tensor], call: Callable[[], Any]) -> Any:
-        """Return the ``Left`` with what the layers of a stage give; of the last stage, what ``call`` returns.
+        """Return what the layers of a stage give; of the last stage, what ``call`` returns.
 
         Args:
             number: of the stage.
@@ -178,8 +189,8 @@ class StageRun:
         with self.stage(number, given):
             try:
                 found = call()
-            except Left as caught:
-                left = caught
+            except Leaving as leaving:
+                left = leaving.left
             finally:
                 self.streams.end()
         if not self._was_given:
@@ -201,7 +212,9 @@ class StageRun:
         if self._stage is not None and self._left is not None:
             value, self._left = self._left, None
             spread = isinstance(value, DTensor)
-            raise Left(output if spread else value, spread)  # FSDP's output may be cast, which only takes time to send
+            raise Leaving(
+                Left(output if spread else value, spread)
+            )  # FSDP's output may be cast, which only takes time to send
 
     # Drawing: what is known of a kind of calls stays known, because backward may compute modules again, whatever was called last
 
@@ -239,9 +252,9 @@ class StageRun:
             self._drawing.add(("", training))
         try:
             found = own_forward(*args, **kwargs)
-        except Left as left:  # here, so that hooks of the model see its end
-            self._left = left.value
-            return left.value
+        except Leaving as leaving:  # here, so that hooks of the model see its end
+            self._left = leaving.left.value
+            return self._left
         if self._plan.draws:
             self.streams.leave_model()
         return found
@@ -261,7 +274,7 @@ class StageRun:
         if number == 0 and draws:
             self.streams.leave_shared()
         if number >= end:
-            raise Left(value)
+            raise Leaving(Left(value))
         if number + 1 == start:
             assert self._given is not None
             value, self._was_given = self._given(), True

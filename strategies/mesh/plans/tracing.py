@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ....core.errors import ConfigError
 from ....core.model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.random_state import kept_random_state
-from ....core.torch_private import is_compiled, tree_flatten, tree_map_only, without_values
+from ....core.torch_private import is_compiled, tree_flatten, without_values
+from ....core.trees import tree_map_only
 from .features import Label
 from .operations import RULES
 from .recorder import Product, Recorder

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
-from ....core.torch_private import tree_map_only
+from ....core.trees import tree_map_only
 from ..replaced_forward import replace_forward
 from .styles import Style
 

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import tree_flatten, tree_map_only
+from ....core.torch_private import tree_flatten
+from ....core.trees import tree_map_only
 from .random_numbers import drawing_apart
 from .styles import Style, input_dim
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
-from ....core.torch_private import base_of, tree_flatten, tree_map_only
+from ....core.torch_private import base_of, tree_flatten
+from ....core.trees import tree_map_only
 from .cross_entropy import divided_cross_entropy
 from .gathered import tell_gathered
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.dtensor_private import ITEM, dtensor_handlers
-from ....core.torch_private import tree_flatten, tree_map_only
+from ....core.torch_private import tree_flatten
+from ....core.trees import tree_map_only
 
 _ATEN = torch.ops.aten
 WHOLE = (
