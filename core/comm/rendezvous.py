@@ -91,17 +91,21 @@ def _home(world_size: int) -> str:
     return f"flextrain/of {world_size}"
 
 
-def await_key(store: Any, key: str, timeout_s: float) -> bool:
+def await_key(store: Any, key: str, timeout_s: float, pace_s: float = 0.0) -> bool:
     """Whether a process sets ``key`` within ``timeout_s`` seconds.
 
     Store.wait would delay signals, also Ctrl-C, until it returns, and it prints two lines when it times out.
+
+    Args:
+        pace_s: seconds between two questions after a long wait, if many processes ask; each question comes within 5 % of
+            the time that was waited before it.
     """
-    began = time.monotonic()
+    began, longest = time.monotonic(), max(_LONGEST_NAP_S, pace_s)
     while not store.check([key]):
         waited = time.monotonic() - began
         if waited >= timeout_s:
             return False
-        time.sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, waited / 20), timeout_s - waited))
+        time.sleep(min(longest, max(_SHORTEST_NAP_S, waited / 20), timeout_s - waited))
     return True
 
 
