@@ -55,10 +55,12 @@ REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch
 """Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
 
 
-def without_values() -> AbstractContextManager[Any]:
-    """Context in which new tensors have no memory, and operations compute shapes only. 2.6, 2.15."""
-    found: AbstractContextManager[Any] = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode()
-    return found
+def fake_mode() -> Any:
+    """A mode in which new tensors have a shape, a dtype and a device, but no memory; others may be operands. 2.6, 2.15.
+
+    Outside of the mode, an operation with an operand from it gives another such tensor, and all others compute as usual.
+    """
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def arguments_of(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,14 +308,6 @@ class GroupedGradScaler(GradScaler):
         if self.agree is not None:
             found_inf = self.agree(found_inf)
         return {found_inf.device: found_inf} if groups or self.agree is not None else {}
-
-
-def fake_mode() -> Any:
-    """A mode in which tensors have a shape, a dtype and a device, but no memory; others may be operands. 2.6, 2.15.
-
-    Outside of the mode, an operation with such an operand gives one, and all others compute as usual.
-    """
-    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # Compiling

@@ -240,6 +240,21 @@ def test_a_model_without_memory_is_traced() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+class Constant(nn.Module):
+    """Keeps a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.factors = nn.Linear(8, 16), nn.Linear(16, 8), torch.ones(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.factors).mean()
+
+
+def test_a_model_with_a_tensor_that_is_no_buffer_is_traced() -> None:
+    assert found(Constant(), [torch.zeros(2, 8)]) == {"up": "colwise", "down": "rowwise"}
+
+
 def test_a_model_that_needs_values_is_refused() -> None:
     model = Unknown(lambda x: x[x[:, 0] > 0])
     with pytest.raises(ConfigError) as caught:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....core.errors import ConfigError
 from ....core.model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.random_state import kept_random_state
-from ....core.torch_private import is_compiled, tree_flatten, without_values
+from ....core.torch_private import fake_mode, is_compiled, tree_flatten
 from ....core.trees import tree_map_only
 from .features import Label
 from .operations import RULES
@@ -53,7 +53,7 @@ def trace(model: nn.Module, batch: Any) -> Traced:
         raise ConfigError(
             f"strategy.plan: {name} is compiled already and cannot be traced; give strategy.compile, or {GIVE}"
         )
-    with kept_random_state(torch.device("cpu")), torch.no_grad(), without_values():
+    with kept_random_state(torch.device("cpu")), torch.no_grad(), fake_mode():
         with _without_values(model) as parameters:
             data = tree_map_only(Tensor, _without_value, batch)
             recorder = Recorder(parameters, RULES)
@@ -86,7 +86,7 @@ def _as_dict(result: Any) -> Any:
 
 
 def _without_value(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form on the CPU; without memory inside of ``without_values``."""
+    """Return a tensor of the same form on the CPU; without memory inside of ``fake_mode``."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
