@@ -19,7 +19,7 @@ from flextrain.strategies.mesh.pipeline.chain import chain_of
 from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
 from flextrain.strategies.mesh.pipeline.stages import StageRun
 
-from .models import LENGTH, Plain, PlainBlock, sample
+from .models import LENGTH, VOCABULARY, Plain, PlainBlock, sample
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
@@ -247,6 +247,51 @@ def test_a_layer_that_is_left_out_later() -> None:
         FlexTrainError, match=r"^model: LeavesOutLater did not call layers\.0, the layer before pipeline stage 1; "
     ):
         run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda: model(ids))
+
+
+class Reads(Plain):
+    """Asks other submodules than the one that computes for what they are."""
+
+    asks = "reset_parameters"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].kind = "full"  # type: ignore[assignment]
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids).to(self.head.weight.dtype)
+        assert self.head.weight.shape == (VOCABULARY, 32)
+        assert [getattr(layer, "kind", None) for layer in self.layers] == [None, "full"]
+        for layer in self.layers:
+            x = layer(x)
+        if self.asks:
+            getattr(self.embed, self.asks)()
+        return self.head(self.norm(x))
+
+
+def stage_of(model: nn.Module, stage: int) -> Any:
+    """Run one of two stages, each of a layer."""
+    run = StageRun(model, chain_of(model), [1, 1], [stage], torch.device("cpu"))
+    run.cut()
+    model.register_forward_hook(run.leave)
+    ids = sample("plain", 2, 0)["input_ids"]
+    return run.run(stage, 0, lambda: torch.ones(2, LENGTH, 32), lambda: model(ids))
+
+
+def test_attributes_of_what_another_stage_has() -> None:
+    expected = Plain()
+    for stage in range(2):
+        model = Reads()
+        model.asks = ""
+        model.load_state_dict(expected.state_dict())
+        found = stage_of(model, stage)
+        if stage:
+            x = expected.layers[1](torch.ones(2, LENGTH, 32))
+            torch.testing.assert_close(found, expected.head(expected.norm(x)))
+    with pytest.raises(
+        AttributeError, match=r"^strategy\.pp: Reads uses embed\.reset_parameters where another stage has embed; let"
+    ):
+        stage_of(Reads(), 1)
 
 
 def test_a_rehearsal_changes_nothing() -> None:

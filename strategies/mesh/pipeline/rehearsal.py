@@ -231,6 +231,22 @@ class Rehearsal:
             self._stand_ins[key] = tree_map_only(Tensor, self._form, fake)
         return tree_map_only(_Form, lambda form: form.zeros(self._device), self._stand_ins[key])
 
+    def attribute(self, name: str, key: str) -> Any:
+        """Return an attribute of a submodule that another process has; for a tensor zeros, as ``stand_in`` gives them.
+
+        A rehearsal has seen where the values of such tensors are needed.
+
+        Raises:
+            AttributeError: there is none, or it is something to call.
+        """
+        found = getattr(self._whole.get_submodule(name), key)
+        if callable(found):
+            raise AttributeError(
+                f"strategy.pp: {self._name} uses {name}.{key} where another stage has {name}; let its forward do this, or call "
+                f"it where that stage computes"
+            )
+        return tree_map_only(Tensor, lambda tensor: self._form(tensor).zeros(self._device), found)
+
     @staticmethod
     def _form(tensor: Tensor) -> _Form:
         return _Form(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tuple(tensor.stride()))

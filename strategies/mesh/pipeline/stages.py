@@ -43,23 +43,32 @@ class Leaving(BaseException):
         self.left = left
 
 
-class Absent(nn.Module):
-    """Stands for a submodule of another process: gives zeros of the shape that it would give, and takes no memory."""
+class _Elsewhere(nn.Module):
+    """Stands for a submodule of another process; it has the attributes of that one, with zeros in its tensors."""
 
     def __init__(self, run: StageRun, name: str) -> None:
         super().__init__()
         self._run, self._name = (run,), name  # in a tuple, because it is no submodule
 
+    def __getattr__(self, key: str) -> Any:
+        if "_run" not in vars(self):  # while it is being copied
+            return super().__getattr__(key)
+        return self._run[0].rehearsal.attribute(self._name, key)
+
+
+class Absent(_Elsewhere):
+    """Gives zeros of the shape that the submodule would give, and takes no memory."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run[0].stand_in(self._name, args, kwargs)
 
 
-class AbsentLayer(nn.Module):
+class AbsentLayer(_Elsewhere):
     """Stands for a layer of another stage: gives what that stage has sent, ends the forward, or passes its input on."""
 
     def __init__(self, run: StageRun, number: int) -> None:
-        super().__init__()
-        self._run, self._number = (run,), number
+        super().__init__(run, run.chain.layers[number])
+        self._number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run[0].pass_on(self._number, args, kwargs)
