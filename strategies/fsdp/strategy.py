@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -179,6 +179,7 @@ class FSDPStrategy(Strategy):
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
+        _settle_gradients(self._scalars)
         for root in roots:
             root.register_forward_hook(_free_after_evaluation)
             if running_statistics(root) and self.topology.data.count > 1:
@@ -193,9 +194,7 @@ class FSDPStrategy(Strategy):
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
         self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
         model.to(self.device)
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_settle_gradient)  # type: ignore[no-untyped-call]
+        _settle_gradients(model.parameters())
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
@@ -320,11 +319,20 @@ class FSDPStrategy(Strategy):
         self._units, self._roots, self._unsettled = [], [], []
 
 
-def _settle_gradient(parameter: Tensor) -> None:
-    """Add up a gradient that is a pending sum over processes, as FSDP does before it reduces one."""
-    gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
-    if gradient.placements != own.placements:
-        parameter.grad = gradient.redistribute(placements=own.placements)
+def _settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
+
+    They may be pending sums over processes, whose summands cannot be clipped.
+    """
+
+    def settle(parameter: Tensor) -> None:
+        gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+        if gradient.placements != own.placements:
+            parameter.grad = gradient.redistribute(placements=own.placements)
+
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
 
 
 def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:

@@ -35,10 +35,13 @@ class Recipe:
     lr: float = 3e-3
     accumulate: int = 1
     clip: float | None = 0.1  # a norm that is always exceeded
+    largest: float | None = None  # clip by value, to this one
     frozen: bool = False  # every layer norm
 
     def optim(self) -> OptimWrapper:
         clip = {} if self.clip is None else dict(clip_grad=dict(max_norm=self.clip))
+        if self.largest is not None:
+            clip = dict(clip_grad=dict(type="value", clip_value=self.largest))
         decay = dict(weight_decay=0.05)
         return OptimWrapper(dict(type=self.optimizer, lr=self.lr, **decay), accumulative_counts=self.accumulate, **clip)
 

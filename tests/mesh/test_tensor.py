@@ -136,6 +136,15 @@ def test_trains_as_one_device(
     assert sum(traces[0].losses[-5:]) < sum(traces[0].losses[:5])
 
 
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_gradients_that_are_pending_sums_are_clipped_by_value(
+    workers: Callable[[int], WorkerGroup], world_size: int
+) -> None:
+    """Those of norms, where each process has other positions, and of a scalar, which FSDP does not shard either."""
+    spec = dict(type="MeshStrategy", tp=2, plan=ODD, sequence_parallel=True)
+    workers(world_size).run(parity, spec, "odd", Recipe(optimizer="SGD", accumulate=2, largest=1e-3), updates=2)
+
+
 # Broken on purpose
 
 

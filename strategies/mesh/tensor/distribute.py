@@ -52,8 +52,6 @@ def distribute_model(
                 layout = style.placement(module, key, parameter)
                 placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
                 made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-                if not parameter.ndim:
-                    made[id(parameter)].register_post_accumulate_grad_hook(_reduce_gradient)  # type: ignore[no-untyped-call]
             setattr(module, key, made[id(parameter)])
         for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, key, distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=None))
@@ -65,12 +63,6 @@ def distribute_model(
             module.register_forward_hook(partial(_reduce, sequence))  # nothing may see a part of a sum
         elif style.outputs is not None:
             module.register_forward_hook(partial(_lay_out_output, style.outputs))
-
-
-def _reduce_gradient(parameter: Tensor) -> None:
-    """Reduce what only FSDP would, which leaves alone what has no dimension."""
-    if isinstance(parameter.grad, DTensor):
-        parameter.grad = parameter.grad.redistribute(placements=(Replicate(),))
 
 
 def _laid_out(values: Any, layout: Placement) -> Any:
@@ -133,10 +125,16 @@ def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
     return tree_map_only(torch.Tensor, replicate, values)
 
 
-def as_local(values: Any) -> Any:
-    """Return ``values`` with the whole of every DTensor."""
+def as_local(values: Any, *, but_shards: bool = False) -> Any:
+    """Return ``values`` with the whole of every DTensor.
+
+    Args:
+        but_shards: leave those of which processes have shards, such as logits by class, as they are.
+    """
 
     def whole(tensor: DTensor) -> Tensor:
+        if but_shards and any(hasattr(placement, "dim") for placement in tensor.placements):
+            return tensor
         found: Tensor = tensor.full_tensor()
         return found.clone() if found.ndim == 0 else found  # a loss that is no view may be changed in place
 
