@@ -38,7 +38,8 @@ FULL = pytest.mark.full
 
 def case(world_size: int, model: str, recipe: str = "accumulate-clip", *marks: Any, **options: Any) -> Any:
     """A training run to compare with one device."""
-    name = "-".join([*(f"{key}{value}" for key, value in options.items() if key != "plan"), model, recipe])
+    named = (key if isinstance(value, dict) else f"{key}{value}" for key, value in options.items() if key != "plan")
+    name = "-".join([*named, model, recipe])
     return pytest.param(world_size, {**MESH, **options}, model, recipe, id=name, marks=marks)
 
 
@@ -56,6 +57,8 @@ PARITY = [
     case(4, "llama", "accumulate-clip", FULL, cp=2, wrap="blocks"),
     case(4, "plain", "frozen", FULL, cp=2, dp_replicate=2),
     case(4, "gpt2", "accumulate-clip", FULL, cp=2, cp_kind="ring"),
+    case(2, "llama", "accumulate-clip", FULL, cp=2, compile=dict(backend="eager")),
+    case(2, "gpt2", "adamw-clip", FULL, cp=2, cp_kind="ring", wrap="blocks", compile=dict(backend="eager")),
     case(
         4, "fused", "accumulate-clip", FULL, cp=2, tp=2, plan={"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
     ),

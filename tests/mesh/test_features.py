@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flextrain import BaseMetric, FlexibleRunner
 from flextrain.core.torch_private import is_compiled
@@ -33,6 +34,7 @@ MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {  # processes that read different samples, and options
     "tp2": (1, dict(MESH, tp=2, plan=PLAN)),
     "pp2": (1, dict(MESH, pp=2)),
+    "cp2": (1, dict(MESH, cp=2, cp_keys={"x": 1, "y": 1}, cp_positions="where")),
     "tp2 found": (1, dict(MESH, tp=2)),  # the plan, by tracing with the first samples
 }
 ONE = dict(type="SingleDeviceStrategy", device="cpu")
@@ -48,8 +50,23 @@ FEATURES: dict[str, dict[str, Any]] = {
     "units": dict(more=dict(wrap="blocks", prefetch=1)),
     "asynchronous saves": dict(default_hooks=dict(checkpoint=dict(interval=1, async_save=True))),
 }
-QUICK = {"": ("plain", "average", "values"), "tp2 found": ("plain",)}
+QUICK = {"": ("plain", "average", "values"), "cp2": ("plain",), "tp2 found": ("plain",)}
 Result = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Language(TinyTransformer):
+    """Its positions may come with the batch; two divides its sequences."""
+
+    length = 6
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "loss", where: Tensor | None = None) -> Any:
+        hidden = self.tokens(x) + self.positions(self.order if where is None else where)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        if mode == "loss":
+            return {"loss": functional.cross_entropy(logits.flatten(0, 1), y.flatten())}
+        return logits.argmax(-1), y
 
 
 class Correct(BaseMetric):
@@ -64,7 +81,7 @@ class Correct(BaseMetric):
 
 
 def loader(count: int, seed: int, batch_size: int, shuffle: bool) -> dict[str, Any]:
-    batch = TinyTransformer.sample(count, seed)
+    batch = Language.sample(count, seed)
     items = [{name: values[i] for name, values in batch.items()} for i in range(count)]
     sampler = dict(type="DefaultSampler", shuffle=shuffle)
     return dict(batch_size=batch_size, dataset=items, sampler=sampler, collate_fn=dict(type="default_collate"))
@@ -72,7 +89,7 @@ def loader(count: int, seed: int, batch_size: int, shuffle: bool) -> dict[str, A
 
 def runner(strategy: Mapping[str, Any], folder: Path, shards: int, **options: Any) -> FlexibleRunner:
     given: dict[str, Any] = dict(
-        model=TinyTransformer,
+        model=Language,
         work_dir=folder,
         strategy=dict(strategy) | options.pop("more", {}),
         train_dataloader=loader(44, 0, BATCH // shards, shuffle=True),
@@ -150,7 +167,7 @@ def evaluated(mesh: str, folder: Path) -> dict[str, Any]:
     """Validation of weights from a file, without any training."""
     shards, spec = MESHES[mesh]
     torch.manual_seed(1)
-    model = TinyTransformer()
+    model = Language()
     path = folder / f"weights{os.environ['RANK']}.pth"
     torch.save(model.state_dict(), path)
     with alone():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.plans import own
 from flextrain.strategies.mesh.plans.own import OwnPlan
 from flextrain.testing import WorkerGroup
@@ -123,6 +124,24 @@ def _as_found(spec: Mapping[str, Any], model: str) -> Any:
 
 def _sample(model: str) -> Any:
     return sample(model, 2, 0)
+
+
+def _logits() -> list[tuple[str, ...]]:
+    """In a worker: the classes of the logits that a model returns in training, in evaluation, and to the user."""
+    found = []
+    recipe = RECIPES["adamw"]
+    with started({**TP, "plan_example": functools.partial(_sample, "gpt2")}, "gpt2", recipe) as session:
+        session.model.register_forward_hook(lambda _, args, output: found.append(output.logits))
+        train(session.strategy, session.model, session.optim, data("gpt2", recipe, 1))
+        session.model.eval()
+        Stepper(session.strategy, session.model).evaluate(_sample("gpt2"), "val")
+        session.model(**_sample("gpt2"))
+    return [(type(logits).__name__, *logits.shape) for logits in found]
+
+
+def test_logits_of_a_found_plan_stay_divided_in_training(workers2: WorkerGroup) -> None:
+    for found in workers2.run(_logits):
+        assert found == [("DTensor", 8, 16, 64), ("Tensor", 2, 16, 64), ("Tensor", 2, 16, 64)]
 
 
 # Broken on purpose

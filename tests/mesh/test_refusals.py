@@ -119,7 +119,6 @@ CONTEXT: list[Row] = [
     (partial(config, cp_keys={"x": 1}), "strategy.cp_keys: has no effect with strategy.cp=1"),
     (partial(config, cp_positions=None), "strategy.cp_positions: has no effect with strategy.cp=1"),
     (partial(config, cp=2, pp=2), "strategy.pp: 2 is not possible with strategy.cp=2; give pp=1 or cp=1"),
-    (partial(config, cp=2, compile=True), "strategy.compile: is not possible with strategy.cp=2; leave it out"),
     (
         lambda: check_positions(Counting(), "position_ids"),
         "strategy.cp_positions: Counting.forward has no parameter position_ids, and would count positions from 0 on every",

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....core.comm import collectives as dist
 from ....core.errors import StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import tree_flatten
+from ....core.torch_private import tree_flatten, without_compiling
 from ...steps import EvalStep, TrainStep
 from .batches import CutBatch, SequenceBatches
 from .interception import Interception
@@ -131,7 +131,7 @@ class OneProcessComparison:
         training = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
-            with torch.no_grad(), kept_random_state(next(self._model.parameters()).device):
+            with torch.no_grad(), kept_random_state(next(self._model.parameters()).device), without_compiling():
                 yield
         finally:
             for module, mode in training.items():

@@ -13,6 +13,7 @@ from ....core.comm import collectives as dist
 from ....core.device import DEVICES
 from ....core.errors import ConfigError, StrategyError
 from ....core.random_state import torch_states
+from ....core.torch_private import is_compiled
 from ...base import NOTHING
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
@@ -52,8 +53,6 @@ class Context(Axis):
             raise ConfigError(
                 f"strategy.pp: {config.pp} is not possible with strategy.cp={config.cp}; give pp=1 or cp=1"
             )
-        elif config.compile:
-            raise ConfigError(f"strategy.compile: is not possible with strategy.cp={config.cp}; leave it out")
 
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""
@@ -67,6 +66,8 @@ class Context(Axis):
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
         self._model, self._attention = model, SequenceAttention(self._kind, self.mesh)
+        if self.config.compile or is_compiled(model):
+            self._attention.stay_uncompiled()
         self._adapted = [TransformersModel(found, self._attention) for found in self._models]
         self._batches = SequenceBatches(
             self.config.cp_keys or {},

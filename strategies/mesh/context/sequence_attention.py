@@ -68,6 +68,15 @@ class SequenceAttention:
         Raises:
             StrategyError: a request that is impossible here; the message begins with ``source``.
         """
+        return self._attend(query, key, value, mask, scale, dropout, source)
+
+    def stay_uncompiled(self) -> None:
+        """Let a compiled model call this as it is: each of its messages and tiles would be compiled for itself."""
+        self._attend = torch.compiler.disable(self._attend)  # type: ignore[method-assign, no-untyped-call]
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str
+    ) -> Tensor:
         self.calls += 1
         if isinstance(query, DTensor):
             return self._on_shards_of_heads(query, key, value, mask, scale, dropout, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ....core.errors import ConfigError, StrategyError
-from ....core.model import overrides
+from ....core.model import overrides, own_run_forward, takes_mode
 from ....optim.wrapper import OptimWrapper
 from ...fsdp.units import choose_roots
 from ...sharded_optimizers import check_divided
@@ -42,7 +42,7 @@ class TensorParallel(Axis):
     fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
-    _is_running = False
+    _is_running = _is_updating = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
@@ -58,6 +58,12 @@ class TensorParallel(Axis):
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""
         self._plan = choose_plan(self.config, model, self.size, self.example)
+        # Of such a model's result an update reads the loss and what else has no dimension, see Stepper.
+        self._gives_loss = not (
+            takes_mode(model)
+            or own_run_forward(model)
+            or any(overrides(model, name) for name in ("train_step", "parse_losses"))
+        )
         if self._plan.own is not None:
             return
         names = [name for name, _ in model.named_modules() if name]
@@ -110,6 +116,8 @@ class TensorParallel(Axis):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._of_call.close()
+        if self._is_updating and self._gives_loss and isinstance(output, Mapping) and "loss" in output:
+            return as_local(output, but_shards=True)
         return as_local(output)
 
     def _await_backward(self) -> None:
@@ -127,9 +135,13 @@ class TensorParallel(Axis):
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
         if self._local is not None and not self._local.is_verified:
-            self._local.verify(lambda: step.forward(step.prepare(window[0])), _of_dtensors)
-        with self._running():
-            return inner(window, step)
+            self._local.verify(lambda: step.forward(window[0]), _of_dtensors)
+        self._is_updating = True
+        try:
+            with self._running():
+                return inner(window, step)
+        finally:
+            self._is_updating = False
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
