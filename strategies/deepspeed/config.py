@@ -13,6 +13,7 @@ from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ..config import ActivationCheckpointing, StrategyConfig
 from .offloading import WHERE, Aio, Elements, Offload, OffloadOptimizer, OffloadParam, Threshold
+from .own_parallelism import LeafModules, refuse_options
 
 __all__ = ["WHERE", "Bf16", "DeepSpeedConfig", "EngineCheckpointing", "Fp16", "ZeroOptimization", "merged"]
 
@@ -27,8 +28,6 @@ _REFUSED = {
     "comet": "belongs into visualizer",
     "elasticity": "the number of processes is the launcher's",
     "autotuning": "is not supported",
-    "pipeline": "pipeline parallelism is not supported",
-    "tensor_parallel": "tensor parallelism is not supported",
     "checkpoint": "checkpoints are flextrain's own",
     "data_types": "gradients are summed in the type they are computed in, leave it out",
 }
@@ -82,6 +81,8 @@ class ZeroOptimization(Config):
     """Allow parameters without gradient; stage 2."""
     memory_efficient_linear: bool | None = None
     """Use a linear layer that saves less for backward; stage 3."""
+    leaf_module: LeafModules | None = None
+    """Modules whose parameters are gathered at once, of which processes may use different ones; stage 3."""
 
     @pydantic.field_validator("allgather_bucket_size")
     @classmethod
@@ -94,7 +95,7 @@ class ZeroOptimization(Config):
     def _fits_stage(self) -> ZeroOptimization:
         where = f"{WHERE}.zero_optimization"
         only_3 = [key for key in self.model_fields_set if key.startswith("stage3_")]
-        for key in (*sorted(only_3), "offload_param", "sub_group_size", "memory_efficient_linear"):
+        for key in (*sorted(only_3), "offload_param", "sub_group_size", "memory_efficient_linear", "leaf_module"):
             if self.stage != 3 and key in self.model_fields_set and not _is_off(getattr(self, key)):
                 raise ConfigError(f"{where}.{key}: has no effect at stage {self.stage}, give stage=3 or leave it out")
         if self.stage == 0 and not _is_off(self.offload_optimizer):
@@ -265,6 +266,7 @@ def _joined(ours: Any, theirs: Any, key: str) -> Any:
 def _modern(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Replace older names; raise ConfigError for options that are not supported."""
     options = dict(options)
+    refuse_options(options, where)
     for key, reason in _REFUSED.items():
         if options.pop(key, None) is not None:
             raise ConfigError(f"{where}.{key}: {reason}")

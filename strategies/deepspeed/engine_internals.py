@@ -353,3 +353,18 @@ def forget_process_groups() -> None:
         if name.isupper() and name.startswith("_") and name.endswith(("_GROUP", "_RANKS")):
             setattr(groups, name, {} if isinstance(value, dict) else None)
     groups.mesh_device = groups.mpu = None
+
+
+def prepared_tensor_parallelism() -> int | None:
+    """Return the size that ``deepspeed.tp_model_init`` was called with, which every engine then follows, or None."""
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    found = init_utils._TP_MODEL_INIT_ARGS
+    return None if found is None else found["tp_size"]
+
+
+def has_sequence_groups() -> bool:
+    """Whether DeepSpeed's sequence parallelism was initialised in this process."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    return parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None

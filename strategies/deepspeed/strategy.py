@@ -32,6 +32,7 @@ from .engine_config import Request, check_accelerator, check_wrapper, engine_con
 from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
 from .optimizers import check_supported
+from .own_parallelism import check_layers
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
 from .swap_files import SwapFiles
@@ -188,6 +189,8 @@ class DeepSpeedStrategy(Strategy):
         check_real(model, "DeepSpeedStrategy")
 
     def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
+        if isinstance(model, nn.Module):
+            check_layers(model, self.config.zero_optimization.leaf_module)
         if method := calls_itself(model):
             name = model.__name__ if isinstance(model, type) else type(model).__name__
             raise StrategyError(
@@ -235,9 +238,8 @@ class DeepSpeedStrategy(Strategy):
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
         swapping.discard(replaced)
         trained = {fragment.name for fragment in fragments}
-        frozen = {
-            name: own_shard_of_original(model, name, value) for name, value in originals.items() if name not in trained
-        }
+        others = [name for name in originals if name not in trained]
+        frozen = {name: own_shard_of_original(model, name, originals[name]) for name in others}
         adapter = self._wrapper.adapter if self._wrapper else None
         self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups)
         return self._engine  # type: ignore[no-any-return]
@@ -297,8 +299,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _compile(self, model: nn.Module) -> None:
-        options = self.config.compile if isinstance(self.config.compile, dict) else {}
-        compile_in_place([self.module], options)
+        compile_in_place([self.module], self.config.compile if isinstance(self.config.compile, dict) else {})
 
     def teardown(self) -> None:
         """See Strategy."""
