@@ -1,10 +1,15 @@
-"""tree_map_only: maps over the tensors in nested arguments, as torch's private function, but faster."""
+"""Map over the tensors in nested values: as torch's private function, but faster, or also in objects that torch does not know."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
+
+from .torch_private import tree_flatten, tree_unflatten
 from .torch_private import tree_map_only as torch_tree_map_only
 
 _LEAVES = frozenset({type(None), bool, int, float, str})
@@ -26,3 +31,62 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     if container in _LEAVES:
         return tree
     return torch_tree_map_only(kind, function, tree)
+
+
+def map_tensors(kind: type[Tensor], change: Callable[[Any], Tensor], values: Any) -> Any:
+    """As ``tree_map_only`` for a class of tensors, also in dataclasses, in all kinds of dicts, and in attributes of objects
+    such as ``result.loss``.
+
+    Objects with such tensors are copied, and the given ones stay as they are.
+    """
+    if isinstance(values, kind):
+        return change(values)
+    container = type(values)
+    if container is tuple or container is list:
+        return container([map_tensors(kind, change, each) for each in values])
+    if container is dict:
+        return {key: map_tensors(kind, change, each) for key, each in values.items()}
+    if container in _LEAVES:
+        return values
+    leaves, tree = tree_flatten(values)
+    if len(leaves) != 1 or leaves[0] is not values:
+        return tree_unflatten([map_tensors(kind, change, leaf) for leaf in leaves], tree)
+    attributes = _attributes(values)
+    if dataclasses.is_dataclass(values) or isinstance(values, dict):
+        changed = {name: map_tensors(kind, change, value) for name, value in attributes.items()}
+    else:  # what else an object refers to may be anything
+        changed = {name: change(value) for name, value in attributes.items() if isinstance(value, kind)}
+    if all(value is attributes[name] for name, value in changed.items()):
+        return values
+    made = copy.copy(values)
+    if isinstance(made, dict):
+        made.update(changed)
+        return made
+    for name, value in changed.items():
+        object.__setattr__(made, name, value)  # of frozen ones too
+    return made
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return all tensors in nested values, see ``map_tensors``."""
+    found: list[Tensor] = []
+    for leaf in tree_flatten(values)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+            continue
+        for value in _attributes(leaf).values():
+            if isinstance(value, Tensor) or isinstance(leaf, dict) or dataclasses.is_dataclass(leaf):
+                found += tensors_in(value)
+    return found
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """The values that an object holds, if it may be the result of a model."""
+    if isinstance(leaf, (type, Tensor, nn.Module)):
+        return {}
+    if isinstance(leaf, dict):  # of a class that torch does not know
+        return leaf
+    if dataclasses.is_dataclass(leaf):
+        names = (field.name for field in dataclasses.fields(leaf))
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+    return getattr(leaf, "__dict__", {})

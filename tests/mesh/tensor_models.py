@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +35,32 @@ class ChunkedBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What no container of torch is."""
+
+    loss: Tensor
+    logits: Tensor
+
+
 class Odd(nn.Module):
-    """Widths that two does not divide, a parameter without dimension, buffers, and smoothed, weighted classes."""
+    """Widths that two does not divide, a parameter without dimension, one that two modules look up, buffers, smoothed classes."""
 
     scale: Tensor
     weights: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 10)
+        self.embed, self.again = nn.Embedding(VOCABULARY, 10), nn.Embedding(VOCABULARY, 10)
+        self.again.weight = self.embed.weight
         self.up, self.gate, self.down = nn.Linear(10, 7), nn.Linear(10, 7), nn.Linear(7, 10)
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 7))
         self.register_buffer("weights", torch.linspace(0.5, 1.5, VOCABULARY), persistent=False)
         self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | dict[str, Tensor]:
-        x = self.embed(input_ids)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | Scored:
+        x = self.embed(input_ids) + self.again(input_ids.flip(1)) ** 2
         x = x + self.down(functional.silu(self.gate(x)) * self.up(x) * self.scale)
         logits: Tensor = self.head(self.norm(x)) / self.temperature
         if labels is None:
@@ -58,7 +68,7 @@ class Odd(nn.Module):
         smoothed = functional.cross_entropy(
             logits.transpose(1, 2), labels, self.weights, ignore_index=3, label_smoothing=0.1, reduction="none"
         )
-        return {"loss": smoothed.mean() + functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return Scored(smoothed.mean() + functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
 class Attending(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,19 @@ class Skips(Plain):
         return self.head(self.norm(x + first))
 
 
+@dataclass
+class Scored:
+    loss: Tensor
+    embedded: Tensor
+
+
+class Returns(Plain):
+    """What only the first stage has computed is a field of the result."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        return Scored(super().forward(input_ids).mean(), self.embed(input_ids))
+
+
 class Side(Plain):
     """Every layer gets what only the first stage has computed."""
 
@@ -197,6 +211,7 @@ class Keeps(Plain):
 
 FORWARDS: list[tuple[type[Plain], str]] = [
     (Skips, "what Skips returns was computed from embed.weight, which the last stage lacks"),
+    (Returns, "what Returns returns was computed from embed.weight, which the last stage lacks"),
     (Side, "layers.1 is called with another tensor than layers.0 returned, and a stage begins with it"),
     (Inside, "layers.1 on stage 1 needs what was computed from layers.0.norm2.weight, which another stage has"),
     (Twice, "layers.0 is called where all layers had been called"),

@@ -145,6 +145,26 @@ def test_gradients_that_are_pending_sums_are_clipped_by_value(
     workers(world_size).run(parity, spec, "odd", Recipe(optimizer="SGD", accumulate=2, largest=1e-3), updates=2)
 
 
+def unsettled_gradients() -> list[str]:
+    """In a worker: names of parameters whose gradients the optimizer gets as pending sums, which its state would be too."""
+    assert own.MODELS["odd"]
+    found: list[str] = []
+    with started(dict(type="MeshStrategy", tp=2, plan=ODD), "odd", SGD) as session:
+
+        def look(*_: Any) -> None:
+            for name, parameter in session.model.named_parameters():
+                if parameter.grad.placements != parameter.placements:
+                    found.append(name)
+
+        session.optim.optimizer.register_step_pre_hook(look)
+        train(session.strategy, session.model, session.optim, data("odd", SGD, 1))
+    return found
+
+
+def test_gradients_have_the_layout_of_their_parameters(workers2: WorkerGroup) -> None:
+    assert workers2.run(unsettled_gradients) == [[], []]
+
+
 # Broken on purpose
 
 

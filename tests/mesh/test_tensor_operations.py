@@ -64,6 +64,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "probabilities": lambda x: functional.cross_entropy(x.flatten(0, 1), torch.full((32, 12), 1 / 12)),
     "dropout": lambda x: functional.dropout(x, 0.5),
     "random": lambda x: x * torch.rand_like(x),
+    "rows, used twice": lambda x: (rows := functional.embedding(torch.arange(6) % 4, x[:, 0])) * rows + rows,
     "chunks": lambda x: torch.stack([part.sum(-1) for part in x.chunk(3, -1)]),
 }
 
@@ -134,6 +135,23 @@ def dtype_under_autocast() -> torch.dtype:
     with implicit_replication(), DTensorFunctions(), torch.autocast("cpu", torch.bfloat16):
         loss: Tensor = functional.cross_entropy(logits.bfloat16(), torch.arange(4))
     return loss.dtype
+
+
+def gradient_dtype() -> bool:
+    """In a worker: whether the gradient of divided logits is right where another dtype is the default."""
+    logits = torch.linspace(-1, 1, 24).view(4, 6)
+    divided: Any = distribute_tensor(logits, init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)
+    with dtype_of(torch.float64):
+        for each in (logits, divided):
+            each.requires_grad_()
+            with implicit_replication(), DTensorFunctions():
+                functional.cross_entropy(each, torch.arange(4), label_smoothing=0.1).backward()
+    whole = divided.grad.full_tensor()
+    return whole.dtype == torch.float32 and torch.allclose(whole, logits.grad)
+
+
+def test_cross_entropy_of_another_dtype_than_the_default(workers2: WorkerGroup) -> None:
+    assert workers2.run(gradient_dtype) == [True, True]
 
 
 def test_cross_entropy_under_autocast_is_float32(workers2: WorkerGroup) -> None:

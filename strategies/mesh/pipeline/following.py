@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ....core.errors import StrategyError
 from ....core.torch_private import TorchDispatchMode, arguments_of, tree_flatten
+from ....core.trees import tensors_in
 from .chain import Chain
 
 # Operations whose results depend on no values of tensors, but on shapes only.
@@ -220,8 +221,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"strategy.pp: {names[self._next]} is not called by the forward of {model}; name the layers that follow each other "
                 "in pp_layers"
             )
-        values = [*tree_flatten(result)[0], getattr(result, "loss", None)]
-        for tensor in values:
+        for tensor in tensors_in(result):
             if _is_known(tensor) and last not in tensor.__dict__["_pipeline"][0]:
                 raise StrategyError(
                     f"strategy.pp: what {model} returns was computed from {tensor.__dict__['_pipeline'][1]}, which the last stage "

@@ -90,7 +90,7 @@ class _Losses(torch.autograd.Function):
         log_sum = sums[0].log()
         of_class = torch.ones_like(log_sum) if weight is None else weight[at.clamp(0, classes - 1)].to(values.dtype)
         of_target = (1 - smoothing) * of_class * counted
-        of_all = smoothing / classes * counted
+        of_all = smoothing / classes * counted.to(values.dtype)  # a number times a mask has the default dtype
         total = float(classes) if weight is None else weight.sum().to(values.dtype)
         loss = of_target * (log_sum - sums[1]) + of_all * (total * log_sum - sums[2])
         ctx.save_for_backward(

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
-from ....core.trees import tree_map_only
+from ....core.trees import map_tensors, tree_map_only
 from ..replaced_forward import replace_forward
 from .styles import Style
 
@@ -86,14 +86,7 @@ def _lay_out_output(layout: Placement, module: nn.Module, args: Any, output: Any
 
 def _reduce(sequence: bool, module: nn.Module, args: Any, output: Any) -> Any:
     def reduce(tensor: DTensor) -> DTensor:
-        layout = (Shard(1) if sequence and tensor.ndim > 2 else Replicate(),)
-        found = tensor.redistribute(placements=layout)
-        if not isinstance(module, nn.Embedding):
-            return found
-        # Torch cannot turn a pending sum, which the gradient may be, into the layout of divided entries.
-        return DTensor.from_local(
-            found.to_local(), found.device_mesh, layout, run_check=False, shape=found.shape, stride=found.stride()
-        )
+        return tensor.redistribute(placements=(Shard(1) if sequence and tensor.ndim > 2 else Replicate(),))
 
     return tree_map_only(DTensor, reduce, output)
 
@@ -138,4 +131,4 @@ def as_local(values: Any, *, but_shards: bool = False) -> Any:
         found: Tensor = tensor.full_tensor()
         return found.clone() if found.ndim == 0 else found  # a loss that is no view may be changed in place
 
-    return tree_map_only(DTensor, whole, values)
+    return map_tensors(DTensor, whole, values)

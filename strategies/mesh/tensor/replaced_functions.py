@@ -23,7 +23,15 @@ _NO_RULE = ("Sharding propagation failed", "does not have a sharding strategy", 
 
 
 class DTensorFunctions(TorchFunctionMode):
-    """Context in which some functions of torch communicate less on DTensors; their results are the same."""
+    """Context in which some functions of torch communicate less on DTensors; their results are the same.
+
+    Args:
+        sequence: the results of embeddings are divided along dimension 1.
+    """
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        super().__init__()
+        self._sequence = sequence
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
@@ -35,7 +43,8 @@ class DTensorFunctions(TorchFunctionMode):
         if writes and args and isinstance(args[0], DTensor):
             _check_writable(function, args[0])
         try:
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            return reduced_embedding(found, sequence=self._sequence) if function is functional.embedding else found
         except RuntimeError as error:
             if writes or function in _BACKWARD:  # nothing is repeated that has changed anything, or may have begun to
                 raise
@@ -43,6 +52,18 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def reduced_embedding(found: Any, *, sequence: bool) -> Any:
+    """Return rows of a table whose entries are divided: summed over the processes, since torch can do that only once."""
+    if not isinstance(found, DTensor) or not any(placement.is_partial() for placement in found.placements):
+        return found
+    layout = (Shard(1) if sequence and found.ndim > 2 else Replicate(),)
+    found = found.redistribute(placements=layout)
+    # Torch cannot turn a pending sum, which the gradient may be, into the layout of divided entries.
+    return DTensor.from_local(
+        found.to_local(), found.device_mesh, layout, run_check=False, shape=found.shape, stride=found.stride()
+    )
 
 
 def _on_whole(function: Any, args: Any, kwargs: Any) -> Any:

@@ -155,7 +155,8 @@ class TensorParallel(Axis):
         if self._own is not None:  # its authors say where DTensors are
             context = self._own.running()
         else:
-            context = _of_dtensors() if self._local is None else self._local.running()
+            sequence = self.config.sequence_parallel
+            context = _of_dtensors(sequence=sequence) if self._local is None else self._local.running()
         self._is_running = True
         try:
             with context:
@@ -165,7 +166,7 @@ class TensorParallel(Axis):
 
 
 @contextmanager
-def _of_dtensors() -> Iterator[None]:
+def _of_dtensors(*, sequence: bool = False) -> Iterator[None]:
     """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
-    with implicit_replication(), DTensorFunctions():
+    with implicit_replication(), DTensorFunctions(sequence=sequence):
         yield
