@@ -220,7 +220,7 @@ FORWARDS: list[tuple[type[Plain], str]] = [
         "layers.1 is called where layers.0 comes next; the layers of a pipeline are called once, in their order",
     ),
     (LeavesOut, "layers.1 is not called by the forward of LeavesOut"),
-    (Keeps, "what Keeps returns was computed from layers.1, which the last stage lacks"),
+    (Keeps, "what Keeps returns was computed from layers.0.q.weight, which the last stage lacks"),
 ]
 
 

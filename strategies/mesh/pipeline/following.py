@@ -112,12 +112,13 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _combine(self, known: Sequence[tuple[frozenset[int], str]], out: Any) -> None:
         """Note where the results of an operation are right."""
+        stage = len(self._spans) - 1 if self._inside is None else self._stage_of(self._inside)
         right, origin = known[0]
         for other, name in known[1:]:
-            if not right <= other:
+            if stage in right and not right <= other:  # otherwise what that stage lacks is known already
                 origin = name
             right = right & other
-        if self._inside is not None and (stage := self._stage_of(self._inside)) not in right:
+        if self._inside is not None and stage not in right:
             raise StrategyError(
                 f"strategy.pp: {self._chain.layers[self._inside]} on stage {stage} needs what was computed from {origin}, which "
                 "another stage has; only the tensor that layers hand on is sent"
@@ -128,7 +129,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pass_over(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand for a module whose operations cannot be followed: it depends on all of its arguments and parameters."""
-        own = [tensor for part in module.modules() for tensor in vars(part).values()]
+        own = (*module.parameters(), *module.buffers())
         known = [t.__dict__["_pipeline"] for t in (*tree_flatten((args, kwargs))[0], *own) if _is_known(t)]
         out = torch.empty_like(chained(args, kwargs))
         if module.training:  # it may draw, such as the noise of routers

@@ -86,7 +86,7 @@ class Rehearsal:
             raise StrategyError(
                 f"strategy.pp: {self._name} cannot be copied, which cutting it needs ({reason})"
             ) from error
-        made: dict[int, Tensor] = {}
+        made: dict[int, nn.Parameter] = {}
         stages = range(len(self._spans))
         for path, module in whole.named_modules():
             every = frozenset(self._stages_of(path, stages))
@@ -95,19 +95,18 @@ class Rehearsal:
                 name = f"{path}.{key}".lstrip(".")
                 if id(parameter) not in made:
                     floating = dtype is not None and parameter.is_floating_point()
-                    made[id(parameter)] = self._fake(parameter, dtype if floating else None)
+                    fake = self._fake(parameter, dtype if floating else None)
+                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
                 found = made[id(parameter)]
                 held = (
                     every if every != frozenset(stages) or name not in self._chain.own else frozenset({0, max(stages)})
                 )
                 note(found, (right_on(found) or frozenset()) | held, name)
-                delattr(module, key)
-                object.__setattr__(module, key, found)
+                setattr(module, key, found)
             for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 fake = self._fake(buffer, None)
                 note(fake, every, f"{path}.{key}".lstrip("."))
-                delattr(module, key)
-                object.__setattr__(module, key, fake)
+                setattr(module, key, fake)
         return whole
 
     def _stages_of(self, path: str, stages: range) -> Sequence[int]:

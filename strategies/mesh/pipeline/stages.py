@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
+from ....core.torch_private import tree_flatten
 from .chain import Chain
 from .following import Plan, chained
 from .rehearsal import Rehearsal
@@ -53,7 +54,12 @@ class _Elsewhere(nn.Module):
     def __getattr__(self, key: str) -> Any:
         if "_run" not in vars(self):  # while it is being copied
             return super().__getattr__(key)
-        return self._run[0].rehearsal.attribute(self._name, key)
+        return self._run[0].attribute(self._name, key)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """See nn.Module."""
+        self._run[0].check_complete([self])
+        return super().named_parameters(*args, **kwargs)
 
 
 class Absent(_Elsewhere):
@@ -109,6 +115,7 @@ class StageRun:
         self._model = model
         self._left: Tensor | None = None
         self._was_given = False
+        self._is_called = self._is_in_forward = False
         self._drawing: set[tuple[str, bool]] = set()  # ("" for layers, or a part before them; in training)
         self._plan = Plan()
         self.streams = Streams(device)
@@ -146,6 +153,9 @@ class StageRun:
             return self._forward(own_forward, args, kwargs)
 
         model.forward = forward
+        model.register_forward_pre_hook(self._note_call)
+        for path in {name.rpartition(".")[0] for name in real}:
+            self._watch_parameters(model.get_submodule(path))
         if 0 in held:
             real[self.chain.layers[0]].register_forward_pre_hook(self._first_layer)
         for name, stage in ends:
@@ -153,6 +163,27 @@ class StageRun:
                 real[name].register_forward_pre_hook(functools.partial(self._enter_part, name))
                 # Also after an error, with which computing again in backward ends.
                 real[name].register_forward_hook(functools.partial(self._leave_part, name), always_call=True)
+
+    def _watch_parameters(self, module: nn.Module) -> None:
+        """Raise an error where a step has gone through all parameters, of which another process has some."""
+        own = module.named_parameters
+
+        @functools.wraps(own)
+        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            yield from own(*args, **kwargs)  # the first one is often asked for its device
+            if kwargs.get("recurse", True):
+                self.check_complete(module.modules())
+
+        module.named_parameters = named_parameters  # type: ignore[method-assign]
+
+    def check_complete(self, modules: Iterable[nn.Module]) -> None:
+        """Raise StrategyError if a stage is under way, and another process has one of ``modules``."""
+        absent = next((module for module in modules if isinstance(module, _Elsewhere)), None)
+        if absent is not None and self._stage is not None:
+            raise StrategyError(
+                f"model: {type(self._model).__name__} goes through its parameters in a step, and another process of the pipeline has "
+                f"those of {absent._name}; compute in a layer what needs them, or give strategy.pp=1"
+            )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -175,7 +206,7 @@ class StageRun:
             if slots:
                 for stage in self.own:
                     for parent, key, module in self._slots[stage]:
-                        if not isinstance(module, (Absent, AbsentLayer)):
+                        if not isinstance(module, _Elsewhere):
                             setattr(parent, key, module)
 
     def run(self, number: int, micro_batch: int, given: Callable[[], Tensor], call: Callable[[], Any]) -> Any:
@@ -246,7 +277,11 @@ class StageRun:
         if self._is_drawing(name):
             self.streams.leave_part()
 
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        self._is_called = True
+
     def _forward(self, own_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        is_called, self._is_called = self._is_called, False
         if self._stage is None:
             raise StrategyError(
                 "model: was called outside of an update and an evaluation, but no process of a pipeline has all of it; give the "
@@ -259,23 +294,47 @@ class StageRun:
         self._drawing.update((name, training) for name in self._plan.apart)
         if self._plan.draws_inside:
             self._drawing.add(("", training))
+        self._is_in_forward = True
         try:
             found = own_forward(*args, **kwargs)
-        except Leaving as leaving:  # here, so that hooks of the model see its end
-            self._left = leaving.left.value
+        except Leaving as leaving:
+            if not is_called:  # a val_step calls forward itself
+                raise
+            self._left = leaving.left.value  # here, so that hooks of the model see its end
             return self._left
+        finally:
+            self._is_in_forward = False
         if self._plan.draws:
             self.streams.leave_model()
         return found
 
+    def _check_in_forward(self, name: str) -> None:
+        if not self._is_in_forward:
+            raise StrategyError(
+                f"model: {type(self._model).__name__} calls {name} outside of its forward, and another process of the pipeline has it; "
+                "call the whole model, as self(...), or give strategy.pp=1"
+            )
+
+    def attribute(self, name: str, key: str) -> Any:
+        """Return an attribute of a submodule of another process, see Rehearsal; of no tensor where none is followed."""
+        found = self.rehearsal.attribute(name, key)
+        if not self._is_in_forward and any(isinstance(leaf, Tensor) for leaf in tree_flatten(found)[0]):
+            raise AttributeError(
+                f"model: {name}.{key} is read outside of the forward of {type(self._model).__name__}, and another process of the "
+                "pipeline has it"
+            )
+        return found
+
     def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return zeros in place of what a submodule of another process would give."""
+        self._check_in_forward(name)
         if self._is_drawing(name):
             self.streams.pass_part()
         return self.rehearsal.stand_in(name, args, kwargs)
 
     def pass_on(self, number: int, args: Any, kwargs: Any) -> Any:
         """Stand for layer ``number`` in the stage under way."""
+        self._check_in_forward(self.chain.layers[number])
         assert self._stage is not None
         start, end = self.spans[self._stage]
         value = chained(args, kwargs)
@@ -286,6 +345,11 @@ class StageRun:
             raise Leaving(Left(value))
         if number + 1 == start:
             assert self._given is not None
+            if self._was_given:
+                raise StrategyError(
+                    f"model: {type(self._model).__name__} is called twice for one batch, a pipeline sends each through its stages once; "
+                    "call it once in a step, with all samples, or give strategy.pp=1"
+                )
             value, self._was_given = self._given(), True
             if draws:
                 self.streams.enter_layers(self._stage)
