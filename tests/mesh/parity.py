@@ -70,6 +70,7 @@ RECIPES = {
     "adamw": Recipe(clip=None),
     "accumulate-clip": Recipe(accumulate=2),
     "frozen": Recipe(frozen=True),
+    "sgd": Recipe(optimizer="SGD", lr=0.03, accumulate=2, clip=None),
 }
 
 
