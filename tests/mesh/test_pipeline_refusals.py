@@ -16,6 +16,7 @@ from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.errors import FlexTrainError
 from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.pipeline import Pipeline
+from flextrain.strategies.mesh.pipeline.call_order import put_in_order
 from flextrain.strategies.mesh.pipeline.chain import chain_of
 from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
 from flextrain.strategies.mesh.pipeline.stages import StageRun
@@ -122,6 +123,32 @@ def test_models(options: dict[str, Any], model: Callable[[], nn.Module], message
     assert "\n" not in str(caught.value)
 
 
+class Early(Plain):
+    """What is called last is made first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = dict(self.named_children())
+        for name in ("head", "norm", "embed", "position", "layers"):
+            delattr(self, name)
+            setattr(self, name, made[name])
+
+
+def test_what_is_called_after_the_layers_may_be_made_before_them() -> None:
+    model = Early()
+    weights = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    chain = chain_of(model)
+    assert (chain.before, chain.after) == (["head", "norm", "embed", "position"], [])
+    put_in_order(chain, model, lambda: None)
+    assert (chain.before, chain.after) == (["head", "norm", "embed", "position"], [])
+    put_in_order(chain, model, lambda: sample("plain", 2, 0))
+    assert (chain.before, chain.after) == (["embed", "position"], ["head", "norm"])
+    for name, (value, before) in weights.items():
+        assert model.state_dict(keep_vars=True)[name] is value
+        assert torch.equal(value, before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_an_update_that_one_process_would_make_alone() -> None:
     with pytest.raises(FlexTrainError, match=r"optim_wrapper: Updates\.update_params would be called on one process"):
         check(Plain(), Updates(dict(type="SGD", lr=0.1)))
@@ -148,6 +175,21 @@ class Returns(Plain):
 
     def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
         return Scored(super().forward(input_ids).mean(), self.embed(input_ids))
+
+
+class Counts(Plain):
+    """The model itself has a buffer that its forward changes."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        found = super().forward(input_ids, labels, position_ids)
+        self.steps += 1
+        return found
 
 
 class Side(Plain):
@@ -212,6 +254,7 @@ class Keeps(Plain):
 FORWARDS: list[tuple[type[Plain], str]] = [
     (Skips, "what Skips returns was computed from embed.weight, which the last stage lacks"),
     (Returns, "what Returns returns was computed from embed.weight, which the last stage lacks"),
+    (Counts, "the forward of Counts changes the buffer steps, which every stage has a copy of"),
     (Side, "layers.1 is called with another tensor than layers.0 returned, and a stage begins with it"),
     (Inside, "layers.1 on stage 1 needs what was computed from layers.0.norm2.weight, which another stage has"),
     (Twice, "layers.0 is called where all layers had been called"),
@@ -277,9 +320,12 @@ class Reads(Plain):
         x = self.embed(input_ids).to(self.head.weight.dtype)
         assert self.head.weight.shape == (VOCABULARY, 32)
         assert [getattr(layer, "kind", None) for layer in self.layers] == [None, "full"]
+        assert [layer.norm2.eps for layer in self.layers] == [1e-5, 1e-5]  # type: ignore[union-attr]
         for layer in self.layers:
             x = layer(x)
-        if self.asks:
+        if self.asks == "norm2":
+            x = self.layers[0].norm2(x)  # type: ignore[operator]
+        elif self.asks:
             getattr(self.embed, self.asks)()
         return self.head(self.norm(x))
 
@@ -307,6 +353,10 @@ def test_attributes_of_what_another_stage_has() -> None:
         AttributeError, match=r"^strategy\.pp: Reads uses embed\.reset_parameters where another stage has embed; let"
     ):
         stage_of(Reads(), 1)
+    model = Reads()
+    model.asks = "norm2"
+    with pytest.raises(FlexTrainError, match=r"layers\.0\.norm2"):
+        stage_of(model, 1)
 
 
 def test_a_rehearsal_changes_nothing() -> None:

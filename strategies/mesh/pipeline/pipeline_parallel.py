@@ -21,6 +21,7 @@ from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
 from ..config import MeshConfig
 from ..layout import Layout
+from .call_order import put_in_order
 from .chain import Chain, chain_of, split_of
 from .collected import CollectedBatch, CollectedWindow
 from .engine import Engine
@@ -100,6 +101,8 @@ class Pipeline(Axis):
                 "strategy.tp; choose gpipe, 1f1b or interleaved_1f1b"
             )
         self._chain = chain_of(model, self.config.pp_layers)
+        if self.example is not None:
+            put_in_order(self._chain, model, self.example)
         self._split = split_of(model, self._chain, self.size * self._each, self.config.pp_split)
         for unit in choose_units(model, self.config):
             names = [name for name in self._chain.layers if model.get_submodule(name) in unit.modules()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....core.errors import FlexTrainError, StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import fake_mode, tree_flatten
+from ....core.torch_private import fake_mode, tree_flatten, version_of
 from ....core.trees import tree_map_only
 from .chain import Chain
 from .following import Following, Plan, note, right_on
@@ -66,6 +66,7 @@ class Rehearsal:
         self._chain, self._spans, self._device = chain, spans, device
         self._mode = fake_mode()
         self._name = type(model).__name__
+        self._common: list[tuple[nn.Module, str, str]] = []  # saved buffers of every stage: module, key, name
         self._whole = self._without_memory(model, dtype)
         self._layers = [self._whole.get_submodule(name) for name in chain.layers]
         self._plans: dict[Hashable, Plan] = {}
@@ -86,6 +87,7 @@ class Rehearsal:
             raise StrategyError(
                 f"strategy.pp: {self._name} cannot be copied, which cutting it needs ({reason})"
             ) from error
+        saved = whole.state_dict().keys()
         made: dict[int, nn.Parameter] = {}
         stages = range(len(self._spans))
         for path, module in whole.named_modules():
@@ -105,7 +107,10 @@ class Rehearsal:
                 setattr(module, key, found)
             for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 fake = self._fake(buffer, None)
-                note(fake, every, f"{path}.{key}".lstrip("."))
+                name = f"{path}.{key}".lstrip(".")
+                note(fake, every, name)
+                if every == frozenset(stages) and name in saved:
+                    self._common.append((module, key, name))
                 setattr(module, key, fake)
         return whole
 
@@ -142,6 +147,7 @@ class Rehearsal:
 
     def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
         self._whole.train(training)
+        before = [(getattr(module, key), version_of(getattr(module, key))) for module, key, _ in self._common]
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
         while True:
             following = Following(self._chain, self._spans)
@@ -160,6 +166,12 @@ class Rehearsal:
                     f"{reason}"
                 ) from error
         following.check_result(result, self._name)
+        for (module, key, name), (buffer, version) in zip(self._common, before, strict=True):
+            if getattr(module, key) is not buffer or version_of(buffer) != version:
+                raise StrategyError(
+                    f"strategy.pp: the forward of {self._name} changes the buffer {name}, which every stage has a copy of and would "
+                    "change as often as it runs; keep it in a submodule that forward calls, or change it in a hook"
+                )
         return following.plan
 
     def _pass_over(self, path: Sequence[nn.Module]) -> bool:
@@ -235,16 +247,25 @@ class Rehearsal:
 
         A rehearsal has seen where the values of such tensors are needed.
 
+        Returns:
+            NotImplemented for a submodule, which has attributes itself.
+
         Raises:
             AttributeError: there is none, or it is something to call.
         """
         found = getattr(self._whole.get_submodule(name), key)
+        if isinstance(found, nn.Module):
+            return NotImplemented
         if callable(found):
-            raise AttributeError(
-                f"strategy.pp: {self._name} uses {name}.{key} where another stage has {name}; let its forward do this, or call "
-                f"it where that stage computes"
-            )
+            raise AttributeError(self.elsewhere(f"{name}.{key}", name))
         return tree_map_only(Tensor, lambda tensor: self._form(tensor).zeros(self._device), found)
+
+    def elsewhere(self, used: str, name: str) -> str:
+        """Return what to say of a call that the stage under way cannot make."""
+        return (
+            f"strategy.pp: {self._name} uses {used} where another stage has {name}; let its forward do this, or call it where that "
+            "stage computes"
+        )
 
     @staticmethod
     def _form(tensor: Tensor) -> _Form:

@@ -54,12 +54,20 @@ class _Elsewhere(nn.Module):
     def __getattr__(self, key: str) -> Any:
         if "_run" not in vars(self):  # while it is being copied
             return super().__getattr__(key)
-        return self._run[0].attribute(self._name, key)
+        found = self._run[0].attribute(self._name, key)
+        return Part(self._run[0], f"{self._name}.{key}") if found is NotImplemented else found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """See nn.Module."""
         self._run[0].check_complete([self])
         return super().named_parameters(*args, **kwargs)
+
+
+class Part(_Elsewhere):
+    """Stands for a submodule of one that another process has: it can be looked at."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StrategyError(self._run[0].rehearsal.elsewhere(self._name, self._name.rpartition(".")[0]))
 
 
 class Absent(_Elsewhere):

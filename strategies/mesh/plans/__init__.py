@@ -5,5 +5,6 @@ from __future__ import annotations
 from .chosen import choose_plan
 from .rule_checks import check_styles_given, nearest_rule
 from .shares import described
+from .tracing import without_memory
 
-__all__ = ["check_styles_given", "choose_plan", "described", "nearest_rule"]
+__all__ = ["check_styles_given", "choose_plan", "described", "nearest_rule", "without_memory"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,20 +54,29 @@ def trace(model: nn.Module, batch: Any) -> Traced:
         raise ConfigError(
             f"strategy.plan: {name} is compiled already and cannot be traced; give strategy.compile, or {GIVE}"
         )
-    with kept_random_state(torch.device("cpu")), torch.no_grad(), fake_mode():
-        with _without_values(model) as parameters:
-            data = tree_map_only(Tensor, _without_value, batch)
-            recorder = Recorder(parameters, RULES)
-            try:
-                with recorder:
-                    result = _forward(model, data)
-            except Exception as error:
-                text = " ".join(str(error).split())[:200]
-                raise ConfigError(
-                    f"strategy.plan: {name} could not be traced with the example batch ({type(error).__name__}: {text}); {GIVE}"
-                ) from error
+    with without_memory(model, batch) as (parameters, run):
+        recorder = Recorder(parameters, RULES)
+        try:
+            with recorder:
+                result = run()
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"strategy.plan: {name} could not be traced with the example batch ({type(error).__name__}: {text}); {GIVE}"
+            ) from error
         found = [value for value in tree_flatten(_as_dict(result))[0] if isinstance(value, Tensor) and value.ndim]
         return Traced(recorder.products, [recorder.labels(value)[-1] for value in found], recorder)
+
+
+@contextlib.contextmanager
+def without_memory(model: nn.Module, batch: Any) -> Iterator[tuple[dict[str, Tensor], Callable[[], Any]]]:
+    """A context in which the model and a batch have tensors without memory; after it, the model is as before.
+
+    Yields:
+        The tensors in place of its parameters, by name, and a function that calls the model as an update does.
+    """
+    with kept_random_state(torch.device("cpu")), torch.no_grad(), fake_mode(), _without_values(model) as parameters:
+        yield parameters, partial(_forward, model, tree_map_only(Tensor, _without_value, batch))
 
 
 GIVE = 'give a plan, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'

@@ -1,1 +1,0 @@
-"""Plan a training for many processes without them: `flextrain plan`."""
