@@ -2,6 +2,7 @@
 
     python examples/hugging_face.py
     torchrun --nproc-per-node 2 examples/hugging_face.py
+    torchrun --nproc-per-node 4 examples/hugging_face.py --mesh tp=2,dp_shard=2
 
 A small BERT, built from a config, learns to distinguish Python code from text about Python, byte by byte. Both texts come
 with Python: nothing is downloaded.
@@ -69,6 +70,7 @@ def dataloader(train: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-iters", type=int, default=400)
+    parser.add_argument("--mesh", help="several kinds of parallelism: tp=2,dp_shard=2")
     parser.add_argument("--work-dir", default="work_dirs/hugging_face")
     arguments = parser.parse_args()
     config = BertConfig(
@@ -81,8 +83,10 @@ def main() -> None:
         num_labels=2,
     )
     FlexibleRunner(
-        model=BertForSequenceClassification(config),
+        model=lambda: BertForSequenceClassification(config),
         work_dir=arguments.work_dir,
+        # Without --mesh, one device or DDP, by the number of processes.
+        strategy=dict(type=f"mesh:{arguments.mesh}", wrap="blocks") if arguments.mesh else None,
         train_dataloader=dataloader(train=True),
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3), clip_grad=dict(max_norm=1.0)),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False, T_max=arguments.max_iters),

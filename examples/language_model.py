@@ -247,11 +247,6 @@ def dataloader(arguments: argparse.Namespace, train: bool) -> dict[str, Any]:
     )
 
 
-def sizes(given: str) -> dict[str, int]:
-    """The sizes of ``tp=2,dp_shard=2``."""
-    return {axis: int(size) for axis, size in (part.split("=") for part in given.split(","))}
-
-
 def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The strategy of the flags; None: chosen by the number of processes."""
     if arguments.use_fsdp:
@@ -259,7 +254,7 @@ def choose_strategy(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return dict(type="FSDPStrategy", wrap="blocks", **precision)
     if arguments.mesh:
         precision = dict(mixed_precision=dict(param_dtype="bfloat16")) if arguments.bf16 else {}
-        return dict(type="MeshStrategy", wrap="blocks", **sizes(arguments.mesh), **precision)
+        return dict(type=f"mesh:{arguments.mesh}", wrap="blocks", **precision)
     if arguments.use_deepspeed:
         precision = dict(bf16=dict(enabled=True)) if arguments.bf16 else {}
         return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=arguments.zero_stage), **precision)

@@ -83,17 +83,18 @@ def check_overlay(axis: str, size: int, divided: Mapping[str, int]) -> None:
 
 
 def sizes_in(text: str, axes: Collection[str], where: str) -> dict[str, int]:
-    """Return the sizes that a text such as "tp2xpp2" gives; "dp" is short for "dp_shard".
+    """Return the sizes that a text such as "tp2xpp2" or "tp=2,pp=2" gives; "dp" is short for "dp_shard".
 
     Raises:
         ConfigError: the text is written otherwise, or an axis is not one of ``axes``, or given twice.
     """
     sizes: dict[str, int] = {}
-    for part in text.split("x"):
-        found = re.fullmatch(r"([a-z_]+)([0-9]+)", part)
+    pattern, between = (r"([a-z_]+)=(-1|[0-9]+)", ",") if "=" in text else (r"([a-z_]+)([0-9]+)", "x")
+    for part in text.split(between):
+        found = re.fullmatch(pattern, part)
         if found is None:
             raise ConfigError(
-                f'{where}: "mesh:{text}" is not allowed, write axes with their sizes, such as "mesh:dp2xtp2"'
+                f'{where}: "mesh:{text}" is not allowed, write axes with their sizes, such as "mesh:dp2xtp2" or "mesh:dp=2,tp=2"'
             )
         axis = "dp_shard" if found[1] == "dp" else found[1]
         if axis not in axes:

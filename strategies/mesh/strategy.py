@@ -65,7 +65,7 @@ class MeshStrategy(FSDPStrategy):
 
     @classmethod
     def options_of(cls, text: str, where: str) -> dict[str, Any]:
-        """Return the sizes in a short name such as "tp2xpp2", which stands after "mesh:".
+        """Return the sizes in a short name such as "tp2xpp2" or "tp=2,pp=2", which stands after "mesh:".
 
         Raises:
             ConfigError: it is written otherwise, or an axis is unknown.

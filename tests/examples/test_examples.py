@@ -129,6 +129,32 @@ def test_hugging_face(run_example: RunExample) -> None:
 
 @pytest.mark.full
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("hugging_face.py", ("--max-iters", "10")),
+        ("language_model.py", ("--layers", "2", "--dim", "32", "--heads", "2", "--context", "32", "--steps", "10")),
+    ],
+)
+def test_meshes(run_example: RunExample, script: str, flags: tuple[str, ...]) -> None:
+    """Two processes that divide matrices have the losses of one device, with the same samples."""
+    alone = run_example(script, *flags).stdout
+    mesh = run_example(script, *flags, "--mesh", "tp=2,dp_shard=1", processes=2).stdout
+    assert "Mesh of 2 processes" in mesh
+    assert figures("loss", mesh)
+    assert figures("loss", mesh) == pytest.approx(figures("loss", alone), abs=2e-4)
+
+
+def test_a_mesh_that_is_none(run_example: RunExample) -> None:
+    done = run_example("language_model.py", "--mesh", "tp=two", check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        'strategy: "mesh:tp=two" is not allowed, write axes with their sizes, such as "mesh:dp2xtp2" or "mesh:dp=2,tp=2"'
+    )
+
+
+@pytest.mark.full
+@pytest.mark.distributed
 def test_language_model(run_example: RunExample) -> None:
     """Alone, and sharded over two processes with the same 16 sequences per update."""
     size = ("--layers", "2", "--dim", "32", "--heads", "2", "--context", "32", "--steps", "40", "--sample-length", "20")
