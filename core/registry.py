@@ -381,17 +381,17 @@ HOOKS = Registry("hook")
 LOOPS = Registry("loop", lists_names=True)
 REPORTERS = Registry("reporter")
 VISUALIZERS = Registry("visualizer")
+REGISTRIES = [value for value in globals().values() if isinstance(value, Registry)]
 
 
 @contextmanager
 def registrations_undone(module: str) -> Iterator[None]:
     """Context that removes, at its end, the names that ``module`` registered inside, from every registry."""
-    registries = [value for value in globals().values() if isinstance(value, Registry)]
-    before = [dict(each._modules) for each in registries]
+    before = [dict(each._modules) for each in REGISTRIES]
     try:
         yield
     finally:
-        for each, names in zip(registries, before, strict=True):
+        for each, names in zip(REGISTRIES, before, strict=True):
             own = {name for name, kind in each._modules.items() if getattr(kind, "__module__", "") == module}
             for name in own - names.keys():
                 del each._modules[name]

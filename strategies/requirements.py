@@ -17,12 +17,14 @@ class Needs:
         packages: the optional packages that it imports, each with the command that installs it.
         device: the only type of device that it supports; None: any accelerator, or the CPU.
         others: requirements that cannot be checked, as text.
+        processes: why its ranks must be processes, and cannot be simulated by threads; empty if they can.
     """
 
     distributed: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)
     device: str | None = None
     others: tuple[str, ...] = ()
+    processes: str = ""
 
     def __str__(self) -> str:
         parts = ["torch.distributed" if self.distributed else "torch"]

@@ -271,6 +271,22 @@ def test_a_strategy_that_cannot_be_run_has_its_row(script: str, group: WorkerGro
 
 
 @pytest.mark.distributed
+def test_simulated_ranks(script: str, workers: WorkerFactory) -> None:
+    names = ["fsdp", "ddp", "AveragesTwice", "zero2"]
+    options = dict(steps=2, simulate=True, processes=4, workers=workers(1))
+    report = verify(script, names, arguments=["--optimizer", "AdamW"], **options)  # type: ignore[arg-type]
+    assert "2 steps on 4 simulated ranks against one device" in str(report)
+    assert [row.status for row in report.rows] == ["same", "same", "differs", "not run"], report
+    twice, zero = report.rows[2:]
+    assert twice.first is not None
+    assert (twice.first.step, twice.first.entry) == (1, "optim.state.net.0.weight.exp_avg")
+    assert twice.first.hint == ", it is 0.25 times what it should be"
+    assert zero.message.startswith(
+        "cannot be simulated, DeepSpeed keeps its process groups in variables of modules; give"
+    )
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "name, says", [("ddpp", 'did you mean "ddp"?'), ("no.such:Strategy", '"no.such:Strategy" cannot be imported')]
 )
@@ -392,5 +408,9 @@ class Lent:
 def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "train.py", "--strategies", ","]) == 2
     assert capsys.readouterr().err == "flextrain: verify.strategies: is empty, give names with commas between them\n"
+    assert main(["verify", "train.py", "--simulate", "16", "--processes", "2"]) == 2
+    assert capsys.readouterr().err == "flextrain: verify.processes: 2 was given with --simulate 16, give one of them\n"
+    assert main(["verify", "train.py", "--simulate", "16", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == 'flextrain: verify.device: "cuda" is not simulated, leave it out\n'
     with pytest.raises(SystemExit):
         main(["list", "--", "--amp"])

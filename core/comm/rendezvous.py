@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import LaunchError, counted
+from ..process_variables import each_process_has
 from .addresses import is_own, resolve
 
 _GO, _OVER, _LEFT, _ASKED = "go", "over", "left ", "asked "
@@ -35,6 +37,7 @@ class _Endpoint:
 
 
 _endpoint: _Endpoint | None = None
+each_process_has(sys.modules[__name__], "_endpoint")
 
 
 def store_of_group(

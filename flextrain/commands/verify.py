@@ -18,6 +18,10 @@ one. A global batch consists of PROCESSES of the script's batches; incomplete gl
 left out. Accumulation, clipping, precision and schedules are those of the script. In all trainings, dropout is set to 0,
 batch normalisation uses its running statistics, and hooks, validation, checkpoints and torch.compile are left out.
 
+With --simulate 16, one process computes what 16 processes would, rank after rank, each with random numbers of its own:
+the same numbers that gloo computes, added in the order of the ranks. Modules that the script imports, and their
+variables, are then shared by all ranks. DeepSpeed cannot be simulated.
+
 The allowed relative difference is 1e-5 in float32, and a few roundings in bfloat16 and float16. It is larger where one
 device with the same batches in parts, which sums in another order, differs too: up to 4 times that difference.
 
@@ -39,7 +43,14 @@ def add(commands: Any) -> None:
         default="ddp,fsdp",
         help="names with commas: those of `flextrain list strategies`, or package.module:Name; default: ddp,fsdp",
     )
-    command.add_argument("--processes", type=int, default=2, help="default: 2")
+    command.add_argument("--processes", type=int, help="default: 2")
+    command.add_argument(
+        "--simulate",
+        type=int,
+        metavar="RANKS",
+        help="instead of processes: threads of one process that take turns, many more than the machine has room for; on "
+        "the CPU",
+    )
     command.add_argument("--steps", type=int, default=20, help="number of updates; default: 20")
     command.add_argument(
         "--device", default="cpu", help="cpu, or a type of accelerator, with one device per process; default: cpu"
@@ -62,12 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     if not names:
         raise ConfigError("verify.strategies: is empty, give names with commas between them")
+    ranks = arguments.simulate
+    if ranks is not None and arguments.processes is not None:
+        raise ConfigError(
+            f"verify.processes: {arguments.processes} was given with --simulate {ranks}, give one of them"
+        )
     with Console(stderr=True, markup=False, emoji=False).status("Starting processes") as status:
         report = verify(
             arguments.script,
             names,
             arguments=arguments.script_arguments,
-            processes=arguments.processes,
+            processes=ranks if ranks is not None else 2 if arguments.processes is None else arguments.processes,
+            simulate=ranks is not None,
             steps=arguments.steps,
             device=arguments.device,
             tolerance=arguments.tolerance,

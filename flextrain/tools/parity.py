@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.comm.collectives import destroy_process_group
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, StrategyError
 from ..core.normalisation_layers import BATCH_NORM
 from ..core.random_state import torch_states
 from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
@@ -24,8 +24,9 @@ from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
 from ..testing.differences import multiple, relative_difference, small_scales
-from ..testing.loop import alone
+from ..testing.loop import alone, environ
 from ..testing.sessions import REFERENCE, whole_state
+from ..testing.simulation import simulate
 from .script import runner_arguments
 from .shared_batches import shared_loader, without_workers
 
@@ -42,6 +43,7 @@ class Job:
     Attributes:
         strategies: names of all strategies that are compared with the reference.
         folder: where the reference's states are stored, one file per step.
+        is_simulated: the processes are threads of one process, which nothing can watch from outside.
     """
 
     script: str
@@ -51,6 +53,7 @@ class Job:
     steps: int
     device: str
     folder: str
+    is_simulated: bool = False
 
 
 @dataclass
@@ -83,7 +86,8 @@ def train_alone(job: Job, one_by_one: bool) -> ProcessTrace | None:
     """
     is_first = os.environ["RANK"] == "0"
     # The script runs as under a strategy: its batch size may depend on the number of processes.
-    with runner_arguments(job.script, job.arguments) as given, alone():
+    size = environ(WORLD_SIZE=str(job.processes), LOCAL_WORLD_SIZE=str(job.processes))
+    with size, runner_arguments(job.script, job.arguments) as given, alone():
         if not is_first:
             return None
         for name in job.strategies:  # the script may register some; a mistyped name must raise at once
@@ -105,6 +109,17 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
             stack.enter_context(alone())
         strategy = build_strategy(spec)
         return _train(job, given, strategy, Reference(Path(job.folder)), one_by_one=False)
+
+
+def train_simulated(job: Job, name: str) -> list[ProcessTrace | None]:
+    """Training under a strategy in as many simulated ranks as the job has processes, in this process."""
+    with runner_arguments(job.script, job.arguments) as given:
+        kind = _spec(name, given, job)["type"]
+        if kind is _spec(REFERENCE, given, job)["type"]:
+            return [train_with(job, name)]
+        if why := getattr(getattr(kind, "needs", None), "processes", ""):
+            raise StrategyError(f"cannot be simulated, {why}; give --processes in place of --simulate")
+    return simulate(job.processes, train_with, job, name)
 
 
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
@@ -175,7 +190,8 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         resume=False,
     )
     unused = ("test_dataloader", "test_cfg", "test_evaluator", "launcher", "env_cfg", "log_processor", "visualizer")
-    return {**given, **changes, **dict.fromkeys((*unused, "compile", "cfg", "experiment_name"))}
+    merged = {**given, **changes, **dict.fromkeys((*unused, "compile", "cfg", "experiment_name"))}
+    return {**merged, "env_cfg": {"preemption": False, "watchdog": False}} if job.is_simulated else merged
 
 
 def _is_one_optimizer(optim_wrapper: Any) -> bool:

@@ -114,7 +114,8 @@ class ShardOf:
     def __call__(self, samples: list[Any]) -> Any:
         index, count = self.shard
         size = len(samples) // count
-        return self.collate(samples[index * size : (index + 1) * size])
+        # Fewer samples than parts are a look at the data, not a global batch.
+        return self.collate(samples[index * size : (index + 1) * size] if size else samples)
 
 
 def without_workers(cfg: Any) -> Any:

@@ -14,10 +14,11 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ..core.errors import ConfigError, FlexTrainError
+from ..core.group_private import check_threads_as_ranks
 from ..optim.canonical import split_key
 from ..testing.workers import WorkerError, WorkerGroup
 from .markup import add_row
-from .parity import Job, ProcessTrace, train_alone, train_with
+from .parity import Job, ProcessTrace, train_alone, train_simulated, train_with
 from .tables import FittedTable
 
 Status = Literal["same", "differs", "not run"]
@@ -78,6 +79,7 @@ class VerifyReport:
     Attributes:
         rounding: the largest differences between one device with whole batches and with the same batches in parts, which
             come from the order of summation; empty if they could not be measured.
+        is_simulated: the processes were threads of one process.
     """
 
     script: str
@@ -86,6 +88,7 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     rounding: dict[str, float | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    is_simulated: bool = False
 
     @property
     def exit_status(self) -> int:
@@ -98,7 +101,8 @@ class VerifyReport:
         return {**_finite_or_text(dataclasses.asdict(self)), "exit_status": self.exit_status}
 
     def __rich__(self) -> Group:
-        title = f"{Path(self.script).name}: {self.steps} steps on {self.processes} processes against one device"
+        where = f"{self.processes} {'simulated ranks' if self.is_simulated else 'processes'}"
+        title = f"{Path(self.script).name}: {self.steps} steps on {where} against one device"
         table = FittedTable(title=Text(title), title_justify="left", caption_justify="left")
         caption = "the largest relative difference over all steps"
         table.add_column("strategy", overflow="fold")
@@ -135,6 +139,7 @@ def verify(
     arguments: Sequence[str] = (),
     processes: int = 2,
     steps: int = 20,
+    simulate: bool = False,
     device: str = "cpu",
     tolerance: float | None = None,
     timeout_s: float = 600.0,
@@ -154,10 +159,13 @@ def verify(
         strategies: short names, registered names (`flextrain list strategies` shows both), or ``package.module:Name``. A
             strategy of the class that the script itself uses gets the script's options.
         arguments: command line arguments of the script.
+        simulate: the processes are threads of one process, see ``flextrain.testing.simulation.simulate``: more of them than
+            the machine has room for. They compute on the CPU.
         device: "cpu", or the type of accelerator, with one device per process.
         tolerance: relative difference that counts as rounding; None: depends on the dtype.
         timeout_s: largest number of seconds for one training.
-        workers: a group of ``processes`` processes to use; default: new processes, ended afterwards.
+        workers: a group of ``processes`` processes to use, of one with ``simulate``; default: new processes, ended
+            afterwards.
         on_progress: called with the name of the next training.
 
     Raises:
@@ -168,11 +176,15 @@ def verify(
         raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
     if steps < 1:
         raise ConfigError(f"verify.steps: {steps} is not allowed, give 1 or more")
-    group = workers or WorkerGroup(processes, timeout_s, accelerators=device != "cpu")
-    report = VerifyReport(script, processes, steps)
+    if simulate:
+        if device != "cpu":
+            raise ConfigError(f'verify.device: "{device}" is not simulated, leave it out')
+        check_threads_as_ranks()
+    group = workers or WorkerGroup(1 if simulate else processes, timeout_s, accelerators=device != "cpu")
+    report = VerifyReport(script, processes, steps, is_simulated=simulate)
     try:
         with tempfile.TemporaryDirectory(prefix="flextrain-verify-") as folder:
-            job = Job(script, tuple(strategies), tuple(arguments), processes, steps, device, folder)
+            job = Job(script, tuple(strategies), tuple(arguments), processes, steps, device, folder, simulate)
             _fill(report, job, group, tolerance, on_progress)
     finally:
         if workers is None:
@@ -189,8 +201,7 @@ def _fill(
 ) -> None:
     on_progress("one device")
     try:
-        reference = group.run(train_alone, job, False)[0]
-        one_by_one = group.run(train_alone, job, True)[0]
+        reference, one_by_one = (group.run(train_alone, job, in_parts)[0] for in_parts in (False, True))
     except WorkerError as error:
         if isinstance(error.__cause__, FlexTrainError):
             raise error.__cause__ from None
@@ -222,7 +233,8 @@ def _row(
     tolerance: float | None,
 ) -> Row:
     try:
-        traces = [trace for trace in group.run(train_with, job, name) if trace is not None]
+        found = group.run(train_simulated, job, name)[0] if job.is_simulated else group.run(train_with, job, name)
+        traces = [trace for trace in found if trace is not None]
     except WorkerError as error:
         cause = error.__cause__
         # Errors of the library explain themselves; all others need the traceback.

@@ -12,10 +12,17 @@ import pydantic
 from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
 from ..config import ActivationCheckpointing, StrategyConfig
+from ..requirements import Needs
 from .offloading import WHERE, Aio, Elements, Offload, OffloadOptimizer, OffloadParam, Threshold
 from .own_parallelism import LeafModules, refuse_options
 
-__all__ = ["WHERE", "Bf16", "DeepSpeedConfig", "EngineCheckpointing", "Fp16", "ZeroOptimization", "merged"]
+__all__ = ["NEEDS", "WHERE", "Bf16", "DeepSpeedConfig", "EngineCheckpointing", "Fp16", "ZeroOptimization", "merged"]
+
+NEEDS = Needs(
+    distributed=True,
+    packages={"deepspeed": "pip install 'flextrain[deepspeed]'"},
+    processes="DeepSpeed keeps its process groups in variables of modules",
+)
 
 # DeepSpeed's keys that have no meaning here or are not supported, with the reason.
 _REFUSED = {

@@ -22,12 +22,11 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
-from ..requirements import Needs
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from . import engine_internals, swapping
 from .compiling import announced, without_shared_memory
-from .config import DeepSpeedConfig, EngineCheckpointing, merged
+from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
 from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
@@ -68,7 +67,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     Config = DeepSpeedConfig
-    needs = Needs(distributed=True, packages={"deepspeed": "pip install 'flextrain[deepspeed]'"})
+    needs = NEEDS
     short_names = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
     config: DeepSpeedConfig
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
+from ....core.process_variables import each_process_has
 from ....core.torch_private import repeating_in
 from .masks import CAUSAL, FULL
 from .sequence_attention import SequenceAttention
@@ -95,6 +96,9 @@ class Interception(TorchFunctionMode):
             )
         with _replaced(self._attend):
             return func(*args, **kwargs)
+
+
+each_process_has(functional, "scaled_dot_product_attention")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
+from ....core.process_variables import each_process_has
 from ..transformers_private import attention_implementation
 from .masks import CAUSAL, FULL, Mask, Rule
 from .sequence_attention import SequenceAttention
@@ -24,6 +26,7 @@ _HARMLESS = {"position_ids", "sliding_window", "use_cache", "cache_position", "n
 _attention_of: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
 _running: list[SequenceAttention] = []
 """The attention of the forward that is running, from which masks are made."""
+each_process_has(sys.modules[__name__], "_running")
 
 
 class TransformersModel:
