@@ -282,6 +282,15 @@ class FSDPStrategy(Strategy):
         self._unsettled = []
         return super().evaluate(batch, step)
 
+    def explain(self, error: BaseException) -> str | None:
+        """See Strategy."""
+        if "got mixed torch.Tensor and DTensor" in str(error):
+            return (
+                "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
+                "compute in its forward what needs parameters"
+            )
+        return super().explain(error)
+
     def drop_gradients(self) -> None:
         """See Strategy."""
         if self._roots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -30,7 +30,16 @@ def choose_roots(model: nn.Module) -> list[nn.Module]:
             f"model.{own}: belongs to {type(model).__name__} itself, whose train_step calls its children only; "
             "move it into one of them"
         )
-    return [child for child in model.children() if any(True for _ in child.parameters())]
+    return [child for child in _called(model) if any(True for _ in child.parameters())]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children that can be called; of those that only contain others, these."""
+    for child in module.children():
+        if type(child).forward in _NO_FORWARD and "forward" not in vars(child):
+            yield from _called(child)
+        else:
+            yield child
 
 
 def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:

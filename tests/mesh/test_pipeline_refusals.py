@@ -150,7 +150,9 @@ def test_what_is_called_after_the_layers_may_be_made_before_them() -> None:
 
 
 def test_an_update_that_one_process_would_make_alone() -> None:
-    with pytest.raises(FlexTrainError, match=r"optim_wrapper: Updates\.update_params would be called on one process"):
+    with pytest.raises(
+        FlexTrainError, match=r"optim_wrapper: Updates\.update_params would be called on the last stage"
+    ):
         check(Plain(), Updates(dict(type="SGD", lr=0.1)))
 
 

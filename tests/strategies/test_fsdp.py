@@ -32,6 +32,7 @@ from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import nodes
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
+from flextrain.strategies.fsdp.units import choose_roots
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp, SmallModel
@@ -573,6 +574,29 @@ def refused_two() -> str:
     with pytest.raises(StrategyError) as caught:
         two_models(WithOwnParameter)
     return str(caught.value)
+
+
+def test_parts_in_a_list_are_called_one_by_one() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Tanh()})])
+
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+            return {}
+
+    model = Listed()
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[root] for root in choose_roots(model)] == ["first", "last", "layers.0", "layers.1.a"]
+
+
+def test_parameters_outside_of_forward_are_explained() -> None:
+    error = RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
+    assert str(FSDPStrategy().explain(error)).startswith(
+        "parameters are sharded while the model is not called: call it"
+    )
+    assert FSDPStrategy().explain(RuntimeError("out of memory")) is None
 
 
 def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> None:

@@ -118,8 +118,11 @@ class Context(Axis):
             1.0 if batch.is_void else factor * share
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
-        with self._attending(), own_random_numbers(self.layout.device_type, self.index):
-            outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
+        try:
+            with self._attending(), own_random_numbers(self.layout.device_type, self.index):
+                outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
+        finally:
+            self._attention.length = None
         return self._averaged(outputs, window)
 
     def _run(self, inner: RunWindow, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
@@ -139,8 +142,11 @@ class Context(Axis):
             self._comparison.of_evaluation(batch, step)
             self._compared("evaluation")
         self._attention.length = batch.shards.length
-        with self._attending():
-            outputs = inner(batch, step)
+        try:
+            with self._attending():
+                outputs = inner(batch, step)
+        finally:
+            self._attention.length = None
         return gather_outputs(outputs, batch, self.mesh)
 
     def described(self) -> str:

@@ -57,7 +57,7 @@ class TransformersModel:
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
-        self.is_cut = False
+        self.is_cut = self._is_called_by_user = False
         self.cut(True)
 
     def cut(self, is_cut: bool) -> None:
@@ -85,6 +85,10 @@ class TransformersModel:
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self.is_cut:
             return None
+        if self._attention.length is None:  # no update and no evaluation: every process has all positions
+            self._is_called_by_user = True
+            self.cut(False)
+            return None
         if args:
             bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
             kwargs = {**bound.kwargs, **{name: bound.arguments[name] for name in list(bound.arguments)[: len(args)]}}
@@ -106,7 +110,10 @@ class TransformersModel:
         return (), {**kwargs, "attention_mask": ones, **cache}
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_cut and _running:
+        if self._is_called_by_user:
+            self._is_called_by_user = False
+            self.cut(True)
+        elif self.is_cut and _running:
             _running.pop()
 
     def _shifted_loss(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Any:

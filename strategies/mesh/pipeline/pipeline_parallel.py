@@ -32,7 +32,7 @@ from .transfers import Transfers
 
 _logger = logging.getLogger("flextrain")
 _OPTIONS = ("pp_schedule", "pp_stages_per_process", "pp_layers", "pp_split")
-_UPDATES = ("update_params", "scale_loss", "should_update")
+_UPDATES = ("update_params", "scale_loss", "should_update", "should_sync", "backward")
 
 
 class Pipeline(Axis):
@@ -92,7 +92,7 @@ class Pipeline(Axis):
         for wrapper in optim.wrappers.values() if optim is not None else ():
             if found := overridden(wrapper, *_UPDATES):
                 raise StrategyError(
-                    f"optim_wrapper: {type(wrapper).__name__}.{found[0]} would be called on one process of a pipeline only; "
+                    f"optim_wrapper: {type(wrapper).__name__}.{found[0]} would be called on the last stage of a pipeline only, if at all; "
                     "override step, or give strategy.pp=1"
                 )
         if self._schedule.splits_backward and self.layout.sizes.get("tp", 1) > 1:

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -177,12 +178,12 @@ class StageRun:
         own = module.named_parameters
 
         @functools.wraps(own)
-        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
             yield from own(*args, **kwargs)  # the first one is often asked for its device
             if kwargs.get("recurse", True):
                 self.check_complete(module.modules())
 
-        module.named_parameters = named_parameters  # type: ignore[method-assign]
+        module.named_parameters = MethodType(named_parameters, module)  # type: ignore[method-assign]  # as torch.compile needs it
 
     def check_complete(self, modules: Iterable[nn.Module]) -> None:
         """Raise StrategyError if a stage is under way, and another process has one of ``modules``."""

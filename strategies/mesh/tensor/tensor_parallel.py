@@ -148,7 +148,7 @@ class TensorParallel(Axis):
         if self._local is not None and not self._local.is_verified:
             self._local.verify(lambda: step.predict(batch), _of_dtensors)
         with self._running():
-            return inner(batch, step)
+            return as_local(inner(batch, step))  # a val_step may have called parts of the model
 
     @contextmanager
     def _running(self) -> Iterator[None]:
