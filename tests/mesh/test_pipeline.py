@@ -14,7 +14,7 @@ import torch
 from flextrain.core import gradients
 from flextrain.optim.model_group import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
-from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, orders_of
+from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, awaited, orders_of, route_of, sent
 from flextrain.strategies.mesh.pipeline.stages import StageRun
 from flextrain.strategies.mesh.pipeline.ties import Ties
 from flextrain.testing import WorkerGroup
@@ -63,6 +63,55 @@ def test_no_process_waits_for_ever(name: str) -> None:
                 assert sorted({stage for order in orders for _, stage, _ in order}) == [*range(processes * each)]
                 kinds = 3 if SCHEDULES[name].splits_backward else 2
                 assert [len(order) for order in orders] == [kinds * each * size] * processes
+
+
+def held_at_most(name: str, processes: int, size: int) -> list[int]:
+    """For every process, the largest number of tensors that it has sent and does not know to have arrived."""
+    schedule = SCHEDULES[name]
+    each = schedule.stages_per_process[0]
+    process_of = [schedule.process_of(stage, processes) for stage in range(processes * each)]
+    orders = orders_of(name, processes, each, size)
+    found = []
+    for own, order in enumerate(orders):
+        route = route_of(orders, process_of, own)
+        held: set[Any] = set()
+        most = 0
+        for action in order:
+            held -= {*route.arrived.get(awaited(action, len(process_of)), ())}  # type: ignore[arg-type]
+            message = sent(action, len(process_of))
+            if message is not None and process_of[message[1]] != own:
+                assert (own, message) not in held
+                held.add(message)
+            most = max(most, len(held))
+        found.append(most)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_was_sent_is_not_held_longer_in_longer_windows(name: str) -> None:
+    """A process lets go of it at the first message that its receiver has sent after it; Gloo does not say by itself."""
+    of_8, of_32 = (held_at_most(name, 4, size) for size in (8, 32))
+    if name == "gpipe":  # no gradient comes before all activations are sent, nothing comes after a gradient
+        assert of_32 == [32] * 4
+    else:
+        assert of_32 == of_8
+        assert max(of_8) < 12
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_said_to_have_arrived_has(name: str) -> None:
+    schedule = SCHEDULES[name]
+    each = schedule.stages_per_process[0]
+    process_of = [schedule.process_of(stage, 3) for stage in range(3 * each)]
+    orders = orders_of(name, 3, each, 7)
+    for own in range(3):
+        route = route_of(orders, process_of, own)
+        for later, messages in route.arrived.items():
+            (source,) = {rank for rank, order in enumerate(orders) for a in order if sent(a, 3 * each) == later}
+            order = orders[source]
+            end = next(n for n, action in enumerate(order) if sent(action, 3 * each) == later)
+            waited_for = [awaited(action, 3 * each) for action in order[: end + 1]]
+            assert all(message in waited_for for message in messages)
 
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:

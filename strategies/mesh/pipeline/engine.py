@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.torch_private import backward_of_input, settle_root
 from ...steps import EvalStep, TrainStep
-from .orders import SCHEDULES, Action, orders_of
+from .orders import SCHEDULES, Action, Route, awaited, orders_of, route_of
 from .rehearsal import signature_of
 from .stages import Left, StageRun
 from .transfers import Transfers
@@ -54,7 +54,8 @@ class Engine:
         self._process_of = [kind.process_of(stage, processes) for stage in range(self.count)]
         self._splits = kind.splits_backward
         self._last_process = self._process_of[-1]
-        self._orders = lru_cache(maxsize=64)(lambda size: orders_of(schedule, processes, each, size))
+        self._order = lru_cache(maxsize=64)(self._make_order)
+        self._evaluation = self._evaluation_route()
         self._root: FSDPModule | None = None
         self._reduces_always = reduces_always
         self._tensor_mesh = tensor_mesh
@@ -75,15 +76,27 @@ class Engine:
                 self._root.set_reshard_after_forward(False)
             settle_root(model)  # now, because a forward of a stage does not see the modules of others
 
+    def _make_order(self, size: int) -> tuple[list[Action], Route]:
+        """Return what this process does in a window of ``size`` micro-batches, and its messages."""
+        orders = orders_of(self._schedule, self._processes, self._each, size)
+        own = self._transfers.index
+        return orders[own], route_of(orders, self._process_of, own)
+
+    def _evaluation_route(self) -> Route:
+        orders = [
+            [Action("F", stage, 0) for stage, process in enumerate(self._process_of) if process == rank]
+            for rank in range(self._processes)
+        ]
+        return route_of(orders, self._process_of, self._transfers.index)
+
     # Training
 
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         """Run forward and backward of all micro-batches; return the values to log, on every process."""
         size = len(window)
-        orders = self._orders(size)
-        own = orders[self._transfers.index]
+        own, route = self._order(size)
         keys = [self._key(batch) for batch in window]
-        self._transfers.begin(self._process_of, orders, keys)
+        self._transfers.begin(route, keys)
         self._run.streams.begin_window()
         forwards: dict[tuple[int, int], _Forward] = {}
         logs: list[dict[str, Tensor]] = [{} for _ in window]
@@ -93,8 +106,9 @@ class Engine:
         try:
             for n, action in enumerate(own):
                 kind, stage, i = action
-                for message in _needed(own[n : n + 2], self.count):
-                    self._transfers.expect(message)
+                for near in own[n : n + 2]:
+                    if (message := awaited(near, self.count)) is not None:
+                        self._transfers.expect(message)
                 if kind == "F":
                     if i not in begun:
                         begun.add(i)
@@ -183,11 +197,7 @@ class Engine:
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """Return the predictions for a batch; None on a process without the last stage."""
         own = [Action("F", stage, 0) for stage in self._run.own]
-        orders = [
-            [Action("F", stage, 0) for stage, process in enumerate(self._process_of) if process == rank]
-            for rank in range(self._processes)
-        ]
-        self._transfers.begin(self._process_of, orders, [self._key(batch)])
+        self._transfers.begin(self._evaluation, [self._key(batch)])
         self._run.streams.begin_window()
         found: Any = None
         for _, stage, i in own:
@@ -255,12 +265,3 @@ class _Forward:
     input: Tensor | None = None
     output: Tensor = field(default_factory=lambda: torch.zeros(()))
     weights: Callable[[], Any] = _nothing
-
-
-def _needed(actions: Sequence[Action], count: int) -> Iterator[tuple[str, int, int]]:
-    """The messages that actions wait for."""
-    for kind, stage, i in actions:
-        if kind == "F" and stage:
-            yield "act", stage, i
-        elif kind in ("B", "I") and stage + 1 < count:
-            yield "grad", stage, i

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -194,10 +194,57 @@ def _as_input(action: Action) -> Action:
     return action._replace(kind="I") if action.kind == "B" else action
 
 
-def sent(order: Iterable[Action], count: int) -> Iterator[tuple[str, int, int]]:
-    """Yield what a process sends, in order: ("act" or "grad", stage that gets it, micro-batch)."""
-    for kind, stage, i in order:
-        if kind == "F" and stage + 1 < count:
-            yield "act", stage + 1, i
-        elif kind in ("B", "I") and stage:
-            yield "grad", stage - 1, i
+Message = tuple[str, int, int]
+"""("act" or "grad", stage that gets it, micro-batch)."""
+
+
+def awaited(action: Action, count: int) -> Message | None:
+    """Return the message that an action waits for."""
+    kind, stage, i = action
+    if kind == "F":
+        return ("act", stage, i) if stage else None
+    return ("grad", stage, i) if kind != "W" and stage + 1 < count else None
+
+
+def sent(action: Action, count: int) -> Message | None:
+    """Return the message that an action ends with."""
+    kind, stage, i = action
+    if kind == "F":
+        return ("act", stage + 1, i) if stage + 1 < count else None
+    return ("grad", stage - 1, i) if kind != "W" and stage else None
+
+
+@dataclass(frozen=True)
+class Route:
+    """The messages of a window between one process and the others.
+
+    Attributes:
+        process_of: the process of every stage.
+        expected: by kind and source, what the process gets, in the order in which it is sent.
+        arrived: for some of these messages, those of the process itself that its source had received before it sent it.
+    """
+
+    process_of: Sequence[int]
+    expected: Mapping[tuple[str, int], Sequence[Message]]
+    arrived: Mapping[Message, Sequence[Message]]
+
+
+def route_of(orders: Sequence[Sequence[Action]], process_of: Sequence[int], own: int) -> Route:
+    """Return the messages of process ``own``; ``orders`` has what every process does."""
+    expected: dict[tuple[str, int], list[Message]] = {}
+    arrived: dict[Message, list[Message]] = {}
+    count = len(process_of)
+    for source, order in enumerate(orders):
+        if source == own:
+            continue
+        received: list[Message] = []
+        for action in order:
+            message = awaited(action, count)
+            if message is not None and process_of[message[1] + (-1 if message[0] == "act" else 1)] == own:
+                received.append(message)
+            message = sent(action, count)
+            if message is not None and process_of[message[1]] == own:
+                expected.setdefault((message[0], source), []).append(message)
+                if received:
+                    arrived[message], received = received, []
+    return Route(process_of, expected, arrived)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,7 @@ from torch import Tensor
 from ....core.comm.collectives import group_with_this_process
 from ....core.errors import StrategyError
 from ..layout import Layout
-from .orders import Action, sent
-
-Message = tuple[str, int, int]
-"""("act" or "grad", stage that gets it, micro-batch)."""
+from .orders import Message, Route
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -79,37 +77,32 @@ class Transfers:
         }
         self._forms: dict[tuple[int, Hashable], Form] = {}  # by boundary (its later stage) and kind of batch
         self._local: dict[Message, Tensor] = {}
-        self._sending: list[tuple[Any, Tensor]] = []
-        self._process_of: Sequence[int] = ()
-        self._expected: dict[tuple[str, int], list[Message]] = {}
+        self._sending: dict[Message, list[tuple[Any, Tensor]]] = {}
+        self._route = Route((), {}, {})
+        self._expected: dict[tuple[str, int], deque[Message]] = {}
         self._arriving: dict[Message, tuple[Any, Tensor]] = {}
         self._keys: Sequence[Hashable] = ()
         self._told: set[Any] = set()  # (boundary, process) that know a form
 
-    def begin(self, process_of: Sequence[int], orders: Sequence[Sequence[Action]], keys: Sequence[Hashable]) -> None:
+    def begin(self, route: Route, keys: Sequence[Hashable]) -> None:
         """Expect the messages of a window.
 
         Args:
-            process_of: the process of every stage.
-            orders: what every process does.
+            route: all of them.
             keys: for every micro-batch, what the shapes at the boundaries depend on.
         """
         self.finish()
-        self._process_of, self._keys = process_of, keys
-        self._expected = {}
-        for source, order in enumerate(orders):
-            for message in sent(order, len(process_of)):
-                if process_of[message[1]] == self.index and source != self.index:
-                    self._expected.setdefault((message[0], source), []).append(message)
+        self._route, self._keys = route, keys
+        self._expected = {line: deque(messages) for line, messages in route.expected.items()}
 
     def send(self, message: Message, tensor: Tensor, spread: bool = False) -> None:
-        """Send a tensor to the process of a stage; the memory must not change until ``finish``.
+        """Send a tensor to the process of a stage; the memory must not change until it has arrived, or ``finish``.
 
         Raises:
             StrategyError: the shape differs from that of an earlier batch of the same kind.
         """
         kind, stage, i = message
-        target = self._process_of[stage]
+        target = self._route.process_of[stage]
         form = Form.of(tensor, spread)
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
         known = self._forms.setdefault(boundary, form)
@@ -124,8 +117,8 @@ class Transfers:
         group = self._group(kind, self.index, target)
         if kind == "act" and (boundary, target) not in self._told:
             self._told.add((boundary, target))
-            self._start(form.encoded(self.device), target, group)
-        self._start(tensor.contiguous(), target, group)
+            self._start(message, form.encoded(self.device), target, group)
+        self._start(message, tensor.contiguous(), target, group)
 
     def receive(self, message: Message) -> tuple[Tensor, Form]:
         """Return a tensor and its form."""
@@ -133,13 +126,20 @@ class Transfers:
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
         if message in self._local:
             return self._local.pop(message), self._forms[boundary]
-        source = self._process_of[stage - 1 if kind == "act" else stage + 1]
+        source = self._route.process_of[stage - 1 if kind == "act" else stage + 1]
         waiting = self._expected[kind, source]
         while message not in self._arriving:
-            self._post(waiting.pop(0), source)
+            self._post(waiting.popleft(), source)
         work, tensor = self._arriving.pop(message)
         work.wait()
+        for arrived in self._route.arrived.get(message, ()):
+            self._release(arrived)
         return tensor, self._forms[boundary]
+
+    def _release(self, message: Message) -> None:
+        """Let go of what was sent and has arrived; Gloo does not say so of itself, and a window may be long."""
+        for work, _ in self._sending.pop(message, ()):
+            work.wait()
 
     def _post(self, message: Message, source: int) -> None:
         kind, stage, i = message
@@ -157,18 +157,17 @@ class Transfers:
         """Begin to receive a message that is needed soon, if its shape is known."""
         kind, stage, i = message
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
-        source = self._process_of[stage - 1 if kind == "act" else stage + 1]
+        source = self._route.process_of[stage - 1 if kind == "act" else stage + 1]
         if source == self.index or message in self._arriving or boundary not in self._forms:
             return
         waiting = self._expected[kind, source]
         if waiting and waiting[0] == message:
-            self._post(waiting.pop(0), source)
+            self._post(waiting.popleft(), source)
 
     def finish(self) -> None:
         """Wait until everything has been sent, and drop what is left of an interrupted window."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending = []
+        for message in [*self._sending]:
+            self._release(message)
         self._local, self._arriving = {}, {}
 
     def share(self, tensor: Tensor, source: int) -> None:
@@ -181,9 +180,14 @@ class Transfers:
         dist.broadcast_object_list(box, self._ranks[source], group=self._all)
         return box[0]
 
-    def _start(self, tensor: Tensor, target: int, group: Any) -> None:
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        self._sending.append((dist.isend(tensor, self._ranks[target], group=group), tensor))
+    def _start(self, message: Message, tensor: Tensor, target: int, group: Any) -> None:
+        self._sending = {
+            message: works
+            for message, works in self._sending.items()
+            if not all(work.is_completed() for work, _ in works)
+        }
+        work = dist.isend(tensor, self._ranks[target], group=group)
+        self._sending.setdefault(message, []).append((work, tensor))
 
     def _group(self, kind: str, source: int, target: int) -> Any:
         return self._groups[kind, source < target]

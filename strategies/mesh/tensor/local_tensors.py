@@ -53,11 +53,12 @@ class LocalTensors:
         self._seen: list[tuple[str, Tensor]] | None = None
         for name, style in styles.items():
             module = model.get_submodule(name)
+            whole = _divided_inputs(module) if style.sums else None
             for key, parameter in [*module.named_parameters(recurse=False)]:
                 layout = style.placement(module, key, parameter)
                 placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
                 self._replace(parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-            module.register_forward_pre_hook(partial(self._enter, style), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._enter, whole), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, name, style))
 
     def _replace(self, parameter: nn.Parameter, by: nn.Parameter) -> None:
@@ -66,12 +67,7 @@ class LocalTensors:
                 if found is parameter:
                     setattr(module, key, by)
 
-    def _enter(self, style: Style, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        whole = None
-        if style.sums and not isinstance(module, nn.MultiheadAttention):
-            weight = next(p for p in module.parameters(recurse=False) if p.ndim > 1)
-            whole = None if isinstance(module, nn.Embedding) else weight.shape[input_dim(module, weight)]
-
+    def _enter(self, whole: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
             if isinstance(tensor, DTensor) or (tensor.ndim == 0):
                 return tensor
@@ -142,6 +138,14 @@ class LocalTensors:
             if expected.shape != local.shape or not float((expected - local).abs().max()) <= allowed:
                 raise StrategyError(f"{_ADVICE} {name} is computed differently from one device")
         self.is_verified = True
+
+
+def _divided_inputs(module: nn.Module) -> int | None:
+    """Return the number of input features of a module that adds up over processes; None if it takes whole inputs."""
+    if isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
+        return None
+    weight = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
+    return weight.shape[input_dim(module, weight)]
 
 
 def _whole(tensor: Tensor) -> Tensor:
