@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from flextrain import MeshStrategy
 from flextrain.core.errors import ConfigError
 from flextrain.runner.data.example import example_batch
-from flextrain.strategies.mesh.plans import check_styles_given, choose_plan
+from flextrain.strategies.mesh.config import MeshConfig
+from flextrain.strategies.mesh.plans import check_heads_given, check_styles_given, choose_plan
 from flextrain.strategies.mesh.plans.found import find_plan, with_globs
 from flextrain.strategies.mesh.plans.own import OwnPlan
 from flextrain.strategies.mesh.plans.rule_checks import without_rowwise
@@ -272,6 +273,51 @@ def test_globs_name_nothing_else() -> None:
 
 
 # Bad input
+
+
+def check_heads(name: str, plan: dict[str, str], tp: int) -> None:
+    model = build(name)
+    styles = match_rules(plan, [each for each, _ in model.named_modules()], list(STYLES))
+    check_heads_given(MeshConfig(tp=tp, plan=plan), model, styles, tp, lambda: sample(name, 2, 0))
+
+
+CUT_HEADS = [
+    ("plain", {"layers.*.[qkv]": "colwise"}, 3, "tp=3 does not divide the 4 heads of layers.0.q, for which it says"),
+    (
+        "fused",
+        {"layers.*.qkv": "packed_colwise:3"},
+        8,
+        'the 4 heads of layers.0.qkv, for which it says "packed_colwise:3"',
+    ),
+    ("gpt2", {"transformer.h.*.c_attn": "packed_colwise:3"}, 8, "heads of transformer.h.0.attn.c_attn"),
+    (
+        "vision",
+        {"*.self_attention": "packed_colwise:3"},
+        4,
+        "the 2 heads of net.encoder.layers.encoder_layer_0.self_attention",
+    ),
+    (
+        "llama",
+        {"*.[qkv]_proj": "colwise"},
+        4,
+        'the 2 heads of model.layers.0.self_attn.k_proj, for which it says "colwise"; choose 2, or leave it out',
+    ),
+]
+
+
+@pytest.mark.parametrize("name, plan, tp, message", CUT_HEADS)
+def test_a_given_plan_that_cuts_heads(name: str, plan: dict[str, str], tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^strategy\.plan: tp=") as caught:
+        check_heads(name, plan, tp)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_that_a_given_plan_does_not_cut() -> None:
+    check_heads("llama", {"*.q_proj": "colwise", "*.[kv]_proj": "colwise_gather_output"}, 4)
+    check_heads("plain", {"layers.*.up": "colwise", "layers.*.out": "rowwise"}, 3)
+    check_heads("mixture", {"layers.*.attention.[qkv]": "colwise"}, 3)  # cannot be traced
+
 
 GIVE = 'give a plan, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
 Row = tuple[Callable[[], object], str]

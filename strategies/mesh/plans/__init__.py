@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .chosen import choose_plan
+from .heads import check_heads_given
 from .rule_checks import check_styles_given, nearest_rule
 from .shares import described
 from .tracing import without_memory
 
-__all__ = ["check_styles_given", "choose_plan", "described", "nearest_rule", "without_memory"]
+__all__ = ["check_heads_given", "check_styles_given", "choose_plan", "described", "nearest_rule", "without_memory"]

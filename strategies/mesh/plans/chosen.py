@@ -69,7 +69,7 @@ def choose_plan(config: MeshConfig, model: nn.Module, tp: int, example: Callable
 
 
 def _found(config: MeshConfig, model: nn.Module, tp: int, example: Callable[[], Any] | None) -> dict[str, str]:
-    plan = find_plan(model, trace(model, _example(config, model, example)), tp)
+    plan = find_plan(model, trace(model, example_of(config, model, example)), tp)
     if not plan:
         raise ConfigError(
             f"strategy.plan: tracing {type(model).__name__} found no two matrices that follow each other and that tp={tp} "
@@ -78,7 +78,12 @@ def _found(config: MeshConfig, model: nn.Module, tp: int, example: Callable[[], 
     return plan
 
 
-def _example(config: MeshConfig, model: nn.Module, example: Callable[[], Any] | None) -> Any:
+def example_of(config: MeshConfig, model: nn.Module, example: Callable[[], Any] | None) -> Any:
+    """Return a batch to trace a model with: the one of the options, of the data, or of a model of transformers.
+
+    Raises:
+        ConfigError: there is none, or reading it raised.
+    """
     given = config.plan_example
     if given is not None and not callable(given):
         return given

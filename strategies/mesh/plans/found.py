@@ -98,7 +98,7 @@ def _candidates(seen: Traced, tp: int) -> list[_Candidate]:
             if product.chooses and not makes:
                 continue  # rows of a table are no features
             axes = leaves(label)
-            dimension = _dimension(seen, product, axes)
+            dimension = whole_dimension(seen, product, axes)
             for axis in axes:
                 before = dimension[: dimension.index(axis)]
                 count = math.prod(outer.size for outer in before)
@@ -111,7 +111,7 @@ def _candidates(seen: Traced, tp: int) -> list[_Candidate]:
     return [candidate for key, candidate in found.items() if key not in unfit]
 
 
-def _dimension(seen: Traced, product: Product, axes: Label) -> Label:
+def whole_dimension(seen: Traced, product: Product, axes: Label) -> Label:
     """Return the axes of the dimension of the whole parameter, of which a product may use a slice."""
     for dim in (0, 1):
         whole = leaves(seen.label(product.name, dim))

@@ -183,10 +183,14 @@ def _check_heads(part: nn.Module, prefix: str, plan: Mapping[str, str], tp: int)
             )
 
 
-def _instead(size: int, tp: int) -> str:
+def smaller(size: int, tp: int) -> str:
+    """Return the numbers of processes to choose in place of ``tp``, which does not divide ``size``, in words; "": none."""
     allowed = [str(each) for each in range(2, tp) if size % each == 0]
-    smaller = f"choose {' or '.join(allowed[-2:])}, or " if allowed else ""
-    return f"{smaller}give a plan that leaves it out"
+    return f"choose {' or '.join(allowed[-2:])}, or " if allowed else ""
+
+
+def _instead(size: int, tp: int) -> str:
+    return f"{smaller(size, tp)}give a plan that leaves it out"
 
 
 def _dimension(style: str | None, ndim: int) -> int | None:

@@ -20,7 +20,7 @@ from ...steps import EvalStep, TrainStep
 from ..axis import Axis, Evaluate, RunWindow
 from ..config import MeshConfig
 from ..layout import Layout
-from ..plans import check_styles_given, choose_plan, described
+from ..plans import check_heads_given, check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
 from .gathered import register_gathering
@@ -72,6 +72,7 @@ class TensorParallel(Axis):
         check_styles(model, self._styles, self.size)
         if self._plan.is_given:
             check_styles_given(self._found, model)
+            check_heads_given(self.config, model, self._found, self.size, self.example)
         if self.config.tp_kind == "local":
             check_local(model, self._styles, self.size)
             if overrides(model, "train_step"):
