@@ -69,8 +69,9 @@ def _compare(attention: SequenceAttention, rule: Rule, has_documents: bool, dtyp
     torch.manual_seed(0)
     length = 16 * attention.count
     shards, index = attention.shards(length), attention.index
-    query, key = torch.randn(2, 4, length, 8, dtype=dtype), torch.randn(2, 2, length, 8, dtype=dtype)
-    value, gradient = torch.randn(2, 2, length, 6, dtype=dtype), torch.randn(2, 4, length, 6, dtype=dtype)
+    heads = 8 // attention.count  # of keys: with Ulysses two for a process, or one for two processes
+    query, key = torch.randn(2, 8, length, 8, dtype=dtype), torch.randn(2, heads, length, 8, dtype=dtype)
+    value, gradient = torch.randn(2, heads, length, 6, dtype=dtype), torch.randn(2, 8, length, 6, dtype=dtype)
     at = torch.arange(length)
     allowed = rule.allows(at[:, None], at[None]).expand(2, 1, length, length)
     mask = Mask(rule)
