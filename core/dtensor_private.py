@@ -1,4 +1,4 @@
-"""All private names of torch.distributed.tensor that flextrain uses.
+"""All private names of torch.distributed.tensor, and of FSDP, which shards with it, that flextrain uses.
 
 Each entry says what it does, and with which versions of torch it was checked, as in torch_private.
 """
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -155,3 +156,49 @@ def replicate_without_rule(tell: Callable[[Any], None]) -> None:
 
     propagator.propagate_op_sharding_non_cached = propagate
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
+
+
+def settle_unit(unit: nn.Module) -> None:
+    """Move an FSDP unit's shards now to their final memory, because hooks keep references to them. 2.6 to 2.9.
+
+    torch before 2.10 moves padded shards at the first forward (pytorch/pytorch#163130); later versions need nothing.
+    """
+    if Version(torch.__version__) < Version("2.10"):
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.lazy_init()
+
+
+def settle_root(root: nn.Module) -> None:
+    """Make an FSDP module the root of those inside it, which its first forward would do. 2.6, 2.15.
+
+    If a part of it computed before it does, that part would be the root, and the forward of the whole would raise.
+    """
+    cast(Any, root)._get_fsdp_state()._lazy_init()
+
+
+def reset_after_error(root: nn.Module) -> bool:
+    """If an error has ended forward or backward of an FSDP root, free what was gathered, and drop gradients. 2.6, 2.15.
+
+    Reading a parameter that FSDP takes for gathered would end the process. After an error in backward, FSDP would not reduce
+    the gradients of the next one.
+
+    Returns:
+        Whether it may train on; before torch had ``reset_iter_state`` it may not after an error in backward.
+    """
+    module = cast(Any, root)
+    state = module._get_fsdp_state()
+    found = {each._training_state.name for each in state._state_ctx.all_states}
+    if not state._is_root or found == {"IDLE"}:
+        return True
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return True
+    idle = type(state._training_state).IDLE
+    for each in state._state_ctx.all_states:
+        each._training_state = idle
+        if each._fsdp_param_group is not None:
+            each._fsdp_param_group._training_state = idle
+            each._fsdp_param_group.reshard()
+    state._state_ctx.iter_forward_root = None
+    return found <= {"IDLE", "FORWARD"}

@@ -1,4 +1,4 @@
-"""All private names of torch that flextrain uses, but for those of DTensors, which are in dtensor_private.
+"""All private names of torch that flextrain uses, but for those of DTensors and of FSDP, which are in dtensor_private.
 
 Each entry says what it does, and with which versions of torch it was checked. A test finds private names elsewhere.
 """
@@ -20,7 +20,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.module import _IncompatibleKeys
@@ -233,25 +232,6 @@ def compiles(module: str, function: str) -> bool:
         "torch._inductor.compile_fx",
         "fx_codegen_and_compile",
     )
-
-
-def settle_unit(unit: nn.Module) -> None:
-    """Move an FSDP unit's shards now to their final memory, because hooks keep references to them. 2.6 to 2.9.
-
-    torch before 2.10 moves padded shards at the first forward (pytorch/pytorch#163130); later versions need nothing.
-    """
-    if Version(torch.__version__) < Version("2.10"):
-        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group.lazy_init()
-
-
-def settle_root(root: nn.Module) -> None:
-    """Make an FSDP module the root of those inside it, which its first forward would do. 2.6, 2.15.
-
-    If a part of it computed before it does, that part would be the root, and the forward of the whole would raise.
-    """
-    cast(Any, root)._get_fsdp_state()._lazy_init()
 
 
 def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from ...core.comm import collectives as dist
 from ...core.comm.model_sync import share_weights
 from ...core.comm.topology import DataShard
+from ...core.dtensor_private import reset_after_error, settle_root, settle_unit
 from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
 from ...core.normalisation_layers import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
-from ...core.torch_private import settle_root, settle_unit
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
@@ -65,10 +65,12 @@ class FSDPStrategy(Strategy):
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
+        self._noting = _NotingErrors()
 
     @property
     def module(self) -> nn.Module:
-        """See Strategy; its parameters are always the shards, also after a forward without backward."""
+        """See Strategy; its parameters are always the shards, also after a forward without backward, or after an error."""
+        self._reset_after_error()
         for root in self._roots:
             root.reshard()
         return super().module
@@ -181,7 +183,7 @@ class FSDPStrategy(Strategy):
         self._log_units()
         _settle_gradients(self._scalars)
         for root in roots:
-            root.register_forward_hook(_free_after_evaluation)
+            root.register_forward_hook(self._leave_root, always_call=True)
             if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
@@ -261,8 +263,13 @@ class FSDPStrategy(Strategy):
 
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """See Strategy; uses FSDPModule.set_requires_gradient_sync."""
+        self._reset_after_error()
+        if self._noting.is_final:
+            raise StrategyError(
+                f"strategy: an error ended backward, after which FSDP of torch {torch.__version__} cannot go on; start again"
+            )
         if enabled or self.config.reduce_every_micro_batch:
-            return NOTHING
+            return self._noting
         return self._without_reduction()
 
     @contextmanager
@@ -270,13 +277,22 @@ class FSDPStrategy(Strategy):
         for root in self._roots:
             root.set_requires_gradient_sync(False)
         try:
-            yield
+            with self._noting:
+                yield
         finally:
             for root in self._roots:
                 root.set_requires_gradient_sync(True)
 
+    def _reset_after_error(self) -> None:
+        """Free what was gathered when an error ended a forward or backward; not at once, because it may wait for others."""
+        if self._noting.has_seen:
+            self._noting.has_seen = False
+            for root in self._roots:
+                self._noting.is_final |= not reset_after_error(cast(nn.Module, root))
+
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """See Strategy; a model may be evaluated by parts before it was called as a whole."""
+        self._reset_after_error()
         for root in self._unsettled:
             settle_root(cast(nn.Module, root))
         self._unsettled = []
@@ -296,6 +312,13 @@ class FSDPStrategy(Strategy):
         if self._roots:
             raise kept_gradients("FSDP")
         super().drop_gradients()
+
+    def _leave_root(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Free the outermost unit after an evaluation forward; in training it stays gathered for backward."""
+        if output is None:
+            self._noting.has_seen = True
+        elif not torch.is_grad_enabled():
+            cast(FSDPModule, root).reshard()
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -328,6 +351,24 @@ class FSDPStrategy(Strategy):
         self._units, self._roots, self._unsettled = [], [], []
 
 
+class _NotingErrors:
+    """Context around a micro-batch.
+
+    Attributes:
+        has_seen: an error has left it, so that FSDP may have stopped in the middle.
+        is_final: FSDP cannot go on after it.
+    """
+
+    has_seen = is_final = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.has_seen = True
+
+
 def _settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
 
@@ -342,9 +383,3 @@ def _settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
-
-
-def _free_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:
-    """Free the outermost unit after an evaluation forward; in training it stays gathered for backward."""
-    if not torch.is_grad_enabled():
-        cast(FSDPModule, root).reshard()

@@ -151,7 +151,7 @@ def states(path: Path) -> None:
     with started("FSDPStrategy", optim(), Partly, seed=99) as session:
         load(session, path)
         found += train(session.strategy, session.model, session.optim, batches[2:]).losses
-    assert found == expected
+    assert found == expected, (found, expected)
     assert not any(key.startswith("optim.state.") for key in before)
     kept = {key.split(".momentum_buffer")[0] for key in after if key.startswith("optim.state.")}
     assert kept == {f"optim.state.{name}" for name, _ in Mlp().named_parameters()}
@@ -462,6 +462,55 @@ def test_statistics_of_normalisation_are_those_of_rank_0(workers2: WorkerGroup) 
     (_, first), (_, second) = workers2.run(losses, Normed, 3)
     assert first["model.norm.running_mean"].any()
     assert "model.norm.running_mean" not in second, "offered once"
+
+
+def interrupted(*, in_backward: bool) -> None:
+    """In a worker: errors within the second block, reading all weights after each, and training on."""
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        if not in_backward:
+            raise ZeroDivisionError
+        output.register_hook(lambda grad: 1 / 0)  # type: ignore[no-untyped-call]
+
+    windows = [
+        [{"x": torch.cat([data(rank, 2 * update + i) for rank in range(2)])} for i in range(2)] for update in (0, 1)
+    ]
+    strategy, called, optim = prepared(wrap=["Block"])
+    expected = train(strategy, called, optim, windows)
+    weights = whole(strategy)
+    strategy.teardown()
+    strategy, called, optim = prepared(wrap=["Block"])
+    losses = []
+    for window in windows:
+        for tried in (window[1:], window):
+            before, handle = whole(strategy), strategy.module.blocks[1].linear.register_forward_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                train(strategy, called, optim, [tried])
+            handle.remove()
+            optim.zero_grad()
+            for key, value in whole(strategy).items():
+                assert torch.equal(value, before[key]), key
+        losses += train(strategy, called, optim, [window]).losses
+    assert losses == expected.losses
+    for key, value in whole(strategy).items():
+        assert torch.equal(value, weights[key]), key
+    strategy.teardown()
+
+
+def interrupted_before_torch_could_go_on() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        with pytest.raises(StrategyError, match=r"^strategy: an error ended backward, after which FSDP of torch"):
+            interrupted(in_backward=True)
+
+
+def test_an_error_in_backward_that_torch_cannot_go_on_after(workers2: WorkerGroup) -> None:
+    workers2.run(interrupted_before_torch_could_go_on)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_an_error_within_an_update_leaves_nothing_behind(workers2: WorkerGroup, in_backward: bool) -> None:
+    workers2.run(interrupted, in_backward=in_backward)
 
 
 def messages(**options: Any) -> list[int]:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from ....core.torch_private import backward_of_input, settle_root
+from ....core.dtensor_private import settle_root
+from ....core.torch_private import backward_of_input
 from ...steps import EvalStep, TrainStep
 from .orders import SCHEDULES, Action, Route, awaited, orders_of, route_of
 from .rehearsal import signature_of
