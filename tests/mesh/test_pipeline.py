@@ -27,23 +27,11 @@ from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
 MESH = dict(type="MeshStrategy")
-PLAN = {"layers.*.[qkv]": "colwise", "layers.*.out": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
 CASES: list[Any] = [
     pytest.param(2, dict(MESH, pp=2), "plain_tied", "accumulate-clip", id="pp2-plain_tied"),
     pytest.param(2, dict(MESH, pp=2, pp_schedule="zero_bubble"), "llama", "accumulate-clip", id="zero_bubble-llama"),
     pytest.param(4, dict(MESH, pp=2, wrap="blocks"), "fused", "frozen", id="pp2xdp2-fused"),
-    *(
-        pytest.param(2, dict(MESH, pp=2), name, "accumulate-clip", id=f"pp2-{name}", marks=pytest.mark.full)
-        for name in ("plain", "fused", "llama_tied", "gpt2", "mixtral", "qwen3_moe", "convolutions")
-    ),
-    pytest.param(
-        4, dict(MESH, pp=2, tp=2, plan=PLAN), "plain_tied", "accumulate-clip", id="pp2xtp2", marks=pytest.mark.full
-    ),
-    pytest.param(
-        8, dict(MESH, pp=2, tp=2, dp_shard=2, plan=PLAN, wrap="blocks"), "plain_tied", "accumulate-clip",
-        id="pp2xdp2xtp2", marks=pytest.mark.full,
-    ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.distributed

@@ -1,0 +1,1 @@
+"""Plan a training for many processes without them: `flextrain plan`."""

@@ -1,0 +1,281 @@
+"""The result of planning: what each strategy needs on each rank, as plain values that JSON can hold.
+
+Every number of bytes is of one rank and one update, if nothing else is said. The JSON of a plan is these classes by field;
+``read_plan`` reads it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from ...core.errors import ConfigError
+
+SCHEMA = 1
+"""Version of the JSON; it changes if a field gets another meaning or goes."""
+
+Kind = Literal[
+    "parameters", "gradients", "optimizer_state", "buffers", "inputs", "activations", "communication", "temporary"
+]
+KINDS: tuple[Kind, ...] = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "buffers",
+    "inputs",
+    "activations",
+    "communication",
+    "temporary",
+)
+"""What memory is for. ``communication``: parameters gathered for computing, and buffers of collectives. ``temporary``: what
+backward and the update need besides, such as gradients of activations."""
+
+Phase = Literal["setup", "forward", "recompute", "backward", "update"]
+Link = Literal["inside", "between"]
+"""Where a message goes: inside a node, or between nodes."""
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What is planned: one strategy for one number of processes. All of it can be pickled, and given to a new process.
+
+    Attributes:
+        script: path of the Python file, which is run up to its runner as `flextrain verify` does.
+        arguments: command line arguments of the script.
+        strategy: a short name, such as "fsdp" or "mesh:tp8xpp4", or the strategy's configuration with its ``type``.
+        world_size: number of processes.
+        nodes: number of machines; ``world_size / nodes`` processes with neighbouring ranks are on each.
+        changes: changes of the runner's arguments, by dotted key, such as
+            ``{"optim_wrapper.accumulative_counts": 4, "strategy.activation_checkpointing": {"classes": ["Block"]}}``;
+            a missing dict is made.
+    """
+
+    script: str
+    strategy: str | dict[str, Any]
+    world_size: int
+    nodes: int = 1
+    arguments: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The strategy's name for people."""
+        return self.strategy if isinstance(self.strategy, str) else str(self.strategy.get("type", self.strategy))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory in use at one moment of the update, in bytes.
+
+    Attributes:
+        phase: "recompute" is forward that is repeated during backward.
+        module: the name of the innermost submodule that computes; empty outside of the model.
+        operation: the operation after which it is measured, such as "aten.mm"; empty if it is not known.
+        by_kind: bytes by kind; their sum is ``total``.
+    """
+
+    phase: Phase
+    module: str
+    operation: str
+    total: int
+    by_kind: dict[Kind, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Equal collectives of one update, of one rank.
+
+    Attributes:
+        collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "receive".
+        axis: the axes of the mesh over which it goes, such as "tp" or "dp_shard"; "data" for strategies without a mesh;
+            "all" for all processes.
+        ranks: number of processes that take part in it.
+        count: number of calls.
+        payload: bytes of the tensors, in all calls: the whole tensor, as all processes together see it, padding included.
+            For "all_gather" what each gets, for "reduce_scatter" and "all_to_all" what each gives.
+        inside, between: bytes that this rank sends to other processes of its node and to other nodes, in the mean over the
+            processes that take part, with messages in a ring in the order of ranks.
+        phase: in which it is called.
+    """
+
+    collective: str
+    axis: str
+    ranks: int
+    count: int
+    payload: int
+    inside: int
+    between: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Work:
+    """The computation of one phase in one dtype.
+
+    Attributes:
+        dtype: such as "bfloat16".
+        kind: "matrix" for operations that torch's flop counter counts, "other" for all others.
+        operations: their number.
+        flops: floating-point operations, as torch.utils.flop_counter counts them; 0 for others.
+        moved: bytes that they read and write, if each tensor is read and written once.
+    """
+
+    phase: Phase
+    dtype: str
+    kind: Literal["matrix", "other"]
+    operations: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's update.
+
+    Attributes:
+        rank: the rank that was planned.
+        index: its index by axis of the mesh, for axes of several processes.
+        peak: the moment with the most memory in use.
+        between_updates: bytes by kind when an update has ended.
+        moments: the memory over the update, in order; at most ``MOMENTS``, among which are the highest of each phase.
+        traffic: collectives and messages.
+        work: computation; recomputation has the phase "recompute".
+        samples: number of samples of this rank's data shard in one update.
+        parameters: number of elements of trainable and frozen parameters that this rank keeps.
+        checkpoint: bytes that this rank writes into a checkpoint, if all ranks write their own part evenly.
+    """
+
+    rank: int
+    index: dict[str, int]
+    peak: Moment
+    between_updates: dict[Kind, int]
+    moments: list[Moment] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    samples: int = 0
+    parameters: int = 0
+    checkpoint: int = 0
+
+    @property
+    def flops(self) -> int:
+        """All floating-point operations of the update."""
+        return sum(work.flops for work in self.work)
+
+    @property
+    def repeated_flops(self) -> int:
+        """Those of ``flops`` that recompute activations."""
+        return sum(work.flops for work in self.work if work.phase == "recompute")
+
+    def sent(self, link: Link) -> int:
+        """Bytes that this rank sends over a link."""
+        return sum(getattr(traffic, link) for traffic in self.traffic)
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """The plan of one strategy.
+
+    Attributes:
+        strategy: its name, as it was asked for.
+        status: "planned", or "refused" if it is not possible.
+        message: why it was refused, one line.
+        options: the strategy's configuration, with the class as ``type``, as a string for everything that JSON cannot hold.
+        axes: number of processes by axis of the mesh, outermost first; {"data": N} for strategies without a mesh.
+        ranks: the ranks that were planned: one of each pipeline stage. Others have the same plan as the one of their stage,
+            but for uneven shards.
+        whole_parameters: number of elements of the whole model's parameters.
+        whole_checkpoint: bytes of a checkpoint, of all ranks.
+        source: "executed" on fake tensors, or "formula".
+        seconds: processor time of planning.
+        resident: largest resident memory of the planning process, in bytes.
+        notes: what to know about these figures, one line each.
+    """
+
+    strategy: str
+    status: Literal["planned", "refused"]
+    message: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankPlan] = field(default_factory=list)
+    whole_parameters: int = 0
+    whole_checkpoint: int = 0
+    source: Literal["executed", "formula"] = "executed"
+    seconds: float = 0.0
+    resident: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def highest(self) -> RankPlan | None:
+        """The planned rank with the highest peak; None if the strategy was refused."""
+        return max(self.ranks, key=lambda rank: rank.peak.total, default=None)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The plans of several strategies for one script.
+
+    Attributes:
+        device_memory: bytes of a device; None: not given.
+        unseen: bytes to leave free for what planning does not see, see ``UNSEEN``; in the comparison with ``device_memory``.
+        torch: torch's version.
+        schema: version of the JSON.
+    """
+
+    script: str
+    world_size: int
+    nodes: int
+    device_memory: int | None
+    torch: str
+    strategies: list[StrategyPlan] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unseen: int = 0
+    schema: int = SCHEMA
+
+    def fits(self, strategy: StrategyPlan) -> bool | None:
+        """Whether a strategy's peak and ``unseen`` fit on the device; None if it was refused or no size was given."""
+        if strategy.highest is None or self.device_memory is None:
+            return None
+        return strategy.highest.peak.total + self.unseen <= self.device_memory
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values, by field, with the verdict of ``fits`` of each strategy beside its fields."""
+        values = dataclasses.asdict(self)
+        for fields, strategy in zip(values["strategies"], self.strategies, strict=True):
+            fields["fits"] = self.fits(strategy)
+        return values
+
+
+MOMENTS = 400
+"""Number of moments that a plan keeps of an update."""
+
+UNSEEN = "workspaces of cuBLAS and cuDNN, buffers of NCCL, the allocator's rounding and fragmentation, the CUDA context"
+"""What is in a device's memory besides, and no plan sees."""
+
+
+def read_plan(given: str | Path | Mapping[str, Any]) -> TrainingPlan:
+    """Read a plan from a file that ``flextrain plan --json`` has written, or from the values of one.
+
+    Raises:
+        ConfigError: it is no plan, or one of another version of flextrain.
+    """
+    where = f"plan {given}" if isinstance(given, (str, Path)) else "plan"
+    adapter = pydantic.TypeAdapter(TrainingPlan)
+    try:
+        if isinstance(given, Mapping):
+            found = adapter.validate_python(given)
+        else:
+            found = adapter.validate_json(Path(given).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read, {error.strerror}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: is no plan, {key}: {first['msg']}") from None
+    if found.schema != SCHEMA:
+        raise ConfigError(f"{where}: has version {found.schema}, this flextrain reads {SCHEMA}; plan again")
+    return found
