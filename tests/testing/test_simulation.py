@@ -66,6 +66,12 @@ def collectives() -> dict[str, Any]:
         keep(f"recv {number}", tensor)
     for work in works:
         work.wait()
+    sends = [dist.isend(own + number, (rank + 1) % size) for number in range(3)]
+    here = [torch.empty_like(own) for _ in range(3)]
+    receives = [dist.irecv(tensor, (rank - 1) % size) for tensor in here]
+    for work in (*reversed(receives), *sends):
+        work.wait()
+    keep("waited for in another order", *here)
     dist.all_gather_object(objects := [None] * size, {"rank": rank})
     found["objects"] = objects
     pairs = [dist.new_group([first, first + 1]) for first in range(0, size - 1, 2)]

@@ -40,12 +40,21 @@ class _Meeting:
 
 
 @dataclass
+class _Mail:
+    """What one rank sends to another with one tag."""
+
+    sent: collections.deque[Tensor] = field(default_factory=collections.deque)
+    asked: collections.deque[Tensor] = field(default_factory=collections.deque)
+    received: int = 0
+
+
+@dataclass
 class SharedGroup:
     """What the ranks of one group share."""
 
     meetings: dict[int, _Meeting] = field(default_factory=dict)
-    letters: collections.defaultdict[tuple[int, int, int], collections.deque[Tensor]] = field(
-        default_factory=lambda: collections.defaultdict(collections.deque)
+    mail: collections.defaultdict[tuple[int, int, int], _Mail] = field(
+        default_factory=lambda: collections.defaultdict(_Mail)
     )
 
 
@@ -213,29 +222,33 @@ class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc,valid-type]
     def send(self, tensors: list[Tensor], target: int, tag: int) -> _Work:
         """Send a tensor, whose values are copied now."""
         self._count_call("send")
-        for tensor in tensors:
-            self._shared.letters[self._number, target, tag].append(tensor.detach().clone())
-        self._turns.happened()
+        mail = self._shared.mail[self._number, target, tag]
+        mail.sent.extend(tensor.detach().clone() for tensor in tensors)
+        self._deliver(mail, self._number, target)
         return _Work(self._turns, lambda: True, "send")
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
-        """Receive a tensor."""
+        """Receive a tensor: what was sent first goes to who asked first, whoever waits first."""
         self._count_call("recv")
-        letters, here = self._shared.letters[source, self._number, tag], list(tensors)
+        mail = self._shared.mail[source, self._number, tag]
+        mail.asked.extend(tensors)
+        expected = mail.received + len(mail.asked)
+        self._deliver(mail, source, self._number)
+        what = f"recv of {_facts(tensors[0])} from rank {source} of group {self._name}"
+        return _Work(self._turns, lambda: mail.received >= expected, what)
 
-        def is_over() -> bool:
-            while here and letters:
-                found, tensor = letters.popleft(), here.pop(0)
-                if _facts(found) != _facts(tensor):
-                    raise SimulationError(
-                        f"rank {self._number} of group {self._name} receives {_facts(tensor)} where rank {source} has sent "
-                        f"{_facts(found)}"
-                    )
-                with torch.no_grad(), without_modes():
-                    tensor.detach().copy_(found.view_as(tensor))
-            return not here
-
-        return _Work(self._turns, is_over, f"recv of {_facts(tensors[0])} from rank {source} of group {self._name}")
+    def _deliver(self, mail: _Mail, source: int, target: int) -> None:
+        while mail.sent and mail.asked:
+            found, tensor = mail.sent.popleft(), mail.asked.popleft()
+            if _facts(found) != _facts(tensor):
+                raise SimulationError(
+                    f"rank {target} of group {self._name} receives {_facts(tensor)} where rank {source} has sent "
+                    f"{_facts(found)}"
+                )
+            with torch.no_grad(), without_modes():
+                tensor.detach().copy_(found.view_as(tensor))
+            mail.received += 1
+            self._turns.happened()
 
     def _meet(self, name: str, facts: tuple[Any, ...], given: Any, compute: Compute) -> _Work:
         if not all(map(has_values, _tensors_of(given))):
