@@ -10,6 +10,16 @@ from ...core.errors import ConfigError
 from ..fsdp import FSDPConfig
 from .sizes import REST
 
+# Names that the axes have elsewhere.
+_OTHER_NAMES = {
+    "dp_shard": ("dp", "fsdp", "dp_size", "dp_shard_size", "data_parallel_size", "data_parallel_shard_degree"),
+    "dp_replicate": ("ddp", "dp_replicate_size", "data_parallel_replicate_degree"),
+    "tp": ("tp_size", "tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size"),
+    "cp": ("sp", "cp_size", "sp_size", "context_parallel_size", "context_parallel_degree", "sequence_parallel_size"),
+    "ep": ("ep_size", "expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size"),
+    "pp": ("pp_size", "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
+}
+
 
 class MeshConfig(FSDPConfig):
     """Options of MeshStrategy; a size is a positive number, or -1 for the processes that the other axes leave."""
@@ -62,6 +72,10 @@ class MeshConfig(FSDPConfig):
     def _of_fsdp(cls, given: Any) -> Any:
         if isinstance(given, dict) and "replicate_size" in given:
             raise ConfigError("strategy.replicate_size: is FSDPStrategy's, give dp_replicate")
+        for axis, others in _OTHER_NAMES.items():
+            for name in others:
+                if isinstance(given, dict) and name in given and name not in cls.model_fields:
+                    raise ConfigError(f'strategy.{name}: unknown key, did you mean "{axis}"?')
         return given
 
     @pydantic.model_validator(mode="after")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import ConfigError, FlexTrainError
+from flextrain.core.errors import FlexTrainError
 from flextrain.strategies.mesh.experts import ExpertParallel, balance
 from flextrain.strategies.mesh.experts.stacks import find_stacks
 from flextrain.strategies.mesh.experts.token_dispatch import Dispatch
@@ -297,28 +297,6 @@ def test_refused_models(model: Callable[[], nn.Module], plan: Any, size: int, me
         find_stacks(model(), plan, size)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(ep=0), "strategy.ep: 0 is not allowed, give a positive number that divides dp_shard *"),
-        (dict(ep=-1), "strategy.ep: -1 is not allowed, give a positive number that divides dp_shard *"),
-        (dict(ep=2, tp=3, dp_shard=1), "strategy.ep: 2 does not divide the 3 processes of dp_shard *"),
-        (dict(ep="2"), 'strategy.ep: "2" is not allowed, give an integer'),
-        (dict(experts=2), "strategy.experts: unknown key"),
-    ],
-)
-def test_refused_sizes(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        MeshStrategy(**options)
-    assert str(caught.value).startswith(message)
-
-
-def test_size_that_does_not_divide_the_processes_that_are_left() -> None:
-    with pytest.raises(ConfigError) as caught:
-        MeshStrategy(ep=4, dp_replicate=2)._check_world(4)
-    assert str(caught.value).startswith("strategy.ep: 4 does not divide the 2 processes of dp_shard *")
 
 
 @pytest.mark.parametrize("shapes", [((2, 3, 4), (6, 1), (6, 1)), ((6, 4), (6, 2), (6, 1)), ((6, 4), (5, 2), (5, 2))])

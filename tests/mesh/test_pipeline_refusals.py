@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,33 +22,6 @@ from flextrain.strategies.mesh.pipeline.stages import StageRun
 
 from .models import LENGTH, VOCABULARY, Plain, PlainBlock, sample
 
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    (
-        dict(pp=2, pp_schedule="1f1c"),
-        'strategy.pp_schedule: "1f1c" is not allowed, choose gpipe, 1f1b, interleaved_1f1b, ',
-    ),
-    (dict(pp=2, pp_schedule="zbw"), 'did you mean "zbv"?'),
-    (dict(pp_schedule="gpipe"), "strategy.pp_schedule: has no meaning with pp=1, give pp, or leave it out"),
-    (dict(pp_split=[1, 1]), "strategy.pp_split: has no meaning with pp=1"),
-    (dict(pp=2, pp_split=[0, 2]), "strategy.pp_split: 0 is not allowed, every stage has 1 layer or more"),
-    (dict(pp=2, pp_layers=[]), "strategy.pp_layers: is empty, name the layers"),
-    (dict(pp=2, pp_stages_per_process=2), '2 is not allowed, "1f1b" has 1; give 1, or pp_schedule="interleaved_1f1b"'),
-    (
-        dict(pp=2, pp_schedule="interleaved_1f1b", pp_stages_per_process=1),
-        '1 is not allowed, "interleaved_1f1b" has 2 or',
-    ),
-    (dict(pp=2, pp_schedule="zbv", pp_stages_per_process=3), '3 is not allowed, "zbv" has 2; give 2'),
-    (dict(pp=2, pp_stages_per_process=0), "strategy.pp_stages_per_process: 0 is not allowed"),
-]
-
-
-@pytest.mark.parametrize("options, message", OPTIONS)
-def test_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(FlexTrainError) as caught:
-        MeshStrategy(**options)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
 
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv"])
 def test_a_torch_whose_backward_cannot_end_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,49 +33,9 @@ def test_a_torch_whose_backward_cannot_end_later(name: str, monkeypatch: pytest.
     MeshStrategy(pp=2, pp_schedule="interleaved_1f1b")
 
 
-class TwoChains(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
-        self.right = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
-
-
-class Trains(Plain):
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        return {}
-
-
 class Updates(OptimWrapper):
     def update_params(self, loss: Tensor) -> None:
         super().update_params(loss)
-
-
-def between() -> nn.Module:
-    return nn.ModuleDict({"a": nn.Linear(2, 2), "stray": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-
-
-MODELS: list[tuple[dict[str, Any], Callable[[], nn.Module], str]] = [
-    (dict(pp_layers=["layer.0"]), Plain, 'strategy.pp_layers[0]: the model has no "layer.0", did you mean "layers.0"?'),
-    (dict(pp_layers=["norm", "norm"]), Plain, 'strategy.pp_layers[1]: "norm" is named twice'),
-    (dict(pp_layers=["layers.0", "layers.0.q"]), Plain, '"layers.0.q" is inside of "layers.0", which is named too'),
-    (dict(pp_layers=["a", "b"]), between, 'strategy.pp_layers: "stray" stands between "a" and "b" and has parameters'),
-    (
-        dict(),
-        lambda: nn.Linear(2, 2),
-        "strategy.pp: Linear has no list of layers that follow each other; name its layers",
-    ),
-    (dict(), TwoChains, 'strategy.pp: TwoChains has several chains of layers, "left", "right"; name its layers'),
-    (dict(pp=4), Plain, "strategy.pp: 4 stages need as many layers, Plain has 2"),
-    (dict(pp_split=[1, 1, 1]), Plain, "strategy.pp_split: has 3 numbers, give one for each of the 2 stages"),
-    (dict(pp_split=[1, 2]), Plain, "strategy.pp_split: 1 + 2 is 3, but Plain has 2 layers"),
-    (dict(), Trains, "strategy.pp: Trains defines its own train_step, but no process of a pipeline can run it"),
-    (
-        dict(tp=2, pp_schedule="zbv"),
-        Plain,
-        'strategy.pp_schedule: "zbv" computes gradients of weights apart, which torch',
-    ),
-    (dict(wrap=["ModuleList"]), Plain, "strategy.wrap: accepts a ModuleList"),
-]
 
 
 def check(model: nn.Module, optim: OptimWrapper | None = None, **options: Any) -> Pipeline:
@@ -113,14 +45,6 @@ def check(model: nn.Module, optim: OptimWrapper | None = None, **options: Any) -
     axis = Pipeline(MeshConfig(**options), layout)
     axis.check(model, optim)
     return axis
-
-
-@pytest.mark.parametrize("options, model, message", MODELS)
-def test_models(options: dict[str, Any], model: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(FlexTrainError) as caught:
-        check(model(), **options)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Early(Plain):

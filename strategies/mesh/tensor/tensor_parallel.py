@@ -52,6 +52,10 @@ class TensorParallel(Axis):
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
         """See Axis."""
+        # A plan may stay: it says how to divide, and one process divides nothing.
+        for key in ("tp_kind", "sequence_parallel") if config.tp == 1 else ():
+            if getattr(config, key) != type(config).model_fields[key].default:
+                raise ConfigError(f"strategy.{key}: has no effect with strategy.tp=1; give tp, or leave it out")
         if config.sequence_parallel and config.tp_kind == "local":
             raise ConfigError('strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"')
 
