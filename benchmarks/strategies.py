@@ -3,11 +3,19 @@
     python benchmarks/strategies.py [--rounds 5] [--iterations 20] [--only ddp fsdp zero3] [--processes 2]
 
 Every strategy is compared with a hand-written loop for the engine that it uses (DistributedDataParallel, fully_shard,
-deepspeed.initialize; for meshes parallelize_module, and PipelineStage with a schedule), with the same transformer, the same data
-and AdamW. Within a round the two run one after the other, and
-the order alternates, so that other load on the machine affects both. The dataset of rank 0 takes the time when the first sample
-of each batch is fetched. A strategy's step time is the median of all its iterations. Memory is the largest resident set of any
-process, in processes that do nothing else; both have imported the same modules before they start.
+deepspeed.initialize; for meshes parallelize_module, that with fully_shard, and PipelineStage with a schedule), with the same
+transformer, the same data and AdamW. Within a round the two run one after the other, and the order alternates, so that other load
+on the machine affects both. The dataset of rank 0 takes the time when the first sample of each batch is fetched. A strategy's step
+time is the median of all its iterations. A mesh of two axes has twice the processes, each with its own data as the others have.
+
+The loops by hand do what an update needs and nothing else: no clipping, gradients set to None, micro-batches of equal size and
+number, a schedule that keeps no outputs. flextrain does more: it agrees with all processes before every update that all have a
+batch, sends a pipeline's loss to all of them, keeps losses for the log, reads these every ten updates, and compares the first batch
+under tensor parallelism with local tensors with the same on DTensors.
+
+Memory is the largest resident set of any process, less what of it is pages of files, in processes that do nothing else; both have
+imported the same modules before they start. Pages of files are the code of libraries, which processes share: whoever calls more
+of pydantic or torch has up to 8 MiB more of them, whatever the model. The .json has the whole resident set too.
 Writes strategies.{md,png,json} to benchmarks/results/.
 """
 
@@ -31,7 +39,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -101,12 +109,13 @@ class Words(Dataset[Tensor]):
 
 
 class Contestant(NamedTuple):
-    """A strategy, and the loop by hand for its engine; ``stage`` is ZeRO's."""
+    """A strategy, and the loop by hand for its engine; ``stage`` is ZeRO's, ``times`` multiplies the number of processes."""
 
     by_hand: Callable[[DataLoader[Any], int], None]
     strategy: dict[str, Any]
     stage: int = 0
     accumulate: int = 1
+    times: int = 1
 
 
 # Hand-written loops. Every process reads the same batches, which takes as long as reading different ones.
@@ -130,11 +139,25 @@ def by_hand_fsdp(loader: DataLoader[Any], stage: int) -> None:
 
 def by_hand_tp(loader: DataLoader[Any], stage: int) -> None:
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Transformer()
+    _divide(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+def by_hand_dp_tp(loader: DataLoader[Any], stage: int) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = Transformer()
+    _divide(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
+
+
+def _divide(model: Transformer, mesh: DeviceMesh) -> None:
     plan = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
     parallelize_module(model, mesh, {**plan, "blocks.*.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()})
-    _plain_loop(model, torch.optim.AdamW(model.parameters(), **ADAMW), loader)
 
 
 class Stage(nn.Module):
@@ -165,7 +188,8 @@ def by_hand_pp(loader: DataLoader[Any], stage: int) -> None:
     batches = iter(loader)
     while window := list(itertools.islice(batches, ACCUMULATE)):
         inputs = [(words[:, :-1],) for words in window] if rank == 0 else None
-        schedule.step(arg_mbs=inputs, target_mbs=[words[:, 1:] for words in window] if rank else None)
+        targets = [words[:, 1:] for words in window] if rank else None
+        schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
@@ -246,6 +270,9 @@ CONTESTANTS = {
         for stage in (1, 2, 3)
     },
     "mesh tp": Contestant(by_hand_tp, dict(MESH, tp=-1, plan=PLAN, tp_kind="local")),
+    "mesh dp x tp": Contestant(
+        by_hand_dp_tp, dict(MESH, dp_shard=2, tp=-1, plan=PLAN, tp_kind="local", wrap="blocks"), times=2
+    ),
     "mesh pp": Contestant(by_hand_pp, dict(MESH, pp=-1), accumulate=ACCUMULATE),
 }
 
@@ -269,10 +296,13 @@ def one_run(name: str, ours: bool, iterations: int) -> list[float]:
     return list(np.diff(dataset.stamps[:: contestant.accumulate][WARM_UP:]))
 
 
-def peak(name: str, ours: bool, iterations: int) -> float:
-    """In a worker that does nothing else: the largest resident set in MiB."""
+def peak(name: str, ours: bool, iterations: int) -> tuple[float, float]:
+    """In a worker that does nothing else: the largest resident set in MiB, less pages of files, and with them."""
     one_run(name, ours, iterations)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Of the end: an update touches all that it needs of a library in the first ones, and it stays.
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return whole - int(lines["RssFile"].split()[0]) / 1024, whole
 
 
 @contextmanager
@@ -287,39 +317,44 @@ def exact_memory() -> Iterator[None]:
         os.environ.update(before)
 
 
-def peaks(name: str, processes: int) -> dict[bool, float]:
-    """Peak memory in MiB of the process with the largest peak, with flextrain and by hand."""
-    found: dict[bool, list[float]] = {True: [], False: []}
+def peaks(name: str, processes: int) -> dict[bool, list[float]]:
+    """The figures of ``peak`` of the process with the largest, with flextrain and by hand."""
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     with exact_memory():
         for _ in range(PEAKS):
             for ours in (False, True):
                 with WorkerGroup(processes, timeout_s=600) as group:
-                    found[ours].append(max(group.run(peak, name, ours, 5)))
-    return {ours: float(np.median(values)) for ours, values in found.items()}
+                    own, whole = zip(*group.run(peak, name, ours, 5), strict=True)
+                    found[ours].append((max(own), max(whole)))
+    return {ours: [float(value) for value in np.median(values, axis=0)] for ours, values in found.items()}
 
 
 def measure(names: list[str], rounds: int, iterations: int, processes: int) -> dict[str, Any]:
     rows = []
     for name in names:
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        with WorkerGroup(processes, timeout_s=600) as group:
+        count = processes * CONTESTANTS[name].times
+        with WorkerGroup(count, timeout_s=600) as group:
             for number in range(rounds):
                 for ours in (True, False) if number % 2 else (False, True):
                     seconds[ours] += group.run(one_run, name, ours, iterations)[0]
-        memory = peaks(name, processes)
+        memory = peaks(name, count)
         row = {
             "name": name,
+            "processes": count,
             "by_hand_ms": 1e3 * float(np.median(seconds[False])),
             "flextrain_ms": 1e3 * float(np.median(seconds[True])),
-            "by_hand_mib": memory[False],
-            "flextrain_mib": memory[True],
+            "by_hand_mib": memory[False][0],
+            "flextrain_mib": memory[True][0],
+            "by_hand_mib_with_files": memory[False][1],
+            "flextrain_mib_with_files": memory[True][1],
         }
         row["time"] = row["flextrain_ms"] / row["by_hand_ms"]
-        row["memory"] = memory[True] / memory[False]
+        row["memory"] = row["flextrain_mib"] / row["by_hand_mib"]
         rows.append(row)
         print(f"{name}: time {row['time']:.3f}, memory {row['memory']:.3f} of the loop by hand", file=sys.stderr)
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processes} processes of one thread",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per process",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in Transformer().parameters()),
@@ -331,17 +366,17 @@ def measure(names: list[str], rounds: int, iterations: int, processes: int) -> d
 
 def markdown(report: dict[str, Any]) -> str:
     lines = [
-        "| strategy | by hand, ms per step | flextrain | ratio | by hand, peak MiB | flextrain | ratio |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| strategy | processes | by hand, ms per step | flextrain | ratio | by hand, peak MiB | flextrain | ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["strategies"]:
         times = f"{row['by_hand_ms']:.1f} | {row['flextrain_ms']:.1f} | {row['time']:.3f}"
         sizes = f"{row['by_hand_mib']:.0f} | {row['flextrain_mib']:.0f} | {row['memory']:.3f}"
-        lines.append(f"| {row['name']} | {times} | {sizes} |")
+        lines.append(f"| {row['name']} | {row['processes']} | {times} | {sizes} |")
     lines += [
         "",
         f"A transformer of {report['parameters'] / 1e6:.1f} M parameters, AdamW, float32; medians over {report['rounds']} "
-        f"interleaved rounds of {report['iterations']} steps. Python {report['python']}, torch {report['torch']}, "
+        f"interleaved rounds of {report['iterations']} steps. Memory without pages of files. Python {report['python']}, torch {report['torch']}, "
         f"{report['machine']}.",
     ]
     return "\n".join(lines) + "\n"
@@ -355,12 +390,12 @@ def plot(report: dict[str, Any], path: Path) -> Any:
     import matplotlib.pyplot as plt
 
     rows = report["strategies"]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
+    figure, panels = plt.subplots(1, 2, figsize=(11, 3.8))
     for axes, key, title in ((panels[0], "ms", "ms per step"), (panels[1], "mib", "peak MiB per process")):
         places = np.arange(len(rows))
         axes.bar(places - 0.2, [row[f"by_hand_{key}"] for row in rows], 0.38, color="#8d99ae", label="by hand")
         axes.bar(places + 0.2, [row[f"flextrain_{key}"] for row in rows], 0.38, color="#d1495b", label="flextrain")
-        axes.set_xticks(places, [row["name"] for row in rows])
+        axes.set_xticks(places, [row["name"] for row in rows], rotation=30, ha="right")
         axes.set_ylabel(title)
         axes.spines[["top", "right"]].set_visible(False)
     # Above both panels: inside there is no place that no bar reaches, whatever the figures are.
@@ -374,7 +409,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20, help="steps per round")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--processes", type=int, default=2, help="of a strategy with one axis; one with two has twice as many"
+    )
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="only draw the picture again, from the recorded figures")
