@@ -115,6 +115,10 @@ class FSDPConfig(StrategyConfig):
                 "strategy.skip_init_weights=True, give one of them"
             )
         inner = self.model_wrapper
+        if self.prefetch is not None and self.wrap is None and (inner is None or inner.auto_wrap_policy is None):
+            raise ConfigError(
+                'strategy.prefetch: has no effect on a model that is one unit, give strategy.wrap="blocks"'
+            )
         if inner is None:
             return self
         if inner.auto_wrap_policy is not None and self.wrap is not None:

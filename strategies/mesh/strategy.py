@@ -28,6 +28,7 @@ from .overview import Overview
 from .pipeline import Pipeline
 from .sizes import REST, check_overlay, check_sizes, resolved, sizes_in
 from .tensor import TensorParallel
+from .unused_options import check_sharded, without_shards
 
 _logger = logging.getLogger("flextrain")
 
@@ -57,6 +58,8 @@ class MeshStrategy(FSDPStrategy):
         self._check_overlays(self._sizes())
         for axis in self.axes:
             axis.check_config(self.config)
+        sharding = [*DATA, *(axis.name for axis in self.axes if axis.folds or axis.overlays)]
+        check_sharded(self.config, self._sizes() | self._overlays(), sharding)
         self._layout: Layout | None = None
         self._axes: list[Axis] = []
         self._chosen: list[nn.Module] = []  # submodules of the whole model that are FSDP units
@@ -173,6 +176,13 @@ class MeshStrategy(FSDPStrategy):
             nodes = dist.all_gather_object(socket.gethostname())
             for line in across_nodes(self.layout.sizes, self.layout.overlays, fast, nodes):
                 _logger.warning(line)
+
+    def _unsharded(self, model: nn.Module) -> nn.Module:
+        if unused := without_shards(self.config):
+            _logger.warning(
+                f"strategy.{', strategy.'.join(unused)}: no effect here, each parameter is on one process, or divided already"
+            )
+        return super()._unsharded(model)
 
     def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
         return {module: mesh for axis in self._axes for module, mesh in axis.meshes().items()}

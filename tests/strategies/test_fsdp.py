@@ -919,6 +919,8 @@ def setup_fails(case: str) -> str:
         options = dict(cpu_offload=True)
     elif case == "copies":
         options = dict(replicate_size=2)
+    elif case == "no initialisation":
+        options = dict(skip_init_weights=True)
     elif case == "two dtypes":
         model.head.to(torch.float64)
     elif case == "optimizer of matrices":
@@ -953,6 +955,10 @@ def setup_fails(case: str) -> str:
         ("half weights", "optim_wrapper: stores parameters in torch.float16"),
         ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
         ("copies", "strategy.replicate_size: 2 does not divide the 1 processes"),
+        (
+            "no initialisation",
+            "strategy.skip_init_weights: has no effect on a model that is given as an instance, give dict",
+        ),
         ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
         ("optimizer of matrices", "optim_wrapper.optimizer: Adafactor cannot update sharded parameters"),
         ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),

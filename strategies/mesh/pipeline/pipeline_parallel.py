@@ -75,6 +75,11 @@ class Pipeline(Axis):
                 f'strategy.pp_schedule: "{config.pp_schedule}" needs FSDPModule.finalize_backward, which torch {torch.__version__} '
                 f"lacks; choose {one_of(name for name, kind in SCHEDULES.items() if not kind.splits_backward)}, or a newer torch"
             )
+        if SCHEDULES[config.pp_schedule].splits_backward and config.reshards:
+            raise ConfigError(
+                f'strategy.reshard_after_forward: is not possible with pp_schedule="{config.pp_schedule}", which computes gradients of '
+                "weights later from gathered parameters; leave it out"
+            )
         stages_per_process(config)
         for number in config.pp_split or ():
             if number < 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
+from ....core.model import class_name
 from ....core.torch_private import tree_flatten
 from .chain import Chain
 from .following import Plan, chained
@@ -190,7 +191,7 @@ class StageRun:
         absent = next((module for module in modules if isinstance(module, _Elsewhere)), None)
         if absent is not None and self._stage is not None:
             raise StrategyError(
-                f"model: {type(self._model).__name__} goes through its parameters in a step, and another process of the pipeline has "
+                f"model: {class_name(self._model)} goes through its parameters in a step, and another process of the pipeline has "
                 f"those of {absent._name}; compute in a layer what needs them, or give strategy.pp=1"
             )
 
@@ -244,14 +245,14 @@ class StageRun:
                 self.streams.end()
         if not self._was_given:
             raise StrategyError(
-                f"model: {type(self._model).__name__} did not call {self.chain.layers[self.spans[number][0] - 1]}, the layer before "
+                f"model: {class_name(self._model)} did not call {self.chain.layers[self.spans[number][0] - 1]}, the layer before "
                 f"pipeline stage {number}; a pipeline cannot leave out layers (layerdrop)"
             )
         if left is not None:
             return left
         if number + 1 < self.count:
             raise StrategyError(
-                f"model: {type(self._model).__name__} returned without calling {self.chain.layers[self.spans[number][1]]}, "
+                f"model: {class_name(self._model)} returned without calling {self.chain.layers[self.spans[number][1]]}, "
                 "the first layer of the next pipeline stage"
             )
         return found
@@ -320,7 +321,7 @@ class StageRun:
     def _check_in_forward(self, name: str) -> None:
         if not self._is_in_forward:
             raise StrategyError(
-                f"model: {type(self._model).__name__} calls {name} outside of its forward, and another process of the pipeline has it; "
+                f"model: {class_name(self._model)} calls {name} outside of its forward, and another process of the pipeline has it; "
                 "call the whole model, as self(...), or give strategy.pp=1"
             )
 
@@ -329,7 +330,7 @@ class StageRun:
         found = self.rehearsal.attribute(name, key)
         if not self._is_in_forward and any(isinstance(leaf, Tensor) for leaf in tree_flatten(found)[0]):
             raise AttributeError(
-                f"model: {name}.{key} is read outside of the forward of {type(self._model).__name__}, and another process of the "
+                f"model: {name}.{key} is read outside of the forward of {class_name(self._model)}, and another process of the "
                 "pipeline has it"
             )
         return found
@@ -356,7 +357,7 @@ class StageRun:
             assert self._given is not None
             if self._was_given:
                 raise StrategyError(
-                    f"model: {type(self._model).__name__} is called twice for one batch, a pipeline sends each through its stages once; "
+                    f"model: {class_name(self._model)} is called twice for one batch, a pipeline sends each through its stages once; "
                     "call it once in a step, with all samples, or give strategy.pp=1"
                 )
             value, self._was_given = self._given(), True

@@ -53,9 +53,11 @@ class TensorParallel(Axis):
     def check_config(cls, config: MeshConfig) -> None:
         """See Axis."""
         # A plan may stay: it says how to divide, and one process divides nothing.
-        for key in ("tp_kind", "sequence_parallel") if config.tp == 1 else ():
+        for key in ("tp_kind", "sequence_parallel", "plan_example") if config.tp == 1 else ():
             if getattr(config, key) != type(config).model_fields[key].default:
                 raise ConfigError(f"strategy.{key}: has no effect with strategy.tp=1; give tp, or leave it out")
+        if isinstance(config.plan, Mapping) and config.plan_example is not None:
+            raise ConfigError("strategy.plan_example: has no effect beside strategy.plan, leave one of them out")
         if config.sequence_parallel and config.tp_kind == "local":
             raise ConfigError('strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"')
 
@@ -69,6 +71,12 @@ class TensorParallel(Axis):
             or any(overrides(model, name) for name in ("train_step", "parse_losses"))
         )
         if self._plan.own is not None:
+            for key, value in (("tp_kind", "dtensor"), ("plan_example", self.config.plan_example)):
+                if key in self.config.model_fields_set and getattr(self.config, key) == value is not None:
+                    raise ConfigError(
+                        f"strategy.{key}: has no effect on the plan of {self._plan.own.authors}, which is applied as it is; give "
+                        "strategy.plan, or leave it out"
+                    )
             return
         names = [name for name, _ in model.named_modules() if name]
         self._found = match_rules(self._plan.rules, names, list(STYLES))
