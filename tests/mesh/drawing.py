@@ -18,6 +18,13 @@ from .models import VOCABULARY, PlainBlock
 WIDTH, CHANNELS = 32, 8
 
 
+class Jitter(nn.Module):
+    """Multiplies by a number of Python's generator, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * random.random()) if self.training else x
+
+
 class Noise(nn.Module):
     """Learns to tell the noise that its forward adds to the batch, at a random time, from a noisy batch.
 
@@ -31,6 +38,8 @@ class Noise(nn.Module):
     def __init__(self, dropout: float = 0.0, repeats: bool = False, on_host: bool = False, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(dropout))
+        if on_host:
+            self.embed.append(Jitter())
         self.time = nn.Linear(1, WIDTH)
         self.drop = nn.Dropout(dropout)
         self.layers = nn.ModuleList(PlainBlock(WIDTH, 4, dropout) for _ in range(layers))

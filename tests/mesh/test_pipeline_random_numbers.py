@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from flextrain.core.errors import StrategyError
 from flextrain.strategies.mesh.pipeline.chain import chain_of
 from flextrain.strategies.mesh.pipeline.following import Plan
 from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
+from flextrain.strategies.mesh.pipeline.stages import StageRun
 from flextrain.strategies.mesh.pipeline.streams import Streams
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
@@ -43,12 +45,24 @@ def models(**built: Any) -> Iterator[None]:
 # One process
 
 
-def drawn(depth: int, micro_batches: int) -> list[list[float]]:
-    """What stages draw before their layers and in them, in the order of a process that has all of them."""
+def drawn(depth: int, micro_batches: int) -> tuple[list[tuple[int, int, list[float]]], list[float]]:
+    """What a process that has all stages draws, in two windows: before the layers in a submodule and outside, and in layers.
+
+    Returns:
+        stage, micro-batch, and numbers by torch in the submodule, outside of it, and in layers, and by the host in layers;
+        then what is drawn after all.
+    """
     torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
     streams, found = Streams(torch.device("cpu")), []
-    for stage in range(depth):
-        for i in range(micro_batches):
+    # A micro-batch is on its second stage when others are on their first, as in every schedule.
+    order = sorted(
+        ((stage, i) for stage in range(depth) for i in range(micro_batches)), key=lambda of: of[1] + 2 * of[0]
+    )
+    for window in range(2):
+        streams.begin_window()
+        for stage, i in order:
             streams.again(i)
             if stage:
                 streams.pass_part()
@@ -61,19 +75,38 @@ def drawn(depth: int, micro_batches: int) -> list[list[float]]:
             streams.leave_shared()
             torch.rand(stage)  # what the model draws between layers of other stages
             streams.enter_layers(stage)
-            found.append([stage, i, part, before, float(torch.rand(()))])
+            numbers = [part, before, float(torch.rand(())), random.random(), float(np.random.rand())]
+            found.append((stage, window * micro_batches + i, numbers))
             streams.end()
-    return [*found, [0, 0, 0, 0, float(torch.rand(()))]]
+    return found, [float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
 def test_masks_do_not_repeat_from_stage_to_stage() -> None:
-    *found, last = drawn(3, 4)
-    assert len({inside for *_, inside in found}) == 12
-    for i in range(4):  # what is drawn from the batch, before the layers, is the same on every stage
-        assert len({before for _, j, _, before, _ in found if j == i}) == 1
-    assert len({before for *_, before, _ in found}) == 4
-    assert len({part for stage, _, part, _, _ in found if not stage}) == 4
-    assert drawn(1, 4)[-1] == last  # all processes go on alike, whatever they have computed
+    found, last = drawn(3, 4)
+    for inside in (2, 3, 4):
+        assert len({numbers[inside] for *_, numbers in found}) == 24
+    # What is drawn from the batch, before the layers, is the same on every stage, and another for every micro-batch.
+    before = {(i, numbers[1]) for _, i, numbers in found}
+    parts = {numbers[0] for stage, _, numbers in found if not stage}
+    assert len(before) == len({number for _, number in before}) == len(parts) == 8
+    assert not parts & {number for _, number in before}
+    assert drawn(1, 4)[1] == last  # all processes go on alike, whatever they have computed
+
+
+def after_a_loss(draws: int) -> float:
+    """What is drawn after a forward whose loss, outside of the model, draws on the last stage; 0: on another stage."""
+    torch.manual_seed(5)
+    streams = Streams(torch.device("cpu"))
+    torch.rand(())
+    if draws:
+        streams.leave_model()
+        torch.rand(draws)
+    streams.end()
+    return float(torch.rand(()))
+
+
+def test_a_loss_outside_of_the_model_may_draw() -> None:
+    assert after_a_loss(0) == after_a_loss(2) == after_a_loss(3)
 
 
 def test_a_first_layer_that_is_computed_again_draws_the_same() -> None:
@@ -86,6 +119,37 @@ def test_a_first_layer_that_is_computed_again_draws_the_same() -> None:
     torch.set_rng_state(before)
     streams.repeat_layer()
     assert torch.equal(torch.rand(4), first)
+
+
+def test_a_submodule_that_ends_with_an_error_leaves_no_stream() -> None:
+    """So activation checkpointing ends a forward that it repeats, when it has what it needs."""
+    model = Noise(0.1)
+    run = StageRun(model, chain_of(model), [1, 1], [0], torch.device("cpu"))
+    run.cut()
+    model.register_forward_hook(run.leave)
+    batch = sample("plain", 2, 0)
+    run.run(0, 0, lambda: torch.zeros(()), lambda: model(**batch))  # from now on it is known that the embedding draws
+    states = []
+    for hook in (lambda *_: None, lambda *_: 1 / 0):
+        handle = model.embed[1].register_forward_hook(hook)
+        torch.manual_seed(3)
+        with contextlib.suppress(ZeroDivisionError):
+            model.embed(batch["input_ids"])
+        states.append(torch.get_rng_state())
+        handle.remove()
+    assert torch.equal(*states)
+
+
+def test_what_is_drawn_outside_of_the_model_on_the_last_stage_is_forgotten() -> None:
+    states, batch = [], sample("plain", 2, 0)
+    for draws in (1, 3):
+        model = Noise()
+        run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
+        run.cut()
+        torch.manual_seed(3)
+        run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda model=model, n=draws: (model(**batch), torch.rand(n)))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 def plan_of(model: nn.Module, *, training: bool = True) -> Plan:
