@@ -21,6 +21,7 @@ from flextrain.strategies.mesh.context import of_transformers as adapting
 from flextrain.strategies.mesh.context import ring
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches
 from flextrain.strategies.mesh.context.comparison import OneProcessComparison
+from flextrain.strategies.mesh.context.sequence import SequenceShards
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows
@@ -466,9 +467,12 @@ class Local(nn.Module):
         super().__init__()
         self.model, self.kind = Plain(layers=1), kind
         self.mix = nn.Conv1d(32, 32, 3, padding=1)
+        if kind == "silent neighbours":
+            for parameter in self.mix.parameters():
+                nn.init.zeros_(parameter)
         if kind == "alone":
             self.model.layers = nn.ModuleList()
-        if kind == "neighbours":
+        if kind.endswith("neighbours"):
             self.model.norm.register_forward_hook(lambda module, args, output: output + self.mix(output.mT).mT)
 
     def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Any:
@@ -476,6 +480,9 @@ class Local(nn.Module):
         logits = self.model(input_ids, None, position_ids)
         if self.kind == "shifting":
             return {"loss": functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+        if self.kind == "likelihood":
+            chances = functional.log_softmax(logits, -1)
+            return {"loss": functional.nll_loss(chances.flatten(0, 1), labels.flatten(), ignore_index=0)}
         options: dict[str, Any] = dict(total=dict(reduction="sum"), others=dict(ignore_index=0)).get(self.kind, {})
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
         return {"loss": loss}
@@ -507,6 +514,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Local("others"),
         "model: its cross_entropy has ignore_index=0, so that strategy.cp cannot tell how",
     ),
+    "silent neighbours": (lambda: Local("silent neighbours"), "something in it sees the positions of one process only"),
+    "likelihood": (
+        lambda: Local("likelihood"),
+        "model: its nll_loss has ignore_index=0, so that strategy.cp cannot tell",
+    ),
     "own loss": (
         lambda: OwnLoss(of_transformers("llama")),
         "model: its loss_function is not called for the batch's labels",
@@ -516,6 +528,19 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "model: checkpoint(use_reentrant=True) would repeat attention over this process's",
     ),
 }
+
+
+def test_the_first_batch_is_compared_at_both_ends() -> None:
+    """Padding may be at either end, and a mask without any may have some in another batch."""
+    where = torch.arange(40).expand(3, 40)
+    batches = SequenceBatches(
+        {"where": 1, "mask": 1, "ends": 1}, None, lambda length: SequenceShards(length, 2, False), 0
+    )
+    found = batches.excerpt(dict(where=where, mask=torch.ones(3, 40), ends=where < 35, other=where), 16)
+    assert found["where"][1].tolist() == [*range(8), *range(32, 40)]
+    assert found["mask"][1].tolist() == [1.0] * 14 + [0.0] * 2
+    assert found["ends"].sum(1).tolist() == [11] * 3
+    assert found["other"] is where
 
 
 class Evaluated:

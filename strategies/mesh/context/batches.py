@@ -132,7 +132,11 @@ class SequenceBatches:
             cut[name].view(-1)[0] = 0
 
     def excerpt(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """Return a batch with ``length`` positions of each sequence, if possible some that count in the loss."""
+        """Return a batch with ``length`` positions of each sequence, from its start and its end: padding may be at either.
+
+        If possible, some of them count in the loss. In a mask that is 1 everywhere, the last ones are 0: another batch may
+        have such, and processes then differ in how much counts.
+        """
         whole: dict[str, Any] = dict(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
         if self.of_transformers and isinstance(whole.get("attention_mask"), Tensor):
@@ -144,7 +148,14 @@ class SequenceBatches:
             # Labels that are not shifted yet belong to the position before them.
             first = int(counted.reshape(-1, full).any(0).nonzero()[0])
             start = max(0, min(first - 1, full - length))
-        found = {key: whole[key].narrow(dim, start, length).contiguous() for key, dim in dims.items()}
+        tail = length // 2
+        found: dict[str, Tensor] = {}
+        for key, dim in dims.items():
+            ends = (start, length - tail), (full - tail, tail)
+            found[key] = torch.cat([whole[key].narrow(dim, *end) for end in ends], dim)
+            if key != "attention_mask" and bool((found[key] == 1).all()):
+                few = length // (4 * self._count)
+                found[key].narrow(dim, length - few, few).zero_()
         return {**whole, **found}
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ....core.comm import collectives as dist
 from ....core.errors import StrategyError
@@ -131,7 +132,8 @@ class OneProcessComparison:
         training = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
-            with torch.no_grad(), kept_random_state(next(self._model.parameters()).device), without_compiling():
+            device = next(self._model.parameters()).device
+            with torch.no_grad(), kept_random_state(device), without_compiling(), _without_zeros(self._model):
                 yield
         finally:
             for module, mode in training.items():
@@ -144,13 +146,13 @@ class OneProcessComparison:
                 "them; use dp_shard instead"
             )
 
-    def _check_losses(self, losses: list[dict[str, Any]] | None, cut: CutBatch) -> None:
+    def _check_losses(self, losses: list[tuple[str, dict[str, Any]]] | None, cut: CutBatch) -> None:
         own, count = cut.shards.length // cut.shards.count, cut.size or 1
-        for given in losses or ():
+        for name, given in losses or ():
             target = given["target"]
             if not target.is_floating_point() and target.numel() == count * (own - 1):
                 raise StrategyError(
-                    f"model: its cross_entropy has {own - 1} targets of {own} positions, as if it shifted labels itself; with "
+                    f"model: its {name} has {own - 1} targets of {own} positions, as if it shifted labels itself; with "
                     "strategy.cp targets are shifted in the batch"
                 )
             if self._is_weighed:
@@ -158,7 +160,7 @@ class OneProcessComparison:
             for key, usual in (("ignore_index", -100), ("reduction", "mean"), ("weight", None)):
                 if given.get(key, usual) is not usual and given.get(key, usual) != usual:
                     raise StrategyError(
-                        f"model: its cross_entropy has {key}={_short(given[key])}, so that strategy.cp cannot tell how many targets "
+                        f"model: its {name} has {key}={_short(given[key])}, so that strategy.cp cannot tell how many targets "
                         "count; define loss_weight(data) in the model"
                     )
 
@@ -172,6 +174,23 @@ class OneProcessComparison:
             raise StrategyError(
                 f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}"
             )
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Context in which parameters that are 0 are not: what they multiply would show in no result.
+
+    Positions, gates and last layers are often initialised so. Replicas of a shard get the same values.
+    """
+    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters())
+    zeros = [local for local in own if local.is_floating_point() and not local.any()]
+    for local in zeros:
+        local.copy_(torch.arange(local.numel(), device=local.device).cos().view(local.shape) / 16)
+    try:
+        yield
+    finally:
+        for local in zeros:
+            local.zero_()
 
 
 def _short(value: Any) -> Any:

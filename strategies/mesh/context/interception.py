@@ -38,14 +38,14 @@ class Interception(TorchFunctionMode):
 
     Attributes:
         calls: number of calls of ``scaled_dot_product_attention``.
-        losses: the arguments of ``cross_entropy``, while a check watches; None: they are not kept.
+        losses: the arguments of ``cross_entropy`` and ``nll_loss``, with their names, while a check watches; None: they are not kept.
     """
 
     def __init__(self, attention: SequenceAttention) -> None:
         super().__init__()
         self._attention = attention
         self.calls = 0
-        self.losses: list[dict[str, Any]] | None = None
+        self.losses: list[tuple[str, dict[str, Any]]] | None = None
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
@@ -61,8 +61,8 @@ class Interception(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             return self._multi_head(func, args, kwargs)
-        if func is functional.cross_entropy and self.losses is not None:
-            self.losses.append(inspect.signature(func).bind(*args, **kwargs).arguments)
+        if func in (functional.cross_entropy, functional.nll_loss) and self.losses is not None:
+            self.losses.append((func.__name__, inspect.signature(func).bind(*args, **kwargs).arguments))
         return func(*args, **kwargs)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
