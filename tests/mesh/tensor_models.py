@@ -43,6 +43,14 @@ class Scored:
     logits: Tensor
 
 
+class SilentBlock(ChunkedBlock):
+    """Its attention shows in no result before the first update."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        nn.init.zeros_(self.out.weight)
+
+
 class Odd(nn.Module):
     """Widths that two does not divide, a parameter without dimension, one that two modules look up, buffers, smoothed classes."""
 
@@ -90,6 +98,7 @@ class Attending(nn.Module):
 
 
 MODELS["chunked"] = functools.partial(Plain, ChunkedBlock)
+MODELS["silent"] = functools.partial(Plain, SilentBlock)
 MODELS["split"] = functools.partial(Plain, functools.partial(ChunkedBlock, split=True))
 MODELS["dropping"] = functools.partial(Plain, dropout=0.3)
 MODELS["dropping_heads"] = functools.partial(Plain, ChunkedBlock, dropout=0.3)

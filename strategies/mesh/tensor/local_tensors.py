@@ -58,7 +58,7 @@ class LocalTensors:
                 layout = style.placement(module, key, parameter)
                 placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
                 self._replace(parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-            module.register_forward_pre_hook(partial(self._enter, whole), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._enter, name, whole), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, name, style))
 
     def _replace(self, parameter: nn.Parameter, by: nn.Parameter) -> None:
@@ -67,13 +67,16 @@ class LocalTensors:
                 if found is parameter:
                     setattr(module, key, by)
 
-    def _enter(self, whole: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, name: str, whole: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def enter(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, DTensor) or (tensor.ndim == 0):
-                return tensor
-            is_shard = whole is not None and tensor.shape[-1] * self._mesh.size() == whole
-            layout = Shard(tensor.ndim - 1) if is_shard else Replicate()
-            return cast(Tensor, DTensor.from_local(tensor, self._mesh, (layout,), run_check=False))
+            if not isinstance(tensor, DTensor) and tensor.ndim:
+                is_shard = whole is not None and tensor.shape[-1] * self._mesh.size() == whole
+                layout = Shard(tensor.ndim - 1) if is_shard else Replicate()
+                tensor = cast(Tensor, DTensor.from_local(tensor, self._mesh, (layout,), run_check=False))
+            if self._seen is not None and whole is not None and isinstance(tensor, DTensor):
+                # Beside what it returns, in which a weight that was initialised with zeros shows nothing.
+                self._seen.append((f"the input of {name}", _whole(tensor)))
+            return tensor
 
         return tree_map_only(Tensor, enter, args), tree_map_only(Tensor, enter, kwargs)
 
