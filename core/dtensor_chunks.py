@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-Span = tuple[int, int]
-"""Begin and end of consecutive indices."""
+from .shard_spans import Cut, begins, own_spans
+
 Offsets = tuple[int, ...]
 
 
@@ -44,16 +44,13 @@ def chunks_of(tensor: DTensor) -> dict[Offsets, Tensor]:
     Raises:
         ValueError: the shape of the local tensor does not match the placements, or a sum over processes is pending.
     """
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(
-            f"has a pending sum ({tensor.placements}), which is no shard of anything; redistribute it first"
-        )
+    cuts = cuts_of(tensor.placements)
     local = cast(DTensor, tensor.detach()).to_local()
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:  # this process is not in the mesh
         return {}
     spans = [
-        _own_spans(size, dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
+        own_spans(size, dim, cuts, tuple(tensor.device_mesh.shape), coordinates)
         for dim, size in enumerate(tensor.shape)
     ]
     if tensor.numel() == 0:  # a checkpoint needs the shape of a tensor without elements too
@@ -64,7 +61,7 @@ def chunks_of(tensor: DTensor) -> dict[Offsets, Tensor]:
     if tuple(local.shape) != shape:
         raise ValueError(f"has a part of shape {tuple(local.shape)} where {tensor.placements} gives {shape}")
     views: dict[Offsets, Tensor] = {}
-    for chunk in itertools.product(*(zip(own, _begins(own), strict=True) for own in spans)):
+    for chunk in itertools.product(*(zip(own, begins(own), strict=True) for own in spans)):
         view = local
         for dim, ((begin, end), at) in enumerate(chunk):
             view = view.narrow(dim, at, end - begin)
@@ -107,68 +104,20 @@ def _cut(whole: Tensor, offsets: Offsets, shape: Sequence[int]) -> Tensor:
     return whole
 
 
+def cuts_of(placements: Sequence[Placement]) -> tuple[Cut | None, ...]:
+    """The cuts that the axes of a mesh make; None for those that replicate.
+
+    Raises:
+        ValueError: a sum over processes is pending.
+    """
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"has a pending sum ({placements}), which is no shard of anything; redistribute it first")
+    return tuple(
+        None if placement.is_replicate() else Cut(int(cast(Any, placement).dim), _split_factor(placement))
+        for placement in placements
+    )
+
+
 def _split_factor(placement: Placement) -> int:
     # torch's class is private, and a subclass of Shard up to 2.9 only; it has had this attribute since 2.6.
     return int(getattr(placement, "split_factor", 1))
-
-
-def _own_spans(
-    size: int, dim: int, placements: Sequence[Placement], mesh: Sequence[int], coordinates: Sequence[int]
-) -> list[Span]:
-    """The indices along one dimension that this process holds."""
-    spans = [(0, size)] if size else []
-    for axis, split_factor in _cuts(dim, placements, mesh):
-        spans = _dealt(spans, split_factor, mesh[axis], coordinates[axis])
-    return spans
-
-
-def _cuts(dim: int, placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[int, int]]:
-    """(axis, number of matrices that it found) for the axes that shard a dimension, in the order in which they did."""
-    order: list[tuple[int, int]] = []
-    for axis in reversed(range(len(placements))):
-        placement = placements[axis]
-        if getattr(placement, "dim", None) != dim:
-            continue
-        factor = _split_factor(placement)
-        counts = [math.prod(mesh[other] for other, _ in order[:n]) for n in range(len(order) + 1)]
-        if factor in counts:
-            order.insert(counts.index(factor), (axis, 1))
-        else:
-            order.insert(0, (axis, factor))
-    return order
-
-
-def _dealt(spans: list[Span], split_factor: int, count: int, index: int) -> list[Span]:
-    """Divide the indices into ``split_factor`` spans, each of them into ``count``; return number ``index`` of each."""
-    length = sum(end - begin for begin, end in spans)
-    found: list[Span] = []
-    for number in range(split_factor):
-        begin, end = _share(length, split_factor, number)
-        first, last = _share(end - begin, count, index)
-        for span in _between(spans, begin + first, begin + last):
-            if found and found[-1][1] == span[0]:
-                found[-1] = (found[-1][0], span[1])
-            else:
-                found.append(span)
-    return found
-
-
-def _share(length: int, count: int, index: int) -> Span:
-    """Begin and end of number ``index`` of ``count``, as torch.chunk divides: all have one size, but the last ones."""
-    size = -(-length // count)
-    return min(index * size, length), min((index + 1) * size, length)
-
-
-def _between(spans: list[Span], first: int, last: int) -> list[Span]:
-    """The indices at the positions [first, last) of ``spans``."""
-    found = []
-    for (begin, end), at in zip(spans, _begins(spans), strict=True):
-        low, high = max(first, at), min(last, at + end - begin)
-        if low < high:
-            found.append((begin + low - at, begin + high - at))
-    return found
-
-
-def _begins(spans: list[Span]) -> list[int]:
-    """Begin of each span in the local tensor."""
-    return list(itertools.accumulate((end - begin for begin, end in spans[:-1]), initial=0))[: len(spans)]

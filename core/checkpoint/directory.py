@@ -5,7 +5,7 @@
     work_dir/
         latest                      the name of the newest complete checkpoint with finite weights
         epoch_3/
-            manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and chunks
+            manifest.json           format, files with sizes and checksums, and for each tensor dtype, shape and layout
             values.json             everything that is not a tensor
             rank-00000.safetensors  what rank 0 wrote, and so on; read by any safetensors reader
 
@@ -29,7 +29,8 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..heartbeat import heartbeat
-from .manifest import FORMAT, MANIFEST, SHARD, VALUES, VERSION, FileEntry, Manifest
+from .manifest import MANIFEST, VALUES, AnyManifest, FileEntry, UnknownFormatError, parse_manifest
+from .names_in_files import SHARD
 from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
 
@@ -356,7 +357,7 @@ def check_present(path: Path) -> None:
             raise CheckpointError(f"{path}: is not a complete checkpoint, it has no {MANIFEST}{_meant(path)}")
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> AnyManifest:
     """Read the manifest of the checkpoint at ``path``, and compare the sizes of all files with it.
 
     Raises:
@@ -370,21 +371,19 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> AnyManifest:
     check_present(path)
     file = sibling(path / MANIFEST, MANIFEST)
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
     try:
-        manifest = Manifest.model_validate_json(_manifest_text(file))
+        manifest = parse_manifest(_manifest_text(file))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         at, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
         raise CheckpointError(f"{path / MANIFEST}: is damaged at {at or 'its beginning'}, {one_line(reason)}") from None
-    if manifest.format != FORMAT or manifest.version > VERSION:
-        raise CheckpointError(
-            f"{path / MANIFEST}: is {manifest.format} version {manifest.version}, this flextrain reads {FORMAT} {VERSION}"
-        )
+    except UnknownFormatError as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
     if VALUES not in manifest.files:
         raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
     for name, entry in manifest.files.items():

@@ -8,8 +8,8 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..stored_dtypes import DTYPE_NAMES
 from .directory import check_file, read_manifest
-from .manifest import StoredChunk, TensorEntry
 from .safetensors_file import SafetensorsFile
+from .saved_tensor import SavedTensor, StoredChunk
 
 
 def damages(path: Path) -> Iterator[str]:
@@ -24,15 +24,15 @@ def damages(path: Path) -> Iterator[str]:
             check_file(path / file, written)
         except CheckpointError as error:
             yield str(error)
-    by_file: dict[str, list[tuple[str, TensorEntry, StoredChunk]]] = {}
-    for key, entry in manifest.tensors.items():
+    by_file: dict[str, list[tuple[str, SavedTensor, StoredChunk]]] = {}
+    for key, entry in manifest.entries.items():
         for chunk in entry.chunks:
             by_file.setdefault(chunk.file, []).append((key, entry, chunk))
     for file, chunks in by_file.items():
         yield from _file_damages(path / file, chunks)
 
 
-def _file_damages(path: Path, chunks: list[tuple[str, TensorEntry, StoredChunk]]) -> Iterator[str]:
+def _file_damages(path: Path, chunks: list[tuple[str, SavedTensor, StoredChunk]]) -> Iterator[str]:
     try:
         with path.open("rb") as file:
             tensors = SafetensorsFile(path, file).tensors

@@ -63,6 +63,17 @@ def write_safetensors(
     Raises:
         CheckpointError: the header would be too long to read.
     """
+    text = header_of(tensors, metadata, pairs)
+    check_length(path, text)
+    return write_file(path, itertools.chain((len(text).to_bytes(8, "little"), text), map(bytes_of, values)))
+
+
+def header_of(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    pairs: bool = True,
+) -> bytes:
+    """The header of a file; for the arguments see ``write_safetensors``."""
     described = dict(metadata or {})
     paired = {name for name, (dtype, _) in tensors.items() if pairs and dtype in PAIRS}
     if paired:
@@ -74,9 +85,7 @@ def write_safetensors(
         stored, dims = (PAIRS[dtype], [*shape, 2]) if name in paired else (dtype, list(shape))
         header[name] = {"dtype": DTYPE_NAMES[stored], "shape": dims, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    check_length(path, text)
-    text += b" " * (-len(text) % 8)
-    return write_file(path, itertools.chain((len(text).to_bytes(8, "little"), text), map(bytes_of, values)))
+    return text + b" " * (-len(text) % 8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview | bytes:

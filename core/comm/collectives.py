@@ -157,12 +157,12 @@ def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def broadcast_object(value: T, src: int = 0) -> T:
-    """The value of rank ``src``; it must be picklable."""
+def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
+    """The value of rank ``src``; it must be picklable. A ``group`` must have all processes."""
     if get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src)
+    dist.broadcast_object_list(box, src, group=group)
     return box[0]
 
 
@@ -184,21 +184,6 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
     box: list[Any] | None = [None] * size if get_rank() == 0 else None
     dist.gather_object(value, box, dst=0, group=group)
     return box
-
-
-def scatter_objects(values: Sequence[T] | None, group: Any = None) -> T:
-    """Send each process its value from rank 0's list, and return it. A ``group`` must have all processes.
-
-    Args:
-        values: one for each process, on rank 0; None on the others.
-    """
-    if get_world_size() == 1:
-        assert values is not None
-        return values[0]
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, None if values is None else list(values), src=0, group=group)
-    found: T = box[0]
-    return found
 
 
 def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:

@@ -207,7 +207,7 @@ def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, An
             "shape": list(info.shape),
             "dtype": str(info.dtype).removeprefix("torch."),
             "bytes": math.prod(info.shape) * info.dtype.itemsize,
-            "chunks": len(checkpoint.entries[key].chunks),
+            "chunks": checkpoint.entries[key].chunk_count,
         }
         for key, info in checkpoint.tensors.items()
         if _matches(key, pattern)

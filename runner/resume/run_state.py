@@ -22,7 +22,7 @@ from ...core.checkpoint import (
     save_in_background,
     what_is_not_finite,
 )
-from ...core.checkpoint.save.participants import Participants
+from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError
 from ...core.fingerprints import replica_of

@@ -33,6 +33,8 @@ from flextrain.core.checkpoint import (
 from flextrain.core.checkpoint.foreign import deepspeed
 from flextrain.core.checkpoint.untrusted import MAX_JSON_BYTES
 
+from ..formats import in_format_1
+
 SHARD = "rank-00000.safetensors"
 TERABYTE = 2**40
 
@@ -328,6 +330,8 @@ def test_a_manifest_that_leads_elsewhere(checkpoint: Path, secret: Path, name: s
         else:
             manifest["tensors"]["model.w"]["chunks"][0]["file"] = name
 
+    if where == "chunk":
+        in_format_1(checkpoint)
     edit(checkpoint, change)
     refused(
         checkpoint, "is no name of a file of a checkpoint", "is no name of a shard", "which is not a file in its folder"
@@ -419,6 +423,47 @@ def twice(manifest: Any) -> None:
         (shape(0, 10**30), "it has more elements than any memory"),
     ],
 )
+def test_a_manifest_of_format_1_that_lies(checkpoint: Path, change: Callable[[Any], None], says: str) -> None:
+    edit(in_format_1(checkpoint), change)
+    refused(checkpoint, says)
+
+
+def larger(size: int, **files: int) -> Callable[[Any], None]:
+    """The tensor is said to have this many bytes, and the file too, or others."""
+
+    def change(manifest: Any) -> None:
+        manifest["tensors"]["model.w"]["shape"] = [size // 4]
+        manifest["files"][SHARD]["size"] = files.get("file", manifest["files"][SHARD]["size"])
+
+    return change
+
+
+def cut_in(*ranks: int, cut: str = "S0") -> Callable[[Any], None]:
+    def change(manifest: Any) -> None:
+        manifest["layouts"] = [{"mesh": [len(ranks)], "ranks": ranks, "cuts": [cut]}]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (larger(TERABYTE), f"would hold tensors of {TERABYTE}"),
+        (larger(TERABYTE, file=TERABYTE + 1000), f"bytes instead of {TERABYTE + 1000}"),
+        (larger(2**63, file=2**80), f"bytes instead of {2**80}"),
+        (unlisted, f"model.w is in {SHARD}, which is not listed"),
+        (lambda manifest: manifest["tensors"]["model.w"].update(shape=[0, -1]), "it has a shape that no tensor has"),
+        (
+            lambda manifest: manifest["tensors"]["model.w"].update(shape=[0] + [1] * 100),
+            "it has a shape that no tensor has",
+        ),
+        (cut_in(0, 0), "its mesh has a rank twice"),
+        (cut_in(0, 1), "model.w is in rank-00001.safetensors, which is not listed"),
+        (cut_in(0, 10**9), "model.w is on processes that cannot be"),
+        (cut_in(0, -1), "model.w is on processes that cannot be"),
+        (cut_in(*range(50_000), cut="S0/50000"), "it cuts into more pieces than any tensor"),
+    ],
+)
 def test_a_manifest_that_lies(checkpoint: Path, change: Callable[[Any], None], says: str) -> None:
     edit(checkpoint, change)
     refused(checkpoint, says)
@@ -428,8 +473,7 @@ def test_a_file_that_has_less_than_the_manifest_says(checkpoint: Path) -> None:
     """Both agree on the bytes, not on the shape."""
 
     def change(manifest: Any) -> None:
-        entry = manifest["tensors"]["model.w"]
-        entry["shape"] = entry["chunks"][0]["shape"] = [2, 3]
+        manifest["tensors"]["model.w"]["shape"] = [2, 3]
 
     edit(checkpoint, change)
     refused(checkpoint, f"{SHARD}: is damaged, it has another shape of model.w", f"{SHARD} has another shape or dtype")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,11 @@ from flextrain.core.checkpoint import (
     save_checkpoint,
 )
 from flextrain.core.checkpoint.manifest import MANIFEST
+from flextrain.core.checkpoint.save import saving
 from flextrain.core.errors import CheckpointError
 from flextrain.core.heartbeat import heartbeats
+
+from ..formats import in_format_1
 
 SHARD = "rank-00000.safetensors"
 
@@ -98,7 +102,7 @@ def test_the_files_are_what_the_documentation_says(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", SHARD, "values.json"]
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("flextrain-checkpoint", 1)
+    assert (manifest["format"], manifest["version"]) == ("flextrain-checkpoint", 2)
     assert manifest["written_by"]["strategy"] == "Some"
     for name in (SHARD, "values.json"):
         content = (path / name).read_bytes()
@@ -191,12 +195,16 @@ def test_what_would_be_too_long_to_read_is_not_written(
     with pytest.raises(CheckpointError, match=f"{file}: would have .* bytes, more than 1000 are not read"):
         save_checkpoint(tmp_path / "a", state)
     assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
-    # The index is longer than any other file, as it has every chunk's place.
-    monkeypatch.setattr(directory, "MAX_JSON_BYTES", 10_000)
-    if bulky == "tensors":
-        with pytest.raises(CheckpointError, match=f"{MANIFEST}: would have .* bytes, more than 10000 are not read"):
-            save_checkpoint(tmp_path / "a", state)
-        assert Checkpoint.open(tmp_path / "a").tensors.keys() == {"model.w"}
+
+
+def test_an_index_that_would_be_too_long_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(saving, "write_shard", None)
+    with pytest.raises(CheckpointError, match=f"{MANIFEST}: would have .* bytes, more than 1000 are not read"):
+        save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)}, written_by={"strategy": "long" * 250})
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:
@@ -364,12 +372,17 @@ def test_latest_names_a_neighbour(tmp_path: Path, name: str) -> None:
 
 
 def change(part: str, **values: Any) -> Callable[[Path], None]:
-    """Change the manifest: at its top, at the tensor model.weight, or at that tensor's chunk."""
+    """Change the manifest: at its top, at the tensor model.weight, or at that tensor's layout or, in format 1, chunk."""
 
     def damage(path: Path) -> None:
+        if part == "chunk" or "chunks" in values:
+            in_format_1(path)
         manifest = json.loads((path / "manifest.json").read_text())
         tensor = manifest["tensors"]["model.weight"]
-        {"top": manifest, "tensor": tensor, "chunk": tensor["chunks"][0]}[part].update(values)
+        whose = manifest if part == "top" else tensor
+        if part in ("chunk", "layout"):
+            whose = tensor["chunks"][0] if part == "chunk" else manifest["layouts"][tensor["layout"]]
+        whose.update(values)
         seal(path, manifest)
 
     return damage
@@ -425,10 +438,25 @@ def outside_file(path: Path) -> None:
         (sealed(overwrite(SHARD, b"\xff")), f"a/{SHARD}: is damaged"),
         (overwrite("values.json", b"x"), "a/values.json: is damaged, its checksum is"),
         (sealed(overwrite("values.json", b"x")), "a/values.json: is damaged"),
-        (change("top", version=2), "is flextrain-checkpoint version 2, this flextrain reads flextrain-checkpoint 1"),
-        (change("top", format="zip"), "is zip version 1"),
+        (change("top", version=3), "is flextrain-checkpoint version 3, this flextrain reads flextrain-checkpoint up to version 2"),
+        (change("top", format="zip"), "is zip version 2"),
         (change("top", unknown=1), "is damaged at unknown"),
         (change("tensor", dtype="F4"), "is damaged at tensors.model.weight.dtype, tensors of F4 cannot be read"),
+        (change("tensor", shape=[400, 4]), "would hold tensors of"),
+        (change("tensor", layout=1), "model.weight has layout 1, which is not listed"),
+        (change("tensor", layout=-1), "model.weight has layout -1, which is not listed"),
+        (change("tensor", rank=1), "model.weight is in rank-00001.safetensors, which is not listed"),
+        (change("tensor", rank=-1), "model.weight is on processes that cannot be"),
+        (change("tensor", rank=10**9), "model.weight is on processes that cannot be"),
+        (change("layout", runs=[[0, 1, 6]]), "is damaged at layouts.0.mesh.runs"),
+        (change("layout", mesh=[1], strides=[1], cuts=["S2"]), "model.weight is not valid, its layout cuts a dimension"),
+        (change("layout", mesh=[2], strides=[0], cuts=["S0"]), "its mesh has a rank twice"),
+        (change("layout", mesh=[10**9], strides=[1], cuts=["S0"]), "its mesh is not valid"),
+        (change("layout", mesh=[1], strides=[1], cuts=["S0/999999999"]), "it cuts into more pieces than any tensor"),
+        (change("layout", mesh=[1], strides=[1], cuts=["S0/0"]), "its layout cuts a dimension that it does not have"),
+        (change("layout", mesh=[1], strides=[1], cuts=["R"]), "it has a cut that no axis makes"),
+        (change("layout", mesh=[2], strides=[1], cuts=[]), "its mesh is not valid"),
+        (change("layout", strides=None), "its mesh needs either strides or ranks"),
         (change("tensor", chunks=[]), "is damaged at tensors.model.weight, its chunks are not all there"),
         (change("chunk", shape=[2, 4]), "is damaged at tensors.model.weight, its chunks are not all there"),
         (change("chunk", offsets=[1, 0]), "is damaged at tensors.model.weight, a chunk lies outside of it"),
@@ -446,6 +474,31 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
     with pytest.raises(CheckpointError, match=message) as caught:
         load_all(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        ({"runs": [[0, 1, 5]]}, "its ranges are not all there"),
+        ({"runs": [[0, 1, 7]]}, "its ranges are not all there"),
+        ({"runs": [[0, 1, 3], [1, 1, 3]]}, "is in rank-00001.safetensors, which is not listed"),
+        ({"mesh": [2], "strides": [1], "cuts": ["S0"]}, "is in rank-00001.safetensors, which is not listed"),
+        ({"runs": [[0, 10**9, 1]]}, "it has more ranges than processes"),
+        ({"runs": [[0, 1, 7], [0, 1, -1]]}, "it has a range without elements"),
+        ({"boxes": [[0, [0, 0], [1, 3]]]}, "its chunks are not all there"),
+        ({"boxes": [[0, [0, 0], [1, 3]], [0, [0, 0], [1, 3]]]}, "two of its chunks overlap"),
+        ({"boxes": [[0, [0, 1], [2, 3]]]}, "a chunk lies outside of it"),
+        ({"boxes": [[0, [0], [6]]]}, "model.weight is not valid"),
+        ({}, "is damaged at layouts.0"),
+    ],
+)
+def test_a_layout_that_is_damaged_is_named(tmp_path: Path, layout: dict[str, Any], message: str) -> None:
+    path = save_checkpoint(tmp_path / "a", {"model.weight": torch.ones(2, 3)})
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["layouts"] = [layout]
+    seal(path, manifest)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_all(path)
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.comm import collectives as dist
-from flextrain.core.dtensor_chunks import _own_spans, chunks_of, fill, full_tensor
+from flextrain.core.dtensor_chunks import chunks_of, cuts_of, fill, full_tensor
 from flextrain.core.errors import CheckpointError
+from flextrain.core.shard_spans import own_spans
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed
@@ -57,7 +58,7 @@ def test_indices_are_those_of_cutting_one_axis_after_the_other(size: int, dp: in
             expected = chunks(packed(factor, tp)(whole)[index], dp)[rank]
             own = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
             placements = [_StridedShard(0, split_factor=tp), own]
-        runs = _own_spans(size, 0, placements, (dp, tp), (rank, index))
+        runs = own_spans(size, 0, cuts_of(placements), (dp, tp), (rank, index))
         assert [i for begin, end in runs for i in range(begin, end)] == expected
         assert all(end > begin for begin, end in runs)
         assert all(before[1] != after[0] for before, after in itertools.pairwise(runs)), "neighbours are one"

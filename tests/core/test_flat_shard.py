@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
-from flextrain.core.checkpoint.flat_shard import chunks_of_range
+from flextrain.core.checkpoint.flat_ranges import chunks_of_range
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup

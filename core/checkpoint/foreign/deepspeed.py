@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..flat_shard import chunks_of_range
+from ..flat_ranges import chunks_of_range
 from ..load.checkpoint import Checkpoint
 from ..load.partial_read import Fetch
-from ..manifest import StoredChunk, TensorEntry
+from ..saved_tensor import StoredChunk, TensorEntry
 from ..untrusted import one_line, read_name, sibling
 from .stored_tensors import MODEL, dtype_name, entry, label
 from .torch_files import StoredTensor, TorchFile

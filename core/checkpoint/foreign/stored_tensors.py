@@ -10,7 +10,7 @@ import pydantic
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPE_NAMES, DTYPES
 from ..load.checkpoint import Checkpoint
-from ..manifest import StoredChunk, TensorEntry
+from ..saved_tensor import StoredChunk, TensorEntry
 from ..untrusted import one_line
 from .torch_files import StoredTensor
 
@@ -74,7 +74,7 @@ def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str,
     entries = {}
     for name, file in weight_map.items():
         found = parts[file].entries.get(MODEL + name)
-        if found is None:
+        if not isinstance(found, TensorEntry):
             raise CheckpointError(f"{path}: says that {one_line(name)} is in {file}, which lacks it")
         chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in found.chunks)
         entries[MODEL + name] = found.model_copy(update={"chunks": chunks})

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...comm.collectives import all_gather_object, get_rank, get_world_size
 from ...comm.joint_errors import gather_differing, raising_together
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
 from .. import directory
-from ..manifest import VALUES, FileEntry, TensorEntry
+from ..manifest import VALUES, FileEntry
+from ..participants import Participants
 from ..paths import as_path
-from ..planners import ShardLoadPlanner
-from ..storage import ChunkReader, Source, checkpoint_source
+from ..saved_tensor import SavedTensor
+from ..storage import checkpoint_source
 from ..untrusted import read_json
+from .filling import Source, fill
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Checkpoint:
     def __init__(
         self,
         path: Path,
-        entries: Mapping[str, TensorEntry],
+        entries: Mapping[str, SavedTensor],
         values: Mapping[str, Any],
         source: Source,
         files: Mapping[str, FileEntry] | None = None,
@@ -74,7 +72,7 @@ class Checkpoint:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / VALUES}: is damaged, it is no mapping")
         shards = {name: entry for name, entry in manifest.files.items() if name != VALUES}
-        return cls(path, manifest.tensors, values, checkpoint_source(path), shards, manifest.nonfinite)
+        return cls(path, manifest.entries, values, checkpoint_source(path), shards, manifest.nonfinite)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -100,9 +98,8 @@ class Checkpoint:
         if not any(gather_differing(bool(template))):
             return
         self.check_files()
-        reader = ChunkReader({key: self.entries[key] for key in template}, self.source)
-        with _own_errors(self.path, "could not be read"):
-            load(dict(template), storage_reader=reader, planner=ShardLoadPlanner())
+        everyone = Participants(f"{self.path}: could not be read")
+        everyone.round(lambda: fill(template, self.entries, self.source), lambda filled: None)
 
     def _check_fit(self, template: Mapping[str, Tensor]) -> None:
         for key, tensor in template.items():
@@ -113,7 +110,7 @@ class Checkpoint:
                     f"{self.path}: {key} has shape {self.entries[key].shape}, shape {tuple(tensor.shape)} is needed"
                 )
 
-    def renamed(self, entries: Mapping[str, TensorEntry], values: Mapping[str, Any] | None = None) -> Checkpoint:
+    def renamed(self, entries: Mapping[str, SavedTensor], values: Mapping[str, Any] | None = None) -> Checkpoint:
         """The same checkpoint with other keys of tensors, and other ``values`` if they are given."""
         kept = self.values if values is None else values
         other = Checkpoint(self.path, entries, kept, self.source, nonfinite=self.nonfinite)
@@ -149,25 +146,3 @@ class Checkpoint:
             if found is not None:
                 raise CheckpointError(found)
         self._unchecked.clear()
-
-
-@contextmanager
-def _own_errors(path: Path, what: str) -> Iterator[None]:
-    """Context that raises CheckpointError, with the ranks that failed, instead of DCP's exceptions."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is ")  # DCP warns so for one process
-            warnings.filterwarnings("ignore", "Detected mismatched keys")  # processes may have different keys
-            yield
-    except CheckpointException as error:  # a BaseException: `except Exception` does not catch it
-        # DCP gives (exception, stack summary) by rank.
-        reasons = {rank: failure[0] for rank, failure in error.failures.items()}
-        first = min(reasons)
-        ranks = ", ".join(map(str, sorted(reasons)))
-        raise CheckpointError(f"{path}: {what} on rank {ranks}: {_one_line(reasons[first])}") from reasons[first]
-    except OSError as error:
-        raise CheckpointError(f"{path}: {what}: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

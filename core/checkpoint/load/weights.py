@@ -17,8 +17,8 @@ from ..directory import is_checkpoint
 from ..foreign import deepspeed, hugging_face
 from ..foreign.stored_tensors import MODEL
 from ..foreign.weights_file import open_file
-from ..manifest import TensorEntry
 from ..paths import as_path, is_local
+from ..saved_tensor import SavedTensor
 from .checkpoint import Checkpoint
 
 
@@ -133,7 +133,7 @@ def match_weights(
     Returns:
         The source under the model's names, the part of the template that it can fill, and the mismatches.
     """
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, SavedTensor] = {}
     for key, entry in source.entries.items():
         if key.startswith(MODEL):
             name = key.removeprefix(MODEL)

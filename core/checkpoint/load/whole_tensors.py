@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
-from ..manifest import StoredChunk
+from ..saved_tensor import StoredChunk
 from .checkpoint import Checkpoint
 from .partial_read import Fetch
 

@@ -1,16 +1,16 @@
 """Save a checkpoint: plan which process writes what, write in every process, and complete it on rank 0.
 
-The planners are those of torch.distributed.checkpoint: one process writes each replicated tensor, divided evenly.
+Every process plans by itself from the layouts of the tensors, see ``joint_plan`` and ``planning``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,23 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ...comm.collectives import get_rank, get_world_size
+from ...comm.collectives import get_rank, get_world_size, side_group
 from ...errors import CheckpointError, StorageError
 from ...finite import nonfinite
 from ...folder_lock import owner_of
 from ...stored_dtypes import check_tensor
 from .. import directory
-from ..manifest import VALUES, FileEntry, Manifest
+from ..held_chunks import held_chunks
+from ..manifest import MANIFEST, VALUES, FileEntry, manifest_of
+from ..names_in_files import file_of
+from ..participants import Participants
 from ..paths import as_path, is_local
-from ..planners import ShardSavePlanner, layout_of
-from ..storage import write_shard
-from .participants import Participants
+from ..safetensors_file import header_of
+from .joint_plan import agree
+from .offer import layout_of
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, share_of
+from .shard import described, write_shard
 from .staging import Staging, WritePlan
-from .tensor_entries import TensorEntries, file_of
 
 _logger = logging.getLogger("flextrain")
 
@@ -190,11 +192,11 @@ class _Save:
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
-        self._planner, self._replicas = ShardSavePlanner(), Replicas({})
+        self._replicas = Replicas({})
         self._plan = WritePlan()
         self._staged: list[Tensor] | None = None
         self._text = b""
-        self._participants = Participants(f"{self.path}: could not be saved")
+        self._participants = Participants(f"{self.path}: could not be saved", side_group())
         self._participants.meet(self.path.name, timeout_s)
 
     def prepare(self, copy: bool) -> None:
@@ -216,17 +218,15 @@ class _Save:
             with self._cleared_away():
                 self._plan = self._staging.plan = self._agree()
                 if copy:
-                    self._participants.round(self._copy, lambda copied: copied)
+                    self._participants.round(self._copy, lambda copied: None)
         if copy:
             self._tensors.clear()
-            del self._planner
 
     def _offer(self, copy: bool) -> tuple[str | None, Own, int]:
         """The mark of the old plan if it is still valid here, this process's own values, and the keys' fingerprint."""
         for key, tensor in self._tensors.items():
             check_tensor(key, tensor)
         fingerprint = self._plain_values.fingerprint()
-        self._planner.set_up_planner(self._tensors, is_coordinator=self._participants.is_main)
         if self._staging.plan.made_for != self._layouts():
             return None, self._plain_values.own, fingerprint
         self._plan = self._staging.plan
@@ -234,35 +234,38 @@ class _Save:
             self._copy()
         return self._plan.mark, self._plain_values.own, fingerprint
 
-    def _begin(self, offers: list[tuple[str | None, Own, int]]) -> list[tuple[str, bool, list[str] | None]]:
+    def _begin(self, offers: list[tuple[str | None, Own, int]]) -> tuple[str, bool, list[str] | None]:
         marks, own, fingerprints = zip(*offers, strict=True)
         known = None if len(set(fingerprints)) == 1 else self._plain_values.keys()
         if known is None:
             self._keep_text(self._plain_values.text(own))
         as_before = len(set(marks)) == 1 and None not in marks
-        return [(str(directory.begin(self.path)), as_before, known)] * len(offers)
+        return str(directory.begin(self.path)), as_before, known
 
-    def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> list[None]:
+    def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> None:
         """Merge the values of processes that have different keys."""
         own, others = zip(*offers, strict=True)
         self._keep_text(self._plain_values.text(own, others))
-        return [None] * len(offers)
 
     def _keep_text(self, text: bytes) -> None:
         directory.check_length(self.path / VALUES, text)
         self._text = text
 
     def _agree(self) -> WritePlan:
-        index = TensorEntries()
+        plan = agree(self._participants, self._tensors)
+        made = WritePlan(plan.mark, self._layouts(), plan.parts_of(get_rank()), plan.tensors)
+        self._participants.round(lambda: self._check_lengths(made), lambda checked: None)
+        return made
 
-        def divide(offers: list[SavePlan]) -> list[tuple[str, SavePlan]]:
-            plans, metadata = self._planner.create_global_plan(offers)
-            index.plan(plans, metadata)
-            mark = uuid.uuid4().hex
-            return [(mark, plan) for plan in plans]
-
-        mark, own = self._participants.round(self._planner.create_local_plan, divide)
-        return WritePlan(mark, self._layouts(), self._planner.finish_plan(own).items, index)
+    def _check_lengths(self, plan: WritePlan) -> None:
+        """Check before anything is written that what is written can be read again."""
+        file = self._folder / file_of(get_rank())
+        directory.check_length(file, header_of(described(plan.parts)))
+        if self._participants.is_main:
+            names = [VALUES, *map(file_of, range(get_world_size()))]
+            files = dict.fromkeys(names, FileEntry(size=2**62, xxh3="0" * 16))  # as long as any
+            marked = [key for key in plan.tensors if key in self._finite]
+            directory.check_length(self.path / MANIFEST, manifest_of(plan.tensors, files, self._written_by, marked))
 
     def _layouts(self) -> tuple[int, int, dict[str, Any]]:
         with torch.no_grad():  # to_local() would record an autograd graph
@@ -271,18 +274,24 @@ class _Save:
 
     def _copy(self) -> None:
         """Copy what this process writes, and hash its other replicas before training changes them."""
-        self._staged = self._staging.memory.copy([self._resolve(item) for item in self._plan.items])
+        self._staged = self._staging.memory.copy(list(self._chunks()))
         # Hashing all blocks of tensors on the CPU would stop training for as long as the copy does.
-        self._look_at_replicas(share_of(self.path.name), later=[item.index.fqn for item in self._plan.items])
+        self._look_at_replicas(share_of(self.path.name), later=[part.key for part in self._plan.parts])
 
     def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
         self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share, self._staging.compared)
         self._replicas.look(later)
 
-    def _resolve(self, item: WriteItem) -> Tensor:
-        tensor = self._planner.resolve_data(item)
-        assert isinstance(tensor, Tensor)
-        return tensor.detach()
+    def _chunks(self) -> Iterator[Tensor]:
+        """Yield views of what this process writes, in the plan's order."""
+        for key, parts in itertools.groupby(self._plan.parts, lambda part: part.key):
+            held = held_chunks(key, self._tensors[key])
+            for part in parts:
+                offsets, sizes = part.box
+                chunk = held.get(offsets)
+                if chunk is None or tuple(chunk.shape) != sizes:
+                    raise CheckpointError(f"{key}: this process has no chunk of shape {sizes} at {offsets} any more")
+                yield chunk
 
     def finish(self) -> None:
         """Write this process's shard; rank 0 completes the checkpoint when all processes have written theirs."""
@@ -307,12 +316,12 @@ class _Save:
             raise self._why_gone()
         if self._staged is None:
             self._look_at_replicas(None)
-        if not self._plan.items:
+        if not self._plan.parts:
             return _Written(None, self._nonfinite, self._replicas.packed())
         file = file_of(get_rank())
         self._staging.memory.wait()
-        tensors = map(self._resolve, self._plan.items) if self._staged is None else self._staged
-        entry = write_shard(folder / file, self._plan.items, self._looked_at(tensors))
+        tensors = self._chunks() if self._staged is None else self._staged
+        entry = write_shard(folder / file, self._plan.parts, self._looked_at(tensors))
         if self._verify:
             self._read_back(folder / file, entry)
         return _Written((file, entry), self._nonfinite, self._replicas.packed())
@@ -335,29 +344,25 @@ class _Save:
 
     def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors to write, and check them on the way: fingerprints, and NaN or infinity."""
-        for item, tensor in zip(self._plan.items, tensors, strict=True):
-            key = item.index.fqn
+        for part, tensor in zip(self._plan.parts, tensors, strict=True):
+            key = part.key
             self._replicas.look_at(key, tensor)
             if key in self._finite and nonfinite({key: tensor}):
                 self._nonfinite.append(key)
             yield tensor
 
-    def _complete(self, written: list[_Written]) -> list[tuple[str, ...]]:
-        if found := self._replicas.difference([part.replicas for part in written], self._plan.index.entries()):
+    def _complete(self, written: list[_Written]) -> tuple[str, ...]:
+        if found := self._replicas.difference([part.replicas for part in written], self._plan.tensors):
             raise CheckpointError(f"{found}; replicas must be equal, or only rank 0 may save the tensor")
         folder = self._folder
         files = {VALUES: directory.write_file(folder / VALUES, self._text)}
         files |= dict(part.file for part in written if part.file is not None)
         marked = tuple(sorted({key for part in written for key in part.nonfinite}))
-        manifest = Manifest(
-            written_by=self._written_by, files=files, nonfinite=marked, tensors=self._plan.index.entries()
-        )
-        # Earlier versions can read a manifest without the mark.
-        directory.seal(folder, manifest.model_dump_json(exclude=None if marked else {"nonfinite"}).encode())
+        directory.seal(folder, manifest_of(self._plan.tensors, files, self._written_by, marked))
         directory.commit(self.path, folder)
         if self._is_latest and not marked:
             directory.mark_latest(self.path)
-        return [marked] * len(written)
+        return marked
 
 
 @dataclass(frozen=True)

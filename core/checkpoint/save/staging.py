@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import WriteItem
-
 from ...host_memory import HostBuffer
-from .tensor_entries import TensorEntries
+from ..saved_tensor import LaidOutTensor
+from .planning import PlannedChunk
 
 
 @dataclass(frozen=True)
@@ -18,13 +17,13 @@ class WritePlan:
     """The plan which process writes what; valid as long as the layouts of all processes' tensors do not change."""
 
     mark: str | None = None
-    """Identifier from rank 0: processes with the same one have made the plan together."""
+    """Hash of the plan of all processes."""
     made_for: tuple[int, int, dict[str, Any]] | None = None
     """The rank, the world size, and the layout of each tensor of this process."""
-    items: Sequence[WriteItem] = ()
+    parts: Sequence[PlannedChunk] = ()
     """The chunks that this process writes."""
-    index: TensorEntries = field(default_factory=TensorEntries)
-    """The index of what all processes write; on rank 0."""
+    tensors: Mapping[str, LaidOutTensor] = field(default_factory=dict)
+    """What all processes write."""
 
 
 class Staging:

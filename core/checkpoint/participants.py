@@ -1,14 +1,14 @@
-"""Messages between the processes that save a checkpoint; every process learns which rank is missing or failed."""
+"""Messages between the processes that save or load a checkpoint; every process learns which rank is missing or failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ...comm.collectives import gather_object, get_rank, scatter_objects, side_group
-from ...comm.matched_calls import roll_call
-from ...errors import CheckpointError, StorageError
+from ..comm.collectives import broadcast_object, gather_object, get_rank
+from ..comm.matched_calls import roll_call
+from ..errors import CheckpointError, StorageError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,15 +24,15 @@ class _Failure:
 
 
 class Participants:
-    """All processes of the run, in a process group that is separate from that of training.
+    """All processes of the run.
 
     Args:
         what: the begin of error messages, such as "epoch_3: could not be saved".
+        group: a process group of all of them; None: the default one, with which a thread must not send messages.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.group = side_group()
+    def __init__(self, what: str, group: Any = None) -> None:
+        self.what, self.group = what, group
 
     @property
     def is_main(self) -> bool:
@@ -48,8 +48,8 @@ class Participants:
         if problem := roll_call(f"save_checkpoint({name})", timeout_s):
             raise CheckpointError(f"{self.what}: {problem}; every process has to save")
 
-    def round(self, own: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """Run ``own`` on every process, then ``combine`` on rank 0 with all results; return this process's item of it.
+    def round(self, own: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Run ``own`` on every process, then ``combine`` on rank 0 with all results; return its result on every process.
 
         Raises:
             CheckpointError: on every process, if one of them failed; it names the rank. A StorageError if nothing but
@@ -58,26 +58,28 @@ class Participants:
         result, error = _attempt(own)
         try:
             gathered = gather_object(result, self.group)
-            answers = None if gathered is None else self._combine(gathered, combine)
-            answer = scatter_objects(answers, self.group)
+            answer = broadcast_object(None if gathered is None else self._combine(gathered, combine), group=self.group)
         except RuntimeError as lost:
             reason = " ".join(str(lost).split())
             raise CheckpointError(f"{self.what}: another process was lost, {reason}") from lost
         if isinstance(answer, _Failure):
             kind = StorageError if answer.of_storage else CheckpointError
-            raise kind(f"{self.what} {answer.reason}") from error
-        return answer  # type: ignore[no-any-return]
+            raise kind(f"{self.what} on rank {answer.reason}") from error
+        return answer  # type: ignore[return-value]
 
-    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
+    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Any]) -> Any:
         failures = {rank: result for rank, result in enumerate(gathered) if isinstance(result, _Failure)}
         if failures:
-            ranks, first = ", ".join(map(str, failures)), next(iter(failures.values()))
             of_storage = all(failure.of_storage for failure in failures.values())
-            return [_Failure(f"on rank {ranks}: {first.reason}", of_storage)] * len(gathered)
-        answers, _ = _attempt(lambda: combine(gathered))
-        if isinstance(answers, _Failure):
-            return [_Failure(f"on rank 0: {answers.reason}", answers.of_storage)] * len(gathered)
-        return answers
+            return _Failure(f"{ranks_text(list(failures))}: {next(iter(failures.values())).reason}", of_storage)
+        answer, _ = _attempt(lambda: combine(gathered))
+        return replace(answer, reason=f"0: {answer.reason}") if isinstance(answer, _Failure) else answer
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for a message: at most eight."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
