@@ -85,6 +85,7 @@ FULL: list[Any] = [
     ("attending", ATTENDING, SGD, {}),
     ("attending", {**ATTENDING, "cross": "colwise", "layer.self_attn": "colwise"}, SGD, {}),
     ("attending", {**ATTENDING, "layer.norm*": "sequence"}, SGD, dict(sequence_parallel=True)),
+    ("attending", {"layer.linear1": "colwise", "layer.linear2": "rowwise"}, SGD, dict(sequence_parallel=True)),
     ("llama", LLAMA, ADAMW, dict(tp_kind="local")),
     ("vision", VISION, SGD, dict(tp_kind="local")),
     ("attending", {**ATTENDING, "head": "colwise_gather_output"}, SGD, dict(tp_kind="local")),

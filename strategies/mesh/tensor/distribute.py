@@ -57,8 +57,11 @@ def distribute_model(
             setattr(module, key, distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=None))
         if style.local:
             replace_forward(module, partial(_LocalForward, module, mesh))
-        if style.inputs is not None:
-            module.register_forward_pre_hook(partial(_lay_out_inputs, style.inputs), with_kwargs=True)
+        inputs = style.inputs
+        if inputs is None and isinstance(module, nn.MultiheadAttention):
+            inputs = Replicate()  # it views what it has projected in ways that shards of positions do not allow
+        if inputs is not None:
+            module.register_forward_pre_hook(partial(_lay_out_inputs, inputs), with_kwargs=True)
         if style.sums or isinstance(module, nn.MultiheadAttention):  # whose forward does not call its last projection
             module.register_forward_hook(partial(_reduce, sequence))  # nothing may see a part of a sum
         elif style.outputs is not None:
