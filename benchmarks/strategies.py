@@ -6,7 +6,7 @@ Every strategy is compared with a hand-written loop for the engine that it uses 
 deepspeed.initialize; for meshes parallelize_module, that with fully_shard, and PipelineStage with a schedule), with the same
 transformer, the same data and AdamW. Within a round the two run one after the other, and the order alternates, so that other load
 on the machine affects both. The dataset of rank 0 takes the time when the first sample of each batch is fetched. A strategy's step
-time is the median of all its iterations. A mesh of two axes has twice the processes, each with its own data as the others have.
+time is the median of all its iterations. A mesh of two axes has twice the processes.
 
 The loops by hand do what an update needs and nothing else: no clipping, gradients set to None, micro-batches of equal size and
 number, a schedule that keeps no outputs. flextrain does more: it agrees with all processes before every update that all have a
@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from flextrain import FlexibleRunner
+from flextrain.core.dtensor_private import forget_meshes
 from flextrain.strategies.deepspeed.engine_internals import forget_process_groups
 from flextrain.testing import WorkerGroup
 
@@ -192,7 +193,7 @@ def by_hand_pp(loader: DataLoader[Any], stage: int) -> None:
         schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-    dist.destroy_process_group()
+    _end()
 
 
 def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> None:
@@ -200,7 +201,12 @@ def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Data
         model(words)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
+    _end()
+
+
+def _end() -> None:
     dist.destroy_process_group()
+    forget_meshes()  # DTensor would use the groups of this run in the next one
 
 
 def by_hand_deepspeed(loader: DataLoader[Any], stage: int) -> None:
