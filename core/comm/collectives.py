@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import os
 import sys
 import threading
 import time
@@ -27,6 +28,12 @@ from .rendezvous import host_of, store_of_group
 _GLOO_LETS_GO_S = 0.05
 # The limit is needed when another process has left the group during a collective.
 _LEAVE_TIMEOUT_S = 5.0
+
+# Gloo connects each process with all others when a group is made, and each asks the store for every address. With W
+# processes that is W * W of both for each group, and beyond some thousand more connections than a process may have open
+# files. From this number on they connect when they first send to each other: to a few, or log2(W), by gloo's algorithms.
+# Fewer connect at once, so that a broken network shows at the start.
+_CONNECT_LATE_FROM = 256
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -197,6 +204,7 @@ def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
         return None
     groups = _side_groups.setdefault(dist.group.WORLD, {})
     if purpose not in groups:
+        _connect_late(get_world_size())
         groups[purpose] = dist.new_group(backend="gloo", timeout=_timeout(timeout_s))
     return groups[purpose]
 
@@ -217,6 +225,15 @@ def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> C
         return int(box)
 
     return wait
+
+
+def _connect_late(world_size: int) -> None:
+    """Let gloo connect processes when they first need it, if they are many; torch before 2.8 cannot.
+
+    Who has set the variable decides: 0 connects all at once, 1 late.
+    """
+    if world_size >= _CONNECT_LATE_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _timeout(seconds: float | None) -> datetime.timedelta | None:
@@ -300,6 +317,7 @@ def init_process_group(
     )
     if several_machines:
         choose_interface(store, host_of(init_method), rank, world_size)
+    _connect_late(world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(timeout_s))
     side_group(timeout_s)  # made now, while all are here: waiting for a missing process later would have no time limit
 

@@ -90,7 +90,7 @@ class _Work(dist.Work):
         return found
 
 
-class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc,valid-type]
+class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc]
     """The collectives of one rank. They compute what gloo computes, adding in the order of the ranks.
 
     No call waits: the last rank that comes to a collective computes it for all, and the others wait in the ``wait`` of
