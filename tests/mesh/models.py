@@ -102,7 +102,7 @@ class Experts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = (ids == expert).nonzero(as_tuple=True)
             found = functional.gelu(tokens[token] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
-            out = out.index_add(0, token, found * weights[token, choice, None])
+            out = out.index_add(0, token, (found * weights[token, choice, None]).to(out.dtype))
         return out
 
 

@@ -109,7 +109,13 @@ class Pipeline(Axis):
         if self.example is not None:
             put_in_order(self._chain, model, self.example)
         self._split = split_of(model, self._chain, self.size * self._each, self.config.pp_split)
-        for unit in choose_units(model, self.config):
+        units = choose_units(model, self.config)
+        if self.config.compile and not units:
+            raise ConfigError(
+                "strategy.compile: a pipeline leaves the forward of the whole model in its middle, which cannot be compiled; give "
+                'strategy.wrap="blocks" to compile each'
+            )
+        for unit in units:
             names = [name for name in self._chain.layers if model.get_submodule(name) in unit.modules()]
             if len(names) > 1:
                 raise ConfigError(
