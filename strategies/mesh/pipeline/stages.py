@@ -262,9 +262,8 @@ class StageRun:
         if self._stage is not None and self._left is not None:
             value, self._left = self._left, None
             spread = isinstance(value, DTensor)
-            raise Leaving(
-                Left(output if spread else value, spread)
-            )  # FSDP's output may be cast, which only takes time to send
+            # FSDP may have cast its output, which the next stage would compute with in another dtype.
+            raise Leaving(Left(output.to(value.dtype) if spread else value, spread))
 
     # Drawing: what is known of a kind of calls stays known, because backward may compute modules again, whatever was called last
 
