@@ -33,6 +33,7 @@ from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from ..steps import EvalStep
 from .config import FSDPConfig
+from .lost_writes import watch_first_forward
 from .nodes import replicas_by_node
 from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
 from .without_memory import ModelWithoutMemory
@@ -181,8 +182,11 @@ class FSDPStrategy(Strategy):
         self._roots = [cast(FSDPModule, root) for root in roots]
         self._unsettled = list(self._roots)
         self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
+        names = {id(module): name for name, module in model.named_modules()}
         for unit in (*self._units, *roots):
             settle_unit(unit)
+            if not self.config.compile:
+                watch_first_forward(unit, names)
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()

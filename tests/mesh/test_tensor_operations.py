@@ -129,6 +129,24 @@ def test_a_write_that_would_be_lost_is_refused(workers2: WorkerGroup) -> None:
         )
 
 
+def renormalised() -> str:
+    """In a worker: the message for a table that forward writes to."""
+    table: Any = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Replicate()], src_data_rank=None)
+    with implicit_replication(), DTensorFunctions():
+        try:
+            functional.embedding(torch.arange(4), table, max_norm=1.0)
+        except StrategyError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_table_that_forward_writes_to_is_refused(workers2: WorkerGroup) -> None:
+    for message in workers2.run(renormalised):
+        assert message.startswith(
+            "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism"
+        )
+
+
 def dtype_under_autocast() -> torch.dtype:
     """In a worker: the dtype of the cross entropy of divided logits of half precision."""
     logits: Any = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)

@@ -36,6 +36,10 @@ class DTensorFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
+        if function is functional.embedding and _writes_to_table(*args, **kwargs):
+            raise StrategyError(
+                "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism would lose; leave it out"
+            )
         own = _FUNCTIONS.get(function)
         if own is not None and (result := own(*args, **kwargs)) is not NotImplemented:
             return result
@@ -52,6 +56,17 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def _writes_to_table(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *_: Any,
+    **options: Any,
+) -> bool:
+    return max_norm is not None and isinstance(weight, DTensor)
 
 
 def reduced_embedding(found: Any, *, sequence: bool) -> Any:
