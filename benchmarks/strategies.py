@@ -27,11 +27,11 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -311,28 +311,27 @@ def peak(name: str, ours: bool, iterations: int) -> tuple[float, float]:
     return whole - int(lines["RssFile"].split()[0]) / 1024, whole
 
 
-@contextmanager
-def exact_memory() -> Iterator[None]:
-    """Processes that start in this context return freed memory at once, so that the peak is the memory in use."""
-    before = dict(os.environ)
-    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+# Freed memory is returned at once, so that the peak is the memory in use. Read when a process starts, not when it is forked.
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
-def peaks(name: str, processes: int) -> dict[bool, list[float]]:
-    """The figures of ``peak`` of the process with the largest, with flextrain and by hand."""
-    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    with exact_memory():
-        for _ in range(PEAKS):
-            for ours in (False, True):
-                with WorkerGroup(processes, timeout_s=600) as group:
-                    own, whole = zip(*group.run(peak, name, ours, 5), strict=True)
-                    found[ours].append((max(own), max(whole)))
-    return {ours: [float(value) for value in np.median(values, axis=0)] for ours, values in found.items()}
+def peaks(name: str, processes: int) -> dict[str, list[float]]:
+    """The figures of ``peak`` of the process with the largest, "flextrain" and "by hand"; with exact memory, if started so."""
+    found: dict[str, list[tuple[float, float]]] = {"by hand": [], "flextrain": []}
+    for _ in range(PEAKS):
+        for who, figures in found.items():
+            with WorkerGroup(processes, timeout_s=600) as group:
+                own, whole = zip(*group.run(peak, name, who == "flextrain", 5), strict=True)
+                figures.append((max(own), max(whole)))
+    return {who: [float(value) for value in np.median(figures, axis=0)] for who, figures in found.items()}
+
+
+def exact_peaks(name: str, processes: int) -> dict[str, list[float]]:
+    """``peaks`` in a process of its own, because the one that workers are forked from must have these settings too."""
+    command = [sys.executable, __file__, "--peaks-of", name, "--processes", str(processes)]
+    done = subprocess.run(command, env=os.environ | EXACT_MEMORY, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def measure(names: list[str], rounds: int, iterations: int, processes: int) -> dict[str, Any]:
@@ -344,16 +343,16 @@ def measure(names: list[str], rounds: int, iterations: int, processes: int) -> d
             for number in range(rounds):
                 for ours in (True, False) if number % 2 else (False, True):
                     seconds[ours] += group.run(one_run, name, ours, iterations)[0]
-        memory = peaks(name, count)
+        memory = exact_peaks(name, count)
         row = {
             "name": name,
             "processes": count,
             "by_hand_ms": 1e3 * float(np.median(seconds[False])),
             "flextrain_ms": 1e3 * float(np.median(seconds[True])),
-            "by_hand_mib": memory[False][0],
-            "flextrain_mib": memory[True][0],
-            "by_hand_mib_with_files": memory[False][1],
-            "flextrain_mib_with_files": memory[True][1],
+            "by_hand_mib": memory["by hand"][0],
+            "flextrain_mib": memory["flextrain"][0],
+            "by_hand_mib_with_files": memory["by hand"][1],
+            "flextrain_mib_with_files": memory["flextrain"][1],
         }
         row["time"] = row["flextrain_ms"] / row["by_hand_ms"]
         row["memory"] = row["flextrain_mib"] / row["by_hand_mib"]
@@ -421,11 +420,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="only draw the picture again, from the recorded figures")
+    parser.add_argument("--peaks-of", choices=list(CONTESTANTS), help="only print the peak memory of one, as JSON")
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if arguments.peaks_of:
+        print(json.dumps(peaks(arguments.peaks_of, arguments.processes)))
+        return
     if arguments.draw:
         plot(json.loads((arguments.out / "strategies.json").read_text()), arguments.out / "strategies.png")
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
     report = measure(arguments.only, arguments.rounds, arguments.iterations, arguments.processes)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "strategies.json").write_text(json.dumps(report, indent=1) + "\n")
