@@ -159,6 +159,7 @@ class MeshStrategy(FSDPStrategy):
             model = axis.apply(model)
             overview.add(axis.name, axis.size, axis.described(), model)
         model = super()._wrap(model)
+        self._chosen = []  # units of other stages would keep their parameters
         sizes = self.layout.sizes
         sharding = ["dp_shard", *(axis.name for axis in self._axes if axis.folds)]
         if (size := math.prod(sizes[axis] for axis in sharding)) > 1:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flextrain import MeshStrategy
+from flextrain.core.comm import collectives as dist
 from flextrain.runner.loops.step import Stepper
 from flextrain.testing import WorkerGroup
 
+from .models import build
 from .parity import RECIPES, data, dtype_of, started
 
 pytestmark = pytest.mark.distributed
@@ -53,3 +57,23 @@ def in_cycles(spec: dict[str, Any], model: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("spec, model", CASES)
 def test_no_tensor_is_in_a_cycle(workers2: WorkerGroup, spec: dict[str, Any], model: str) -> None:
     assert workers2.run(in_cycles, spec, model) == [[], []]
+
+
+def layers_left(wrap: str | None) -> int:
+    """In a worker: how many layers of a model exist after a pipeline has cut it."""
+    strategy = MeshStrategy(device="cpu", pp=2, wrap=wrap)
+    try:
+        strategy.setup_environment()
+        model: Any = build("plain")
+        layers = [weakref.ref(layer) for layer in model.layers]
+        strategy.setup(model, RECIPES["adamw"].optim())
+        gc.collect()
+        return sum(layer() is not None for layer in layers)
+    finally:
+        strategy.teardown()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [None, "blocks"])
+def test_layers_of_other_stages_are_freed(workers2: WorkerGroup, wrap: str | None) -> None:
+    assert workers2.run(layers_left, wrap) == [1, 1]
