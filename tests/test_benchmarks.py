@@ -120,3 +120,41 @@ def test_chaos(tmp_path: Path, strategy: str, kinds: list[str], faults: int) -> 
     assert f"| {strategy} | 0 | {faults} | {faults} |" in table
     assert f"{faults} restarts, of which 0 without a fault" in table
     assert f"| {kinds[-1]} | {run['kinds'][kinds[-1]]} | {run['kinds'][kinds[-1]]} |" in table
+
+
+def test_the_ledger_of_memory() -> None:
+    """Sizes that are computed by hand: what operations and backward make, and what is freed."""
+    torch = pytest.importorskip("torch")
+    spec = importlib.util.spec_from_file_location("mesh_memory", BENCHMARKS / "mesh_memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    weight = torch.zeros(100, 100, requires_grad=True)
+    with module.Ledger() as ledger:
+        ledger.note([weight])
+        x = torch.zeros(50, 100)
+        y = x @ weight
+        assert ledger.now == 40_000 + 2 * 20_000
+        y.sum().backward()  # of which the gradient stays
+        del x, y
+        ledger.add_up()
+    assert ledger.now == 2 * 40_000
+    assert ledger.peak >= 40_000 + 2 * 20_000 + 40_000
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_mesh_memory(tmp_path: Path) -> None:
+    """Sharding over two processes leaves half of what is kept, and less than the whole peak."""
+    pytest.importorskip("matplotlib")
+    flags = ["--only", "one device", "dp2", "tp2", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "mesh_memory.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, sharded, divided = json.loads((tmp_path / "mesh_memory.json").read_text())["layouts"]
+    assert sharded["kept_mb"] == pytest.approx(one["kept_mb"] / 2, rel=0.01)
+    assert sharded["peak_mb"] < 0.7 * one["peak_mb"]
+    assert divided["kept_mb"] < 0.95 * one["kept_mb"]
+    assert "| tp2 | 2 |" in (tmp_path / "mesh_memory.md").read_text()
+    assert (tmp_path / "mesh_memory.png").stat().st_size > 0
