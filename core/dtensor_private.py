@@ -158,6 +158,39 @@ def replicate_without_rule(tell: Callable[[Any], None]) -> None:
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
 
 
+class ChunksOnDemand:
+    """What torch's ``_chunk_with_empty`` returns, each chunk made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._number, self._dim = tensor, num_chunks, dim
+
+    def __getitem__(self, index: int) -> Tensor:
+        length = self._tensor.size(self._dim)
+        step = -(-length // self._number)
+        begin = index * step
+        if begin >= length > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(step, length - begin))
+
+
+@contextmanager
+def chunks_on_demand() -> Iterator[None]:
+    """Context in which ``fully_shard`` makes two chunks of each parameter, and not one for each process. 2.15.
+
+    It looks at two. Other versions are left as they are, and take time that grows with the number of processes.
+    """
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    if Version(torch.__version__).release[:2] != (2, 15):
+        yield
+        return
+    before = module._chunk_with_empty
+    module._chunk_with_empty = ChunksOnDemand
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = before
+
+
 def settle_unit(unit: nn.Module) -> None:
     """Move an FSDP unit's shards now to their final memory, because hooks keep references to them. 2.6 to 2.9.
 

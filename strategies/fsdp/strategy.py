@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ...core.comm import collectives as dist
 from ...core.comm.model_sync import share_weights
 from ...core.comm.topology import DataShard
-from ...core.dtensor_private import reset_after_error, settle_root, settle_unit
+from ...core.dtensor_private import chunks_on_demand, reset_after_error, settle_root, settle_unit
 from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
@@ -178,7 +178,8 @@ class FSDPStrategy(Strategy):
             over = others.get(unit, mesh)
             if not isinstance(after, bool) and over.size(-1) % after:
                 after = True  # groups of that many processes are not possible over this mesh
-            fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
+            with chunks_on_demand():
+                fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         self._unsettled = list(self._roots)
         self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
