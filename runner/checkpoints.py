@@ -146,6 +146,7 @@ class Checkpoints(BuildMethods):
         hooks: bool = True,
         logs: bool = True,
         data: bool = True,
+        verify: bool = True,
     ) -> None:
         """Restore a run from a checkpoint, except the pieces that are left out; a collective.
 
@@ -155,14 +156,14 @@ class Checkpoints(BuildMethods):
 
         Args:
             filename: the checkpoint directory.
-            resume_optimizer, resume_param_scheduler, random, hooks, logs, data: see ``resume`` of the runner.
+            resume_optimizer, resume_param_scheduler, random, hooks, logs, data, verify: see ``resume`` of the runner.
 
         Raises:
             CheckpointError: a piece is missing or damaged, or does not fit; the message says how to leave it out.
             ConfigError: an unknown keyword.
         """
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
-        options |= {"random": random, "hooks": hooks, "logs": logs, "data": data}
+        options |= {"random": random, "hooks": hooks, "logs": logs, "data": data, "verify": verify}
         checked = validate(Resume, options, "resume")
         self.strategy.meet("resume()")
         self._resume(as_path(filename), checked)
@@ -173,7 +174,7 @@ class Checkpoints(BuildMethods):
         self._begin()
         run_state.resume(self, path, options)
         self._started = True
-        left_out = [name for name, value in options if value is False]
+        left_out = [name for name, value in options if value is False and name != "verify"]
         but = f", without {', '.join(left_out)}" if left_out else ""
         self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")
 

@@ -162,6 +162,8 @@ class Resume(Config):
     """The history of the scalars in log lines."""
     data: bool = True
     """The position in the epoch and the seed of its order; without it the current epoch starts again."""
+    verify: bool = True
+    """Compare all files with their checksums before tensors are loaded; False: the log says what is not compared."""
 
 
 class FixedOptions(Config):

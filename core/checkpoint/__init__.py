@@ -6,7 +6,7 @@ from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoin
 from .export.weights import export_weights
 from .flat_shard import FlatShard
 from .load.checkpoint import Checkpoint
-from .load.weights import MatchReport, match_weights, open_weights
+from .load.weights import MatchReport, match_weights, open_weights, open_weights_together
 from .newest import complete_ones, iteration_of, newest_complete
 from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
 from .paths import as_path, is_local, make_writable
@@ -31,6 +31,7 @@ __all__ = [
     "newest_complete",
     "match_weights",
     "open_weights",
+    "open_weights_together",
     "passed_over",
     "as_path",
     "remove_checkpoint",

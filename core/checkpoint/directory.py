@@ -24,15 +24,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import xxhash
 
 from ..errors import CheckpointError
 from ..heartbeat import heartbeat
-from .manifest import MANIFEST, VALUES, AnyManifest, FileEntry, UnknownFormatError, parse_manifest
+from .manifest import MANIFEST, VALUES, AnyManifest, FileEntry, manifest_in
 from .names_in_files import SHARD
 from .paths import as_path, is_local, reaching, remove_tree
-from .untrusted import MAX_JSON_BYTES, one_line, read_name, sibling
+from .untrusted import MAX_JSON_BYTES, read_name, sibling
 
 LATEST = "latest"
 _SCALARS = {int, float, str, bool, type(None)}
@@ -364,30 +363,20 @@ def read_manifest(path: Path) -> AnyManifest:
         CheckpointError: there is no checkpoint, it has a newer version, or a file is missing, has another size or cannot
             be read.
     """
+    return manifest_in(path, read_manifest_text(path))
+
+
+def read_manifest_text(path: Path) -> bytes:
+    """Like ``read_manifest``, but return the JSON text that was checked."""
     try:
         with reaching(path):
-            return _read_manifest(path)
+            check_present(path)
+            file = sibling(path / MANIFEST, MANIFEST)
+            if file.stat().st_size > MAX_JSON_BYTES:
+                raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
+            text = _manifest_text(file)
+            for name, entry in manifest_in(path, text).files.items():
+                _check_size(sibling(path / MANIFEST, name), entry)
+            return text
     except OSError as error:  # as of a checkpoint that is deleted meanwhile
         raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
-
-
-def _read_manifest(path: Path) -> AnyManifest:
-    check_present(path)
-    file = sibling(path / MANIFEST, MANIFEST)
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{file}: has more than {MAX_JSON_BYTES} bytes, which are not read")
-    try:
-        manifest = parse_manifest(_manifest_text(file))
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        at, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{path / MANIFEST}: is damaged at {at or 'its beginning'}, {one_line(reason)}") from None
-    except UnknownFormatError as error:
-        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
-    if VALUES not in manifest.files:
-        raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
-    for name, entry in manifest.files.items():
-        if name != VALUES and not SHARD.fullmatch(name):
-            raise CheckpointError(f'{path / MANIFEST}: "{one_line(name)}" is no name of a file of a checkpoint')
-        _check_size(sibling(path / MANIFEST, name), entry)
-    return manifest

@@ -9,15 +9,17 @@ import collections
 import functools
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pydantic
 
+from ..errors import CheckpointError
 from ..stored_dtypes import DTYPES
 from .layouts import MAX_RANKS, Layout, Strict
-from .names_in_files import file_of
+from .names_in_files import SHARD, file_of
 from .saved_tensor import LaidOutTensor, SavedTensor, TensorEntry, known_dtype
-from .untrusted import check_shape
+from .untrusted import check_shape, one_line
 
 FORMAT, VERSION = "flextrain-checkpoint", 2
 MANIFEST, VALUES = "manifest.json", "values.json"
@@ -164,6 +166,28 @@ def parse_manifest(text: bytes) -> AnyManifest:
             f"is {head.format} version {head.version}, this flextrain reads {FORMAT} up to version {VERSION}"
         )
     return (ListingManifest if head.version == 1 else Manifest).model_validate_json(text)
+
+
+def manifest_in(path: Path, text: bytes) -> AnyManifest:
+    """The manifest of the checkpoint at ``path`` in its JSON text, without a look at the storage.
+
+    Raises:
+        CheckpointError: it is damaged, or has a newer version.
+    """
+    try:
+        manifest = parse_manifest(text)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at, reason = one_line(".".join(map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at {at or 'its beginning'}, {one_line(reason)}") from None
+    except UnknownFormatError as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
+    if VALUES not in manifest.files:
+        raise CheckpointError(f"{path / MANIFEST}: is damaged at files, it lacks {VALUES}")
+    for name in manifest.files:
+        if name != VALUES and not SHARD.fullmatch(name):
+            raise CheckpointError(f'{path / MANIFEST}: "{one_line(name)}" is no name of a file of a checkpoint')
+    return manifest
 
 
 def manifest_of(

@@ -99,20 +99,39 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())[:300]
 
 
+def read_limited(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        CheckpointError: the file is missing, or larger than 256 MiB.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, more than {MAX_JSON_BYTES} are not read")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
+
+
+def parse_json(path: Path, text: bytes) -> Any:
+    """The value of a JSON text, which was read from ``path``.
+
+    Raises:
+        CheckpointError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged, {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: is damaged, it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
         CheckpointError: the file is missing, not JSON, nested too deeply, or larger than 256 MiB.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: has {size} bytes, more than {MAX_JSON_BYTES} are not read")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is damaged, {error}") from None
-    except RecursionError:
-        raise CheckpointError(f"{path}: is damaged, it is nested too deeply") from None
+    return parse_json(path, read_limited(path))

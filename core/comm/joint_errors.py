@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from ..errors import FlexTrainError
-from .collectives import all_gather, all_gather_object, is_alone, side_group
+from .collectives import (
+    all_gather,
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    is_alone,
+    is_main,
+    side_group,
+)
 
 T = TypeVar("T")
 
@@ -30,12 +38,45 @@ def raising_together() -> Iterator[None]:
         yield
     except FlexTrainError as error:
         failure = error
-    reports = all_gather_object(None if failure is None else (type(failure), str(failure)), side_group())
-    found = next((report for report in reports if report is not None), None)
-    if found is None:
-        return
-    kind, text = found
-    raise failure if failure is not None and str(failure) == text else kind(text)
+    reports = gather_object(_report(failure), side_group())
+    first = None if reports is None else next((report for report in reports if report is not None), None)
+    _raise(broadcast_object(first, group=side_group()), failure)
+
+
+def told_by_rank_0(read: Callable[[], T]) -> T:
+    """The result of ``read``, which only rank 0 calls, on every process; it must be picklable. A collective.
+
+    Raises:
+        FlexTrainError: on every process, if rank 0 raised one; another error of rank 0 becomes one on the others.
+    """
+    result: T | None = None
+    report: _Report | None = None
+    failure: Exception | None = None
+    if is_main():
+        try:
+            result = read()
+        except Exception as error:  # raised below, when the others know of it
+            failure = error
+            report = _report(error if isinstance(error, FlexTrainError) else FlexTrainError(f"rank 0: {error!r}"))
+    answer, report = broadcast_object((result, report), group=side_group())
+    if failure is not None:
+        raise failure
+    _raise(report, None)
+    return cast(T, answer)
+
+
+_Report = tuple[type[FlexTrainError], str]
+
+
+def _report(failure: FlexTrainError | None) -> _Report | None:
+    return None if failure is None else (type(failure), str(failure))
+
+
+def _raise(report: _Report | None, own: FlexTrainError | None) -> None:
+    """Raise the reported error, if there is one: this process's own one, if that says the same."""
+    if report is not None:
+        kind, text = report
+        raise own if own is not None and str(own) == text else kind(text)
 
 
 def gather_differing(own: T) -> list[T]:

@@ -17,14 +17,14 @@ from ...core.checkpoint import (
     Staging,
     is_checkpoint,
     match_weights,
-    open_weights,
+    open_weights_together,
     save_checkpoint,
     save_in_background,
     what_is_not_finite,
 )
 from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
-from ...core.errors import CheckpointError
+from ...core.errors import CheckpointError, counted
 from ...core.fingerprints import replica_of
 from ...core.module_state import own_loading
 from ...core.random_state import rng_state
@@ -135,8 +135,14 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
             message names the option that leaves the piece out.
     """
     strategy, loop = runner.strategy, runner.train_loop
+    checkpoint = Checkpoint.open_together(path, verify=options.verify)
+    if skipped := checkpoint.unverified:
+        size = sum(entry.size for entry in skipped.values()) / 2**30
+        runner.logger.warning(
+            f"{path}: verify=False, the checksums of {counted(len(skipped), 'file')} with tensors ({size:.3f} GiB) are not compared; "
+            "their sizes, the index and the plain values are"
+        )
     with raising_together():
-        checkpoint = Checkpoint.open(path)
         _warn_if_marked(runner, checkpoint)
         values = checkpoint.values
         missing = {name: key for name, keys in _wanted(runner, options) for key in reversed(keys) if key not in values}
@@ -236,8 +242,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     Raises:
         CheckpointError: with ``strict``, if any name or shape does not fit; in any case, if nothing fits.
     """
-    with raising_together():
-        opened = open_weights(path)
+    opened = open_weights_together(path)
     _warn_if_marked(runner, opened)
     if (methods := own_loading(runner.strategy.module)) and not is_checkpoint(path):
         runner.logger.warning(

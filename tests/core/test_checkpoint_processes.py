@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint, storage
+from flextrain.core.checkpoint.load import checkpoint as loading
 from flextrain.core.checkpoint.manifest import MANIFEST
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
@@ -192,3 +193,52 @@ def test_storage_that_is_not_shared_is_told(workers2: WorkerGroup, tmp_path: Pat
     for heard in workers2.run(not_shared, tmp_path):
         assert "on rank 1: " in heard
         assert "rank 0's directory is not visible here, use storage that all processes share" in heard
+
+
+def opened_together(path: Path) -> dict[str, Any]:
+    """What this process reads of a checkpoint that both load in the layout in which it was saved."""
+    with group() as (_, mesh), pytest.MonkeyPatch.context() as patch:
+        read: dict[str, Any] = {"index": 0, "checked": [], "opened": []}
+        text, check, source = directory.read_manifest_text, directory.check_file, storage.checkpoint_source
+
+        def counted(folder: Path) -> bytes:
+            read["index"] += 1
+            return text(folder)
+
+        def checked(file: Path, entry: Any) -> None:
+            read["checked"].append(file.name)
+            check(file, entry)
+
+        def opening(folder: Path) -> Any:
+            opens = source(folder)
+            return lambda name: read["opened"].append(name) or opens(name)
+
+        patch.setattr(directory, "read_manifest_text", counted)
+        patch.setattr(directory, "check_file", checked)
+        patch.setattr(loading, "checkpoint_source", opening)
+        try:
+            checkpoint = Checkpoint.open_together(path)
+        except CheckpointError as error:
+            return {**read, "error": str(error)}
+        template = place({name: torch.zeros_like(tensor) for name, tensor in whole().items()}, mesh, 0)
+        checkpoint.load({f"sharded.{name}": tensor for name, tensor in template.items()})
+        for name, tensor in whole().items():
+            assert torch.equal(template[name].full_tensor(), tensor)  # type: ignore[attr-defined]
+        assert checkpoint.values == {"from": "rank 0", "rng": [0, 1]}
+        return read
+
+
+def test_the_index_is_read_once_files_are_checked_once_and_no_process_reads_the_others_shards(
+    workers2: WorkerGroup, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    workers2.run(save_sharded, path, 0)
+    reads = workers2.run(opened_together, path)
+    shards = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert [read["index"] for read in reads] == [1, 0]
+    assert sorted(name for read in reads for name in read["checked"]) == [*shards, "values.json"]
+    assert [read["opened"] for read in reads] == [shards[:1], shards[1:]]
+    (path / "values.json").write_text("x" * (path / "values.json").stat().st_size)
+    errors = [read["error"] for read in workers2.run(opened_together, path)]
+    assert len(set(errors)) == 1
+    assert "values.json: is damaged, its checksum is" in errors[0]

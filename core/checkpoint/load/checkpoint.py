@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.collectives import all_gather_object, get_rank, get_world_size
-from ...comm.joint_errors import gather_differing, raising_together
+from ...comm.collectives import get_rank, get_world_size
+from ...comm.joint_errors import gather_differing, raising_together, told_by_rank_0
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
 from .. import directory
-from ..manifest import VALUES, FileEntry
+from ..manifest import VALUES, FileEntry, manifest_in
 from ..participants import Participants
 from ..paths import as_path
 from ..saved_tensor import SavedTensor
 from ..storage import checkpoint_source
-from ..untrusted import read_json
+from ..untrusted import parse_json, read_limited
 from .filling import Source, fill
 
 
@@ -57,6 +57,8 @@ class Checkpoint:
         self.nonfinite = tuple(nonfinite)
         self.path, self.entries, self.values, self.source = path, dict(entries), dict(values), source
         self._unchecked = dict(files or {})
+        self.unverified: Mapping[str, FileEntry] = {}
+        """Files with tensors that are not compared with their checksums, as the caller has asked."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -66,9 +68,28 @@ class Checkpoint:
             CheckpointError: the checkpoint is missing, incomplete or damaged.
         """
         path = as_path(path)
-        manifest = directory.read_manifest(path)
-        directory.check_file(path / VALUES, manifest.files[VALUES])
-        values = read_json(path / VALUES)
+        return cls._from_texts(path, *_read_texts(path))
+
+    @classmethod
+    def open_together(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+        """Like ``open`` on every process; rank 0 alone reads the index and the values, and tells the others. A collective.
+
+        Args:
+            path: the directory; the same one on all processes.
+            verify: compare the files with tensors with their checksums before they are loaded.
+
+        Raises:
+            CheckpointError: on every process, if the checkpoint is missing, incomplete or damaged.
+        """
+        path = as_path(path)
+        opened = cls._from_texts(path, *told_by_rank_0(lambda: _read_texts(path)))
+        if not verify:
+            opened.unverified, opened._unchecked = opened._unchecked, {}
+        return opened
+
+    @classmethod
+    def _from_texts(cls, path: Path, index: bytes, text: bytes) -> Checkpoint:
+        manifest, values = manifest_in(path, index), parse_json(path / VALUES, text)
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / VALUES}: is damaged, it is no mapping")
         shards = {name: entry for name, entry in manifest.files.items() if name != VALUES}
@@ -136,13 +157,14 @@ class Checkpoint:
         names = sorted(self._unchecked)
         if not names:
             return
-        problem = None
-        try:
+        with raising_together():
             for name in names[get_rank() :: get_world_size()]:
                 directory.check_file(self.path / name, self._unchecked[name])
-        except CheckpointError as error:
-            problem = str(error)
-        for found in all_gather_object(problem):
-            if found is not None:
-                raise CheckpointError(found)
         self._unchecked.clear()
+
+
+def _read_texts(path: Path) -> tuple[bytes, bytes]:
+    """The index and the values of a checkpoint as JSON, compared with their checksums; all files have their sizes."""
+    index = directory.read_manifest_text(path)
+    directory.check_file(path / VALUES, manifest_in(path, index).files[VALUES])
+    return index, read_limited(path / VALUES)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...comm.joint_errors import gather_differing
+from ...comm.joint_errors import gather_differing, raising_together, told_by_rank_0
 from ...errors import CheckpointError, nearest
 from ...module_state import EXTRA, module_of
 from ..directory import is_checkpoint
@@ -37,6 +37,19 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: the file does not exist, or has no weights that can be read safely.
     """
     return _with_extra_state(_open(as_path(path)))
+
+
+def open_weights_together(path: str | os.PathLike[str]) -> Checkpoint:
+    """Like ``open_weights`` on every process; of a checkpoint rank 0 alone reads the index. A collective.
+
+    Raises:
+        CheckpointError: on every process, if any of them raises.
+    """
+    found = as_path(path)
+    if not is_local(found) or told_by_rank_0(lambda: is_checkpoint(found)):
+        return _with_extra_state(Checkpoint.open_together(found))
+    with raising_together():
+        return open_weights(found)
 
 
 def _open(path: Path) -> Checkpoint:
