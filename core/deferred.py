@@ -11,8 +11,8 @@ before it is registered, must draw after the recorded ones; they run before it, 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from .comm import collectives as dist
 from .errors import StrategyError
-from .torch_private import INITIALIZERS, TorchDispatchMode, storage_key, tree_flatten
+from .initializers import READ_VALUES, initializing_with
+from .torch_private import TorchDispatchMode, storage_key, tree_flatten
 from .trees import tree_map_only
 
 
@@ -61,23 +62,21 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # memory gets the same key.
         self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._replacing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> DeferredInit:
         self._register = nn.Module.register_parameter
         nn.Module.register_parameter = self._registering(self._register)  # type: ignore[method-assign]
-        put_off = {function: self._putting_off(function) for function in _PASS_OVER_META.values()}
-        self._replaced = list(_mentions(put_off))
-        for namespace, name, function in self._replaced:
-            namespace[name] = put_off[function]
+        self._replacing = initializing_with(self._putting_off)
+        self._replacing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-        for namespace, name, function in self._replaced:
-            namespace[name] = function
+        assert self._replacing is not None
+        self._replacing.__exit__(None, None, None)
 
     def _putting_off(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
@@ -155,12 +154,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay.write_back()
 
 
-# Functions of nn.init that do nothing to a tensor on the meta device; not every torch has the private ones.
-_PASS_OVER_META: dict[str, Callable[..., Tensor]] = {
-    name: getattr(nn.init, name)
-    for name in ("orthogonal_", "dirac_", "sparse_", "trunc_normal_", *INITIALIZERS)
-    if hasattr(nn.init, name)
-}
 _ALLOCATE = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -170,19 +163,9 @@ _ALLOCATE = (
 )
 
 
-def _mentions(functions: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(namespace, name, function) for nn.init, and for every module that has imported one of the functions by name."""
-    wanted = {id(function) for function in functions}
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", {})
-        for name, value in list(namespace.items()):
-            if id(value) in wanted:
-                yield namespace, name, value
-
-
 def _draws(func: Any) -> bool:
     """Whether an operation draws random numbers."""
-    return func in _PASS_OVER_META.values() or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return func in READ_VALUES.values() or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _from_state(state: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:

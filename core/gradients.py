@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .comm.collectives import all_reduce
 from .comm.topology import DataShard
+from .rehearsing import rehearsing, with_values
 from .torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 
@@ -49,7 +50,7 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
 
 def require_finite(total: Tensor, norm_type: float) -> None:
     """Raise RuntimeError if a total norm is not finite; this waits for the device."""
-    if not torch.isfinite(total):
+    if not rehearsing() and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
         )
@@ -64,8 +65,9 @@ def average(parameters: list[Tensor], data: DataShard) -> None:
     # CPU, so that no device waits.
     if data.count == 1:
         return
-    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
-    used = all_reduce(flags, "max", data.group).tolist()
+    with with_values():
+        flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
+        used = all_reduce(flags, "max", data.group).tolist()
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)

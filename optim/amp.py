@@ -16,6 +16,7 @@ from ..core.device import DEVICES, overflows_to_inf
 from ..core.errors import ConfigError, StrategyError, one_of
 from ..core.precision import DTYPES, Precision, autocast_computes_in
 from ..core.registry import OPTIM_WRAPPERS
+from ..core.rehearsing import rehearsing
 from ..core.torch_private import GroupedGradScaler
 from .model_group import ModelGroup
 from .wrapper import OptimWrapper
@@ -90,6 +91,9 @@ class LossScaler:
         # GradScaler.step does not return this. Comparing scales would copy them to the host twice; the hook runs only
         # if the optimizer steps.
         self._applied = False
+        if rehearsing():  # whether it is made depends on values
+            optimizer.step()
+            return True
         handle = optimizer.register_step_post_hook(self._note)
         try:
             self._scaler.step(optimizer)

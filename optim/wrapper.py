@@ -18,6 +18,7 @@ from ..core.errors import ConfigError, StrategyError
 from ..core.overriding import overridden
 from ..core.precision import Precision
 from ..core.registry import OPTIM_WRAPPERS
+from ..core.rehearsing import with_values
 from . import torch_format
 from .adapters.base import OptimizerAdapter
 from .adapters.choose import adapter_for
@@ -143,7 +144,8 @@ class OptimWrapper:
                     "built optimizer so that it is made after the model is placed"
                 )
         self.adapter.check(model)
-        self._try_optimizer()
+        with with_values():
+            self._try_optimizer()
 
     def spread(self, model_group: ModelGroup) -> None:
         """Combine norms and overflows with the processes that hold the other parameters of the model.

@@ -17,6 +17,7 @@ from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.overriding import overridden
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.rehearsing import rehearsing
 from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
 from ..optim.description import description as recipe_of
 from .config import StrategyConfig
@@ -174,7 +175,8 @@ class Strategy(CanonicalState):
 
     def _place(self, model: nn.Module) -> None:
         """Move the model to the device, and give every process rank 0's weights."""
-        model.to(self.device)
+        if not rehearsing():  # there, they are on the device, and cannot be moved
+            model.to(self.device)
         share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:

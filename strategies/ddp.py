@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.comm.topology import DataShard
 from ..core.config import Config
 from ..core.errors import ConfigError, StrategyError
 from ..core.gradients import average
 from ..core.model import calls_itself
 from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
+from ..core.rehearsing import rehearsing
+from ..core.rehearsing_private import DataParallelWithoutValues
 from ..optim.wrapper import OptimWrapper
 from .anomalous import WithoutGradient
 from .base import NOTHING, Strategy
@@ -157,13 +160,16 @@ class DDPStrategy(Strategy):
             return model
         if calls_itself(model):
             return model
-        wrapped = DistributedDataParallel(
+        kind = DataParallelWithoutValues if rehearsing() else DistributedDataParallel
+        wrapped = kind(
             model,
             device_ids=self._device_ids(),
             process_group=data.group,
             **self.config.wrapper_arguments(),
         )
-        if self.config.comm_hook:
+        if rehearsing():
+            wrapped.register_comm_hook(None, _hook_without_values(self.config.comm_hook, data))
+        elif self.config.comm_hook:
             wrapped.register_comm_hook(None, _comm_hook(self.config.comm_hook))
         return wrapped
 
@@ -233,6 +239,20 @@ class DDPStrategy(Strategy):
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)
+
+
+def _hook_without_values(name: CommHook | None, data: DataShard) -> Callable[..., Any]:
+    """Return what averages as torch does by default, or as its hook ``name``; torch's own need a result from the back end."""
+    sent = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}.get(name or "")
+
+    def reduce(bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        found = data.mean(buffer if sent is None else buffer.to(sent))
+        done: Any = torch.futures.Future()
+        done.set_result(buffer if sent is None else buffer.copy_(found))
+        return done
+
+    return lambda state, bucket: reduce(bucket)  # torch reads the annotations of a function
 
 
 def _comm_hook(name: CommHook) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.comm import collectives as dist
 from ..core.comm.topology import Topology
+from ..core.rehearsing import rehearsing
 from ..optim.model_group import ModelGroup
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -39,6 +40,8 @@ def spread_updates(
         kinds = {parameter.dtype for parameter in own.values()}
         everyones = dist.all_gather_object((set(own), kinds), topology.model)
         before = set().union(*(names for names, _ in everyones[: topology.index_in_model]))
+        if rehearsing():  # the others have other parameters
+            before = set()
         dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
         elsewhere = [parameter for name, parameter in own.items() if name in before]
         wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))

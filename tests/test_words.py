@@ -46,6 +46,7 @@ SAME_FILE_NAME = {
     "checkpoint",  # the command, the hook, and the class of that name
     "config",  # the options of the folder's strategy; core's is the base of all
     "hugging_face",  # reading its files, and the example that trains with it
+    "plan",  # the command, and what it gives
     "report",  # what a person is shown in the end: by doctor, by the conformance checks
     "strategy",  # the class of the folder
     "verify",  # the command, and what it does

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..rehearsing import rehearsing
 from ..torch_private import default_store
 from .interface import choose_interface
 from .rendezvous import host_of, store_of_group
@@ -166,7 +167,7 @@ def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     """The value of rank ``src``; it must be picklable. A ``group`` must have all processes."""
-    if get_world_size() == 1:
+    if get_world_size() == 1 or rehearsing():
         return value
     box = [value]
     dist.broadcast_object_list(box, src, group=group)
@@ -176,8 +177,8 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
 def all_gather_object(value: T, group: Any = None) -> list[T]:
     """The values of all processes of ``group`` (None: all), ordered by rank, on each of them."""
     size = get_world_size(group)
-    if size == 1:
-        return [value]
+    if size == 1 or rehearsing():
+        return [value] * size
     box: list[Any] = [None] * size
     dist.all_gather_object(box, value, group=group)
     return box
@@ -202,6 +203,8 @@ def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
     """
     if get_world_size() == 1:
         return None
+    if rehearsing():
+        return dist.group.WORLD
     groups = _side_groups.setdefault(dist.group.WORLD, {})
     if purpose not in groups:
         _connect_late(get_world_size())

@@ -11,11 +11,13 @@ from typing import TypeVar, cast
 import torch
 
 from ..errors import FlexTrainError
+from ..rehearsing import rehearsing
 from .collectives import (
     all_gather,
     all_gather_object,
     broadcast_object,
     gather_object,
+    get_world_size,
     is_alone,
     is_main,
     side_group,
@@ -81,8 +83,8 @@ def _raise(report: _Report | None, own: FlexTrainError | None) -> None:
 
 def gather_differing(own: T) -> list[T]:
     """The values of all processes, by rank; values must be JSON-able. Only 16 bytes are sent if all are equal."""
-    if is_alone():
-        return [own]
+    if is_alone() or rehearsing():
+        return [own] * get_world_size()
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).digest()
     # The device is explicit, because the user may have set another default device.
     digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), side_group())

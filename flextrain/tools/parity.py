@@ -18,7 +18,7 @@ from ..core.comm.collectives import destroy_process_group
 from ..core.errors import ConfigError, StrategyError
 from ..core.normalisation_layers import BATCH_NORM
 from ..core.random_state import torch_states
-from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
+from ..core.registry import OPTIM_WRAPPERS
 from ..runner.hooks import DEFAULT_HOOKS, Hook
 from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
@@ -29,6 +29,7 @@ from ..testing.sessions import REFERENCE, whole_state
 from ..testing.simulation import simulate
 from .script import runner_arguments
 from .shared_batches import shared_loader, without_workers
+from .strategy_options import strategy_options
 
 # The gradient norm is computed only with clipping; this limit is never reached.
 NO_CLIPPING = {"max_norm": 1e30}
@@ -123,18 +124,7 @@ def train_simulated(job: Job, name: str) -> list[ProcessTrace | None]:
 
 
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """The strategy's configuration, with the options that the script gives to a strategy of this class."""
-    spec = STRATEGIES.expand(name, "strategies")
-    kind, own = STRATEGIES.resolve(spec["type"], "strategies"), given["strategy"]
-    own = STRATEGIES.expand(own, "strategy") if isinstance(own, (str, Mapping)) else {}
-    if own and STRATEGIES.resolve(own["type"], "strategy.type") is kind:
-        elsewhere = ("type", "launcher", "backend", "timeout_s", "compile")
-        options = {key: value for key, value in own.items() if key not in elsewhere}
-        for key, value in spec.items():
-            both = isinstance(value, Mapping) and isinstance(options.get(key), Mapping)
-            options[key] = {**options[key], **value} if both else value
-        spec = options
-    return {**spec, "type": kind, "device": job.device}
+    return strategy_options(name, given, job.device)
 
 
 def _train(

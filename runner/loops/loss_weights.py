@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
+from ...core.rehearsing import rehearsing, with_values
 
 logger = logging.getLogger("flextrain")
 
@@ -52,7 +53,8 @@ class Weighing:
         self._weights = [self._weight(batch) for batch in window]
         # The sum is over all processes. Items that several processes count, because they share a data shard, cancel out
         # below, and parts that a strategy cuts a batch into (``split``) count once each.
-        total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
+        with with_values():
+            total = float(dist.all_reduce(torch.tensor(sum(self._weights), dtype=torch.float64, device="cpu")))
         if total == 0:
             self._say("an update had no items on any process and was skipped; later ones are skipped without a warning")
             return False
@@ -64,6 +66,8 @@ class Weighing:
         return self._weight(batch) > 0
 
     def _weight(self, batch: Any) -> float:
+        if rehearsing():  # the batch has no values to count
+            return 1.0
         value = self._loss_weight(batch)
         if isinstance(value, Tensor) and value.device.type != "cpu":
             self._say(

@@ -24,6 +24,7 @@ from ...core.model import BaseModel
 from ...core.normalisation_layers import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
+from ...core.rehearsing import rehearsing, with_values
 from ...core.transforms import compile_in_place
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
@@ -205,7 +206,8 @@ class FSDPStrategy(Strategy):
     def _unsharded(self, model: nn.Module) -> nn.Module:
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
         self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
-        model.to(self.device)
+        if not rehearsing():
+            model.to(self.device)
         _settle_gradients(model.parameters())
         return model
 
@@ -221,12 +223,13 @@ class FSDPStrategy(Strategy):
         shape: tuple[int, ...] = (copies, data.count // copies)
         if copies == 1:
             names, shape = names[1:], shape[1:]
-        if not self.topology.shares_data:
-            return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        # Every process must create the groups of all processes.
-        everyones = sorted(set(dist.all_gather_object(data.ranks)))
-        ranks = torch.tensor(everyones).view(-1, *shape)
-        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", *names))[names]
+        with with_values():
+            if not self.topology.shares_data:
+                return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            # Every process must create the groups of all processes.
+            everyones = sorted(set(dist.all_gather_object(data.ranks)))
+            ranks = torch.tensor(everyones).view(-1, *shape)
+            return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", *names))[names]
 
     def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
         """Return the modules to shard over another mesh than the rest, each with its mesh; they are units of their own."""

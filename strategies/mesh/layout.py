@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.comm.topology import DataShard, Topology
+from ...core.rehearsing import with_values
 
 DATA = ("dp_replicate", "dp_shard")
 """The axes over which the samples of a global batch are divided."""
@@ -80,15 +81,17 @@ class Layout:
                 names = list(self.sizes)
                 order = [names.index(axis) for axis in (*(a for a in names if a not in axes), *axes)]
                 size = math.prod(self.sizes[axis] for axis in axes)
-                ranks = self._ranks().permute(order).reshape(-1, size)
-                mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", "_".join(axes)))
+                with with_values():
+                    ranks = self._ranks().permute(order).reshape(-1, size)
+                    mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", "_".join(axes)))
                 self._meshes[axes] = mesh["_".join(axes)]
         return self._meshes[axes]
 
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """Return the ranks of every set of processes that differ in one axis only, in their order along it."""
-        ranks = self._ranks().movedim(list(self.sizes).index(axis), -1)
-        return [tuple(line) for line in ranks.reshape(-1, self.sizes[axis]).tolist()]
+        with with_values():
+            ranks = self._ranks().movedim(list(self.sizes).index(axis), -1)
+            return [tuple(line) for line in ranks.reshape(-1, self.sizes[axis]).tolist()]
 
     def sharding(self, overlay: str | None = None) -> DeviceMesh:
         """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -104,6 +105,28 @@ def dummy_batch(model: nn.Module) -> Any:
     ids = inputs.get("input_ids")
     takes_labels = "labels" in inspect.signature(model.forward).parameters
     return {**inputs, "labels": ids} if takes_labels and ids is not None else inputs
+
+
+@contextmanager
+def taking_sequences_for_whole() -> Iterator[None]:
+    """Context in which models of transformers take each row of a batch for one sequence, as they do if positions say so.
+
+    Without values they cannot tell, and would build a mask that they do not have otherwise. It imports nothing.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def find_none(position_ids: Any) -> None:
+        find(position_ids)  # what it computes takes memory for a moment
+
+    masking.find_packed_sequence_indices = find_none
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find
 
 
 def _module(name: str) -> Any:

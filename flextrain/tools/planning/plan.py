@@ -242,6 +242,11 @@ class TrainingPlan:
             return None
         return strategy.highest.peak.total + self.unseen <= self.device_memory
 
+    @property
+    def exit_status(self) -> int:
+        """0: all strategies are possible, and fit if a size was given; 1: one is refused or does not fit."""
+        return int(any(one.status == "refused" or self.fits(one) is False for one in self.strategies))
+
     def as_json(self) -> dict[str, Any]:
         """The plan as plain values, by field, with the verdict of ``fits`` of each strategy beside its fields."""
         values = dataclasses.asdict(self)

@@ -13,6 +13,7 @@ from ....core.comm import collectives as dist
 from ....core.device import DEVICES
 from ....core.errors import ConfigError, StrategyError
 from ....core.random_state import torch_states
+from ....core.rehearsing import rehearsing, with_values
 from ....core.torch_private import is_compiled
 from ...base import NOTHING
 from ...state import Optim
@@ -108,7 +109,9 @@ class Context(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        if not self._is_compared["training"]:
+        if rehearsing():  # without values, nothing can be compared
+            self._intercepts = not self._adapted
+        elif not self._is_compared["training"]:
             self._comparison.of_training(window[0], step)
             self._compared("training")
         # A shard with fewer targets counts less; the model's own weights know that.
@@ -221,8 +224,9 @@ def own_random_numbers(device_type: str, index: int) -> Iterator[None]:
     Numbers of the host, by which a model may skip layers, stay the same on all of them if the device is another.
     """
     device = torch.device(device_type)
-    seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))  # the same in all processes of a sequence
-    states = torch_states(device)
+    with with_values():
+        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))  # the same in all processes of a sequence
+        states = torch_states(device)
     if device_type == "cpu":
         torch.default_generator.manual_seed(seed + index)
     else:

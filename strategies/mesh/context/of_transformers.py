@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ....core.errors import StrategyError
 from ....core.process_variables import each_process_has
+from ....core.rehearsing import with_values
 from ..transformers_private import attention_implementation
 from .masks import CAUSAL, FULL, Mask, Rule
 from .sequence_attention import SequenceAttention
@@ -48,8 +49,9 @@ class TransformersModel:
         self._before = attention_implementation(model)
         self._loss = model.loss_function
         self.losses = 0
-        self.shifts = shifts_labels(self._loss, model)
-        self.divides = divides_by_number(self._loss, model)
+        with with_values():
+            self.shifts = shifts_labels(self._loss, model)
+            self.divides = divides_by_number(self._loss, model)
         self._has_own_loss = "_loss_function" in vars(model)
         for module in model.modules():
             _attention_of[module] = attention
@@ -181,15 +183,16 @@ def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
     Raises:
         StrategyError: it has none of those that there are.
     """
-    points = list(range(12)) + ([] if window is None else [window + i for i in range(-3, 16)])
-    at = torch.tensor(sorted({point for point in points if point >= 0}), device="cpu")
-    zero = torch.zeros(1, 1, dtype=torch.long, device="cpu")
-    try:
-        found = function(zero, zero, at[:, None], at[None]).expand(len(at), len(at))
-    except (RuntimeError, IndexError):  # it looks up what belongs to these positions of the batch
-        found = torch.empty(0)
-    rules = [CAUSAL, FULL, *([] if window is None else [Rule(True, window), Rule(False, window)])]
-    known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
+    with with_values():
+        points = list(range(12)) + ([] if window is None else [window + i for i in range(-3, 16)])
+        at = torch.tensor(sorted({point for point in points if point >= 0}), device="cpu")
+        zero = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+        try:
+            found = function(zero, zero, at[:, None], at[None]).expand(len(at), len(at))
+        except (RuntimeError, IndexError):  # it looks up what belongs to these positions of the batch
+            found = torch.empty(0)
+        rules = [CAUSAL, FULL, *([] if window is None else [Rule(True, window), Rule(False, window)])]
+        known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
     if known is None:
         raise StrategyError(
             "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"

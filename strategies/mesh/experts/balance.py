@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ....core.rehearsing import with_values
+
 _logger = logging.getLogger("flextrain")
 _NAME = "load_balancing_loss_func"
 """The function of a module of transformers' that a model calls; checked with 5.23."""
@@ -37,7 +39,9 @@ class BalanceLoss:
         for name in sorted({kind.__module__ for module in model.modules() for kind in type(module).__mro__}):
             namespace = vars(sys.modules[name]) if name in sys.modules else {}
             if callable(function := namespace.get(_NAME)):
-                if _is_known(function):
+                with with_values():
+                    is_known = _is_known(function)
+                if is_known:
                     self._namespaces.append(namespace)
                 else:
                     _logger.warning(f"strategy.ep: {name}.{_NAME} is not known, and is left over each process's tokens")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
+from ....core.rehearsing import rehearsing
 
 _SEPARATE = 0.05
 """Relative difference, by magnitude, below which two ways to compute a tiny sum count as equal in every dtype."""
@@ -57,7 +58,7 @@ class Dispatch:
         given = self._signature.bind(*args, **kwargs).args
         self._check(*given)
         tokens, ids, weights = (self._rows_to_send(tensor) for tensor in given)
-        if not self._is_tried and len(tokens):
+        if not self._is_tried and len(tokens) and not rehearsing():
             self._check_sum(tokens, weights)
         output = self._send_and_compute(tokens, ids, weights)
         return self._whole(output, given[0])
@@ -97,8 +98,11 @@ class Dispatch:
         numbers = flat.new_zeros(self._everyones).scatter_add_(0, flat, torch.ones_like(flat))
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())
-        by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)
-        sent, received = by_process.sum(2).tolist()  # the one wait of the host: sizes of messages
+        if rehearsing():  # all experts get equally many, from each process
+            sent = received = _even(len(flat), self._mesh.size())
+        else:
+            by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)
+            sent, received = by_process.sum(2).tolist()  # the one wait of the host: sizes of messages
 
         rows = self._exchange(tokens[order // choices], received, sent)
         factors = self._exchange(weights.reshape(-1, 1)[order], received, sent)
@@ -166,6 +170,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _even(total: int, count: int) -> list[int]:
+    return [total // count + (i < total % count) for i in range(count)]
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:

@@ -176,9 +176,9 @@ class Engine:
             forward.weights = backward_of_input(forward.output, grad, forward.input, self._model)
         self._send_gradient(stage, i, forward)
 
-    def _receive(self, stage: int, i: int, forward: _Forward | None) -> Tensor:
+    def _receive(self, stage: int, i: int, forward: _Forward | None, like: Callable[[], Tensor]) -> Tensor:
         """Return the input of a stage; its gradient will be in ``forward.input``."""
-        tensor, form = self._transfers.receive(("act", stage, i))
+        tensor, form = self._transfers.receive(("act", stage, i), like)
         leaf = tensor.detach()
         if forward is not None:
             forward.input = leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -228,7 +228,7 @@ class Engine:
             dtype = torch.float32
             for value in logs.values():
                 dtype = torch.promote_types(dtype, value.dtype)
-            self._names[structure] = self._transfers.share_object((list(logs), dtype), self._last_process)
+            self._names[structure] = self._transfers.share_object((list(logs) or ["loss"], dtype), self._last_process)
         names, dtype = self._names[structure]
         if self._last_process == self._transfers.index and logs.keys() != set(names):
             self._complain(logs.keys() - set(names), "was not there in the first window, it is left out")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ....core.errors import FlexTrainError, StrategyError
 from ....core.random_state import kept_random_state
-from ....core.torch_private import fake_mode, tree_flatten, version_of
+from ....core.rehearsing import aside, mode_without_values
+from ....core.torch_private import tree_flatten, version_of
 from ....core.trees import tree_map_only
 from .chain import Chain
 from .following import Following, Plan, note, right_on
@@ -64,7 +65,7 @@ class Rehearsal:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._chain, self._spans, self._device = chain, spans, device
-        self._mode = fake_mode()
+        self._mode = mode_without_values()
         self._name = type(model).__name__
         self._common: list[tuple[nn.Module, str, str]] = []  # saved buffers of every stage: module, key, name
         self._whole = self._without_memory(model, dtype)
@@ -74,6 +75,7 @@ class Rehearsal:
         self._stand_ins: dict[Hashable, Any] = {}
         self._passed_over: set[type[nn.Module]] = set()
 
+    @aside()
     def _without_memory(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -145,6 +147,7 @@ class Rehearsal:
         self._plan = self._plans[kind]
         return self._plan
 
+    @aside()
     def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
         self._whole.train(training)
         before = [(getattr(module, key), version_of(getattr(module, key))) for module, key, _ in self._common]
@@ -237,7 +240,7 @@ class Rehearsal:
         """Return what a submodule would give for arguments of these shapes, with zeros in it, which take no memory if they are contiguous."""
         key = signature_of((name, args, kwargs), torch.is_autocast_enabled(self._device.type))
         if key is None or key not in self._stand_ins:
-            with kept_random_state(self._device), torch.no_grad():
+            with aside(), kept_random_state(self._device), torch.no_grad():
                 fake = self._whole.get_submodule(name)(*args, **kwargs)
             self._stand_ins[key] = tree_map_only(Tensor, self._form, fake)
         return tree_map_only(_Form, lambda form: form.zeros(self._device), self._stand_ins[key])

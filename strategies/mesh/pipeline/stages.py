@@ -121,7 +121,7 @@ class StageRun:
         self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype)
         self._slots: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
         self._stage: int | None = None
-        self._given: Callable[[], Tensor] | None = None
+        self._given: Callable[[Callable[[], Tensor]], Tensor] | None = None
         self._model = model
         self._left: Tensor | None = None
         self._was_given = False
@@ -203,7 +203,7 @@ class StageRun:
     # Running
 
     @contextmanager
-    def stage(self, number: int, given: Callable[[], Tensor]) -> Iterator[None]:
+    def stage(self, number: int, given: Callable[[Callable[[], Tensor]], Tensor]) -> Iterator[None]:
         """Context in which the model computes one stage from what the stage before has sent."""
         self._stage, self._given = number, given
         slots = self._slots.get(number, ())
@@ -219,13 +219,15 @@ class StageRun:
                         if not isinstance(module, _Elsewhere):
                             setattr(parent, key, module)
 
-    def run(self, number: int, micro_batch: int, given: Callable[[], Tensor], call: Callable[[], Any]) -> Any:
+    def run(
+        self, number: int, micro_batch: int, given: Callable[[Callable[[], Tensor]], Tensor], call: Callable[[], Any]
+    ) -> Any:
         """Return what the layers of a stage give; of the last stage, what ``call`` returns.
 
         Args:
             number: of the stage.
             micro_batch: its index in the window.
-            given: returns what the stage before has sent; not called by the first.
+            given: returns what the stage before has sent, from what returns a tensor of the same shape; not called by the first.
             call: calls the model.
 
         Raises:
@@ -359,13 +361,20 @@ class StageRun:
                     f"model: {class_name(self._model)} is called twice for one batch, a pipeline sends each through its stages once; "
                     "call it once in a step, with all samples, or give strategy.pp=1"
                 )
-            value, self._was_given = self._given(), True
+            value, self._was_given = self._given(functools.partial(self._passed, number, value, args, kwargs)), True
             if draws:
                 self.streams.enter_layers(self._stage)
-        elif self.rehearsal.changes_shape(number):
-            value = self.rehearsal.stand_in(self.chain.layers[number], args, kwargs)
-            value = value[0] if isinstance(value, tuple) else value
+        else:
+            value = self._passed(number, value, args, kwargs)
         return self.rehearsal.as_given(number, value)
+
+    def _passed(self, number: int, value: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return a tensor of the shape that layer ``number`` gives for ``value``."""
+        if not self.rehearsal.changes_shape(number):
+            return value
+        found = self.rehearsal.stand_in(self.chain.layers[number], args, kwargs)
+        first: Tensor = found[0] if isinstance(found, tuple) else found
+        return first
 
 
 def _stand_in_for_parameter(module: nn.Module, key: str, device: torch.device) -> None:

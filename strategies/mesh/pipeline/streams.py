@@ -12,6 +12,7 @@ from torch import Tensor
 from ....core.device import DEVICES
 from ....core.generators import nth_seed
 from ....core.random_state import torch_states
+from ....core.rehearsing import with_values
 
 
 class Streams:
@@ -97,7 +98,8 @@ class Streams:
 
     @staticmethod
     def _number() -> int:
-        return int(torch.randint(2**62, (), device="cpu"))
+        with with_values():
+            return int(torch.randint(2**62, (), device="cpu"))
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed % 2**63)

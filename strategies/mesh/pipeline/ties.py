@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.comm.collectives import all_gather_object, group_with_this_process
+from ....core.rehearsing import rehearsing
 from ...names import tied
 from ..layout import Layout
 
@@ -30,6 +31,9 @@ class Ties:
         """Find the parameters that several processes of the axis have; a collective."""
         own = {self._first.get(name, name): p for name, p in model.named_parameters(remove_duplicate=False)}
         everyones = all_gather_object(sorted(own), layout.over(axis).get_group())
+        if rehearsing():  # only what is tied is on several, and these are the first and the last
+            several = sorted({*self._first.values()} & own.keys())
+            everyones = [several if i in (0, len(everyones) - 1) else [] for i in range(len(everyones))]
         holders: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(set().union(*everyones)):
             having = tuple(i for i, names in enumerate(everyones) if name in names)

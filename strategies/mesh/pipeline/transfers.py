@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ....core.comm.collectives import group_with_this_process
 from ....core.errors import StrategyError
+from ....core.rehearsing import rehearsing
 from ..layout import Layout
 from .orders import Message, Route
 
@@ -67,7 +69,7 @@ class Transfers:
     def __init__(self, layout: Layout, axis: str, device: torch.device) -> None:
         self.device = device
         mesh = layout.over(axis)
-        self._ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+        self._ranks = dist.get_process_group_ranks(mesh.get_group())
         self._all = mesh.get_group()
         self.index, self.size = layout.index[axis], layout.sizes[axis]
         self._groups = {
@@ -120,8 +122,12 @@ class Transfers:
             self._start(message, form.encoded(self.device), target, group)
         self._start(message, tensor.contiguous(), target, group)
 
-    def receive(self, message: Message) -> tuple[Tensor, Form]:
-        """Return a tensor and its form."""
+    def receive(self, message: Message, like: Callable[[], Tensor] | None = None) -> tuple[Tensor, Form]:
+        """Return a tensor and its form.
+
+        Args:
+            like: returns a tensor of its shape and dtype, for a rehearsal, in which nobody says which they are.
+        """
         kind, stage, i = message
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
         if message in self._local:
@@ -129,7 +135,7 @@ class Transfers:
         source = self._route.process_of[stage - 1 if kind == "act" else stage + 1]
         waiting = self._expected[kind, source]
         while message not in self._arriving:
-            self._post(waiting.popleft(), source)
+            self._post(waiting.popleft(), source, like)
         work, tensor = self._arriving.pop(message)
         work.wait()
         for arrived in self._route.arrived.get(message, ()):
@@ -141,14 +147,17 @@ class Transfers:
         for work, _ in self._sending.pop(message, ()):
             work.wait()
 
-    def _post(self, message: Message, source: int) -> None:
+    def _post(self, message: Message, source: int, like: Callable[[], Tensor] | None = None) -> None:
         kind, stage, i = message
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
         group = self._group(kind, source, self.index)
         if boundary not in self._forms:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             dist.recv(header, self._ranks[source], group=group)
-            self._forms[boundary] = Form.decoded(header)
+            if like is not None and rehearsing():
+                self._forms[boundary] = Form.of(found := like(), isinstance(found, DTensor))
+            else:
+                self._forms[boundary] = Form.decoded(header)
         form = self._forms[boundary]
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
         self._arriving[message] = dist.irecv(tensor, self._ranks[source], group=group), tensor
@@ -176,6 +185,8 @@ class Transfers:
 
     def share_object(self, value: Any, source: int) -> Any:
         """Return the value of a process of the axis."""
+        if rehearsing():
+            return value
         box = [value]
         dist.broadcast_object_list(box, self._ranks[source], group=self._all)
         return box[0]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ....core.errors import ConfigError
 from ....core.model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.random_state import kept_random_state
-from ....core.torch_private import fake_mode, is_compiled, tree_flatten
+from ....core.rehearsing import mode_without_values
+from ....core.torch_private import is_compiled, tree_flatten
 from ....core.trees import tree_map_only
 from .features import Label
 from .operations import RULES
@@ -75,7 +76,12 @@ def without_memory(model: nn.Module, batch: Any) -> Iterator[tuple[dict[str, Ten
     Yields:
         The tensors in place of its parameters, by name, and a function that calls the model as an update does.
     """
-    with kept_random_state(torch.device("cpu")), torch.no_grad(), fake_mode(), _without_values(model) as parameters:
+    with (
+        kept_random_state(torch.device("cpu")),
+        torch.no_grad(),
+        mode_without_values(),
+        _without_values(model) as parameters,
+    ):
         yield parameters, partial(_forward, model, tree_map_only(Tensor, _without_value, batch))
 
 
@@ -96,7 +102,7 @@ def _as_dict(result: Any) -> Any:
 
 
 def _without_value(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form on the CPU; without memory inside of ``fake_mode``."""
+    """Return a tensor of the same form on the CPU; without memory inside of ``mode_without_values``."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 

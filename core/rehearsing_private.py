@@ -1,0 +1,232 @@
+"""All private names of torch that a rehearsal uses: tensors without values, a process group of one process, what it sends.
+
+Each entry says what it does, and with which versions of torch it was checked, as in torch_private.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .torch_private import arguments_of
+
+CHECKED = ("2.15",)
+"""The versions of torch with which every entry of this file was checked. Others might plan wrongly without an error."""
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Join a default process group whose collectives send nothing, as if all processes had what this one has. 2.15."""
+    found = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the back end
+    options = found.FakeProcessGroup.Options()
+    options.simulate_uniform_ranks = True
+    dist.init_process_group("fake", rank=rank, world_size=world_size, pg_options=options)
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Context in which tensors are made with values, whatever fake mode is active. 2.15."""
+    found: AbstractContextManager[Any] = importlib.import_module(
+        "torch._subclasses.fake_tensor"
+    ).unset_fake_temporarily()
+    return found
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values. 2.15."""
+    return isinstance(tensor, importlib.import_module("torch._subclasses.fake_tensor").FakeTensor)
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """The errors of an operation whose result depends on values, which a fake tensor has none of. 2.15."""
+    found: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    symbols: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return (
+        found.DataDependentOutputException,
+        found.DynamicOutputShapeException,
+        found.UnsupportedOperatorException,
+        symbols.GuardOnDataDependentSymNode,
+    )
+
+
+class _FewChunks:
+    """What ``torch.chunk`` gives, with empty chunks at the end; each is made when it is looked at."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._step = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start, length = index * self._step, self._tensor.size(self._dim)
+        if start >= length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._step, length - start))
+
+
+@contextmanager
+def sharding_with_few_chunks() -> Iterator[None]:
+    """Context in which ``fully_shard`` makes the two chunks of a parameter that it needs, not one for each process. 2.15.
+
+    On 1,024 processes that is nearly all the time it takes.
+    """
+    found: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    before = found._chunk_with_empty
+    found._chunk_with_empty = _FewChunks
+    try:
+        yield
+    finally:
+        found._chunk_with_empty = before
+
+
+@contextmanager
+def making_meshes_with_values() -> Iterator[None]:
+    """Context in which a DeviceMesh has values, which its constructor reads, in whatever mode ``fully_shard`` makes it. 2.15."""
+    before: Any = DeviceMesh.__init__
+
+    def make(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with outside_fake_mode():
+            before(mesh, *args, **kwargs)
+
+    DeviceMesh.__init__ = make  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = before  # type: ignore[method-assign]
+
+
+class _KeepingBuckets:
+    """A reducer that keeps the buckets of its construction."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._own = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+class DataParallelWithoutValues(DistributedDataParallel):
+    """DistributedDataParallel on tensors without values. 2.15.
+
+    Torch orders the buckets in its second iteration as gradients have come, and compares this order over the processes in C++.
+    Here, they have from the beginning the sizes that they get then, if gradients come in the reverse order of parameters.
+    Buffers are broadcast in C++ there, and here in the same way, flattened, in messages of the same size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "init_sync": False})  # it compares values
+
+    def _ddp_init_helper(self, parameters: Any, expect_sparse_gradient: Any, *rest: Any) -> None:
+        own: Any = self
+        limits = own._bucket_config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True)[0]
+        assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+        found, sizes = assign(parameters[::-1], limits, expect_sparse_gradient[::-1])
+        buckets = [[len(parameters) - 1 - index for index in bucket] for bucket in found]
+        if own.static_graph or not own.find_unused_parameters:
+            # The reducer gets the reverse of what this function gives.
+            dist._compute_bucket_assignment_by_size = lambda *_: (buckets[::-1], sizes[::-1])  # type: ignore[attr-defined]
+        try:
+            super()._ddp_init_helper(parameters, expect_sparse_gradient, *rest)  # type: ignore[no-untyped-call]
+        finally:
+            dist._compute_bucket_assignment_by_size = assign  # type: ignore[attr-defined]
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        reducer: Any = self.reducer
+        self.reducer = cast(Any, _KeepingBuckets(reducer))
+        try:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.reducer = reducer
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [buffer_size])  # type: ignore[attr-defined]
+        for bucket in buckets:
+            flat = torch.cat([tensors[index].detach().reshape(-1) for index in bucket])
+            dist.broadcast(flat, authoritative_rank, group=self.process_group)
+
+
+# What collectives send
+
+_FUNCTIONAL = ("_c10d_functional", "_dtensor")
+
+
+def collective_of(
+    operation: Any, args: Any, kwargs: Mapping[str, Any], result: Any
+) -> tuple[str, Any, int, int | None] | None:
+    """Return name, process group, bytes, and rank of the other process, of a collective that a TorchDispatchMode sees. 2.15.
+
+    The bytes are those of the whole tensor, see ``Traffic``. The rank is that of a message to one process, in the group.
+    None for all other operations.
+    """
+    namespace, _, name = operation.name().partition("::")
+    if namespace not in ("c10d", *_FUNCTIONAL):
+        return None
+    name = name.partition(".")[0]
+    found = _COLLECTIVES.get(name)
+    if found is None:
+        return None
+    kind, counted = found
+    given = arguments_of(operation, args, kwargs)
+    tensors = result if counted == "result" else given[counted]
+    group = given.get("process_group")
+    if group is None:
+        group = importlib.import_module("torch._C._distributed_c10d")._resolve_process_group(given["group_name"])
+    else:
+        group = dist.ProcessGroup.unbox(group)
+    return kind, group, _bytes(tensors), given.get("dst", given.get("src")) if kind in ("send", "receive") else None
+
+
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "allgather_": ("all_gather", "output_tensors"),
+    "allgather_coalesced_": ("all_gather", "output_lists"),
+    "_allgather_base_": ("all_gather", "output_tensor"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "alltoall_": ("all_to_all", "input_tensors"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "gather_": ("gather", "input_tensors"),
+    "scatter_": ("scatter", "output_tensors"),
+    "send": ("send", "tensors"),
+    "recv_": ("receive", "tensors"),
+    "all_reduce": ("all_reduce", "input"),
+    "all_reduce_": ("all_reduce", "input"),
+    "all_reduce_coalesced": ("all_reduce", "inputs"),
+    "all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "broadcast": ("broadcast", "input"),
+    "all_gather_into_tensor": ("all_gather", "result"),
+    "all_gather_into_tensor_out": ("all_gather", "result"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "result"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "shard_dim_alltoall": ("all_to_all", "input"),
+}
+"""Collectives by the names of torch's operations, each with the argument whose bytes count."""
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.itemsize
+    return sum(_bytes(each) for each in value)
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients on this thread. 2.15."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,90 @@
+"""The process that plans one rank: ``python -m flextrain.tools.planning.child RESULT`` reads a job from standard input.
+
+Each rank has a process of its own, because a script and torch's process groups leave traces in one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import FlexTrainError
+from ...core.rehearsing_private import value_errors
+from .execution import rehearse
+from .plan import PlannedJob, RankPlan
+from .update import Facts
+
+
+@dataclass
+class RankAnswer:
+    """What the process has found.
+
+    Attributes:
+        problem: why there is no plan, one line; empty if there is one.
+        seconds: processor time.
+        resident: largest resident memory in bytes.
+    """
+
+    plan: RankPlan | None = None
+    facts: Facts = field(default_factory=Facts)
+    problem: str = ""
+    seconds: float = 0.0
+    resident: int = 0
+
+
+def answer(job: PlannedJob, rank: int) -> RankAnswer:
+    """Plan a rank; errors of the configuration and of the user's code become one line."""
+    found = RankAnswer()
+    try:
+        found.plan, found.facts = rehearse(job, rank)
+    except FlexTrainError as error:
+        found.problem = _one_line(error)
+    except Exception as error:
+        found.problem = _explained(error)
+    found.seconds = time.process_time()
+    found.resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+def _explained(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torchs(frame.filename)]
+    last = frames[-1] if frames else None
+    where = f" ({last.filename}:{last.lineno})" if last else ""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, value_errors()):
+            return f"the computation depends on values at {where.strip(' ()')}, which a plan has none of: {_one_line(cause)}"
+        cause = cause.__cause__
+    return f"{type(error).__name__}: {_one_line(error)}{where}"
+
+
+def _is_torchs(path: str) -> bool:
+    return "/torch/" in path or path.startswith("<")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600] or type(error).__name__
+
+
+def main(result: str) -> None:
+    """Answer the job that standard input has, in the file ``result``."""
+    # Safe to unpickle: the parent process has just written it, and reads what is written here.
+    job, rank = pickle.loads(sys.stdin.buffer.read())
+    Path(result).write_bytes(pickle.dumps(answer(job, rank)))
+
+
+def ask(job: PlannedJob, rank: int) -> Any:
+    """Return standard input of a process that plans this rank."""
+    return pickle.dumps((job, rank))
+
+
+if __name__ == "__main__":
+    sys.modules["flextrain.tools.planning.child"] = sys.modules["__main__"]  # one class RankAnswer, for pickle
+    RankAnswer.__module__ = "flextrain.tools.planning.child"
+    main(sys.argv[1])

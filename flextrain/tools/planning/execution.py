@@ -1,0 +1,58 @@
+"""Run one rank of a job: in a process of its own as one of many, or as one of the processes that there are."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from ...core.rehearsing import rehearsal
+from ..script import runner_arguments
+from ..strategy_options import strategy_options
+from .plan import PlannedJob, RankPlan
+from .update import Facts, Training, set_seed
+
+
+def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
+    """Plan one rank, on tensors without values. The environment variables of a launcher are set for good."""
+    local = job.world_size // job.nodes
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank % local),
+        LOCAL_WORLD_SIZE=str(local),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nobody listens there
+    )
+    with ExitStack() as stack:
+        found = stack.enter_context(rehearsal(rank, job.world_size))
+        with found.building():
+            given = stack.enter_context(runner_arguments(job.script, job.arguments))
+        training = Training(arguments_for(job, given), job, found)
+        return training.run(), training.facts
+
+
+def measure(job: PlannedJob) -> RankPlan:
+    """Measure the same of this process in a real run of ``job.world_size`` processes."""
+    with runner_arguments(job.script, job.arguments) as given:
+        set_seed()
+        training = Training(arguments_for(job, given), job)
+        try:
+            return training.run()
+        finally:
+            training.strategy.teardown()
+
+
+def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the script's arguments of the runner with the strategy and the changes of a job."""
+    found = {**given, "strategy": strategy_options(job.strategy, given, "cpu"), "launcher": None}
+    for key, value in job.changes.items():
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner[name] = copy.copy(inner.get(name) or {})
+            inner = inner[name]
+        inner[last] = value
+    return found

@@ -1,0 +1,130 @@
+"""Plan a user's training under several strategies, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.errors import ConfigError
+from .child import RankAnswer, ask
+from .links import check_nodes
+from .plan import PlannedJob, StrategyPlan, TrainingPlan
+
+MARGIN = 0.05
+"""Share of a device's memory that is left free for what a plan does not see."""
+_UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}}
+_UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
+
+
+def plan(
+    script: str,
+    strategies: Sequence[str | Mapping[str, Any]],
+    *,
+    world_size: int,
+    nodes: int = 1,
+    arguments: Sequence[str] = (),
+    device_memory: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> TrainingPlan:
+    """Plan the training of a script under each strategy; no accelerator and no other process is needed.
+
+    The script runs up to its FlexibleRunner, once for each strategy and for each pipeline stage. Set-up and two updates are
+    then made on tensors without values, with the first samples of its data.
+
+    Args:
+        strategies: names as for `flextrain verify`, or configurations with ``type``. A strategy of the class that the script
+            itself uses gets the script's options.
+        world_size, nodes, arguments, changes: see PlannedJob.
+        device_memory: bytes of one device, for ``TrainingPlan.fits``.
+        timeout_s: largest number of seconds for one rank.
+        on_progress: called with what is planned next.
+
+    Raises:
+        ConfigError: the arguments are wrong; wrong configurations of strategies are ``refused`` in the plan.
+    """
+    if problem := check_nodes(world_size, nodes):
+        raise ConfigError(f"plan.world_size: {world_size} with {nodes} nodes is not allowed, {problem}")
+    if not Path(script).is_file():
+        raise ConfigError(f"script: {script} is not a file")
+    unseen = 0 if device_memory is None else int(device_memory * MARGIN)
+    found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+    for strategy in strategies:
+        given = strategy if isinstance(strategy, str) else dict(strategy)
+        job = PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {}))
+        on_progress(job.name)
+        found.strategies.append(plan_strategy(job, timeout_s=timeout_s))
+    return found
+
+
+def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
+    """Plan one strategy: one rank, and one of each further pipeline stage."""
+    answers = [run_child(job, 0, timeout_s)]
+    first = answers[0]
+    for rank in _of_other_stages(first.facts.stages):
+        if not answers[-1].problem:
+            answers.append(run_child(job, rank, timeout_s))
+    problem = next((answer.problem for answer in answers if answer.problem), "")
+    facts = first.facts
+    seconds, resident = sum(one.seconds for one in answers), max(one.resident for one in answers)
+    if problem:
+        return StrategyPlan(job.name, "refused", problem, seconds=seconds, resident=resident)
+    return StrategyPlan(
+        job.name,
+        "planned",
+        options=facts.options,
+        axes=facts.axes,
+        ranks=[answer.plan for answer in answers if answer.plan is not None],
+        whole_parameters=facts.whole_parameters,
+        whole_checkpoint=facts.whole_checkpoint,
+        notes=facts.notes,
+        seconds=seconds,
+        resident=resident,
+    )
+
+
+def _of_other_stages(stages: Sequence[int]) -> list[int]:
+    """One rank of each further stage; of more than four, the second and the last: those between are as the second."""
+    others = list(stages[1:])
+    return others if len(others) < 4 else [others[0], others[-1]]
+
+
+def run_child(job: PlannedJob, rank: int, timeout_s: float) -> RankAnswer:
+    """Plan a rank in a new process that sees no accelerator."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory(prefix="flextrain-plan-") as folder:
+        result = Path(folder) / "result"
+        command = [sys.executable, "-m", "flextrain.tools.planning.child", str(result)]
+        try:
+            ended = subprocess.run(
+                command, input=ask(job, rank), capture_output=True, env={**os.environ, **hidden}, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return RankAnswer(problem=f"planning rank {rank} took more than {timeout_s:g} s")
+        if result.is_file():
+            found: RankAnswer = pickle.loads(result.read_bytes())
+            return found
+        said = (ended.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+        return RankAnswer(problem=f"planning rank {rank} ended with status {ended.returncode}: {said}")
+
+
+def size_in_bytes(text: str, where: str) -> int:
+    """Return the number of bytes that a text such as "80GiB" says.
+
+    Raises:
+        ConfigError: it says none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f'{where}: "{text}" is not allowed, give a number with a unit, such as 80GiB')
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,275 @@
+"""Make a few updates of a user's training with the books kept: on real tensors, or as one rank of many in a rehearsal."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ...core.comm.topology import Topology
+from ...core.errors import ConfigError
+from ...core.model import BaseModel
+from ...core.rehearsing import WithoutValues, with_values
+from ...core.torch_private import tree_flatten
+from ...optim.wrapper import OptimWrapper
+from ...optim.wrapper_dict import OptimWrapperDict
+from ...runner.arguments import check_everything
+from ...runner.build import build_model
+from ...runner.data.dataloaders import build_dataloader
+from ...runner.data.example import example_batch
+from ...runner.data.first_batches import first_batches
+from ...runner.data.user_loaders import goes_its_own_way
+from ...runner.hooks import DEFAULT_HOOKS
+from ...runner.loops.step import Stepper
+from ...strategies.base import Strategy
+from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole
+from ..shared_batches import without_workers
+from .kinds import parts_of
+from .ledger import Ledger
+from .links import Network
+from .plan import PlannedJob, RankPlan
+
+UPDATES = 2
+"""Updates that are made. The first one creates the optimizer's state, the second one is as all others."""
+REAL_UPDATES = 3
+"""The same on real tensors, where DistributedDataParallel compares the order of gradients in the second one."""
+_UNUSED = (
+    *("val_dataloader", "val_cfg", "val_evaluator", "test_dataloader", "test_cfg", "test_evaluator"),
+    *("custom_hooks", "visualizer", "log_processor", "compile", "cfg", "param_scheduler", "auto_scale_lr", "env_cfg"),
+)
+_logger = logging.getLogger("flextrain")
+
+
+@dataclass
+class Facts:
+    """What is known of the whole job, see StrategyPlan.
+
+    Attributes:
+        stages: one rank of each pipeline stage, in their order; empty without.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+    stages: list[int] = field(default_factory=list)
+    whole_parameters: int = 0
+    whole_checkpoint: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Training:
+    """The updates of a user's training, without a runner.
+
+    Args:
+        given: the runner's arguments, with the strategy to use.
+        job: what is planned.
+        rehearsal: None: on real tensors.
+
+    Attributes:
+        facts: what is known of the whole job.
+    """
+
+    def __init__(self, given: Mapping[str, Any], job: PlannedJob, rehearsal: WithoutValues | None = None) -> None:
+        left_out = dict.fromkeys((*_UNUSED, "default_hooks"), None)
+        self._given = {**given, **left_out, "default_hooks": dict.fromkeys(DEFAULT_HOOKS), "resume": False}
+        self._job, self._rehearsal, self._trainable = job, rehearsal, 0
+        left = [f"{key} of the script: left out" for key in ("compile", "custom_hooks") if given[key]]
+        self.facts = Facts(options=values_for_json(given["strategy"]), notes=left)
+        checked = check_everything(self._given)
+        if not checked.trains or checked.optim_wrapper is None:
+            raise ConfigError("train_cfg: missing, a plan needs train_dataloader, train_cfg and optim_wrapper")
+        self.strategy: Strategy = checked.strategy
+        self._optim: OptimWrapper | OptimWrapperDict = checked.optim_wrapper
+
+    def run(self) -> RankPlan:
+        """Set up and make the updates, and return what they needed."""
+        self.strategy.setup_environment()
+        topology = self.strategy.topology
+        window, model = self._window(), self._model()
+        self._note_whole(topology, model)
+        whole = all(_rows_are_whole(batch) for batch in window)
+        ledger = Ledger(topology.rank, self._network(topology))
+        with ExitStack() as stack:
+            stack.enter_context(ledger)
+            stack.enter_context(self._without_values())
+            if self._rehearsal is not None and whole:
+                stack.enter_context(taking_sequences_for_whole())
+            ledger.watch(model)
+            called, optim = self.strategy.setup(model, self._optim)
+            assert optim is not None
+            window = self._stripped(window, model)
+            stepper = Stepper(self.strategy, called, optim)
+            ledger.watch(self.strategy.module, [wrapper.optimizer for wrapper in optim.wrappers.values()])
+            given = [dict(batch) if isinstance(batch, dict) else batch for batch in window]
+            ledger.memory.mark("inputs", tree_flatten(given)[0])
+            for wrapper in optim.wrappers.values():
+                wrapper.register_step_pre_hook(lambda _: ledger.update())
+            called.train()
+            for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
+                ledger.begin()
+                stepper.train(list(window))
+            self._note_checkpoint(optim)
+            return self._result(ledger, topology, window)
+
+    def _without_values(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._rehearsal is None else self._rehearsal.without_values()
+
+    def _window(self) -> list[Any]:
+        """Return the micro-batches of one update, of the first samples; all processes have the same."""
+        loader = build_dataloader(
+            without_workers(self._given["train_dataloader"]),
+            training=True,
+            seed=0,
+            shard=(0, 1),
+            where="train_dataloader",
+            logger=_logger,
+        )
+        if isinstance(loader, DataLoader):
+            names = SimpleNamespace(train_dataloader=loader)
+            self.strategy.example = lambda: example_batch(names, ["train_dataloader"])
+        count = self._optim.accumulate
+        if goes_its_own_way(loader):
+            batches = [*itertools.islice(loader, count)]
+        else:
+            with first_batches(loader, count, seed=0, epoch=0, shard=(0, 1)) as read:
+                batches = [*itertools.islice(read, count)]
+        if not batches:
+            raise ConfigError("train_dataloader: gives no batch to plan with")
+        return [*itertools.islice(itertools.cycle(batches), count)]
+
+    def _stripped(self, window: list[Any], model: nn.Module) -> list[Any]:
+        """Return a window without values; what models of transformers decide by values is decided here."""
+        if self._rehearsal is None:
+            return window
+        if pretrained_models(model):
+            window = [{**batch} if isinstance(batch, Mapping) else batch for batch in window]
+            for batch in window:
+                mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+                if isinstance(mask, Tensor) and bool((mask == 1).all()):
+                    del batch["attention_mask"]  # as if it were not given
+        strategy: Any = self.strategy
+        with with_values():  # which samples or positions are whose may depend on values
+            window = [strategy.split(batch) for batch in window]
+        strategy.split = _as_it_is
+        return [self._without_its_values(batch) for batch in window]
+
+    def _without_its_values(self, batch: Any) -> Any:
+        assert self._rehearsal is not None
+        found = self._rehearsal.copy_of(batch)
+        if not isinstance(batch, dict):
+            return found
+        same = copy.copy(batch)  # what it knows of itself stays
+        same.update(found)
+        return same
+
+    def _model(self) -> nn.Module:
+        model, preprocessor = self._given["model"], self._given["data_preprocessor"]
+        if self._rehearsal is None:
+            return build_model(model, preprocessor, self.strategy, for_training=True)
+        built = build_model(model, preprocessor, _Building(self._rehearsal), for_training=True)  # type: ignore[arg-type]
+        self._rehearsal.strip(built)
+        return built
+
+    def _note_whole(self, topology: Topology, model: nn.Module) -> None:
+        network = self._network(topology)
+        self.facts.axes = {**network.axes, **network.overlays} or {"data": topology.world_size}
+        self.facts.stages = [] if topology.model is None else dist.get_process_group_ranks(topology.model)
+        self.facts.whole_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.facts.whole_checkpoint = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def _note_checkpoint(self, optim: OptimWrapper | OptimWrapperDict) -> None:
+        """Add the optimizer's state of all processes, which has as much of each parameter as this process's has."""
+        own, state = 0, 0
+        for wrapper in optim.wrappers.values():
+            for parameter, values in wrapper.optimizer.state.items():
+                parts = [part for value in values.values() for part in parts_of(value)]
+                own += sum(part.numel() for part in parts_of(parameter))
+                state += sum(part.nbytes for part in parts if part.ndim)
+        if own:
+            self.facts.whole_checkpoint += round(self._trainable * state / own)
+
+    def _network(self, topology: Topology) -> Network:
+        sizes = {axis: size for axis, (_, size) in topology.axes.items()}
+        overlays: dict[str, int] = {}
+        product = 1
+        for axis, size in sizes.items():
+            product *= size
+            if product > topology.world_size:
+                overlays[axis] = size
+        return Network(
+            topology.world_size,
+            self._job.nodes,
+            {axis: size for axis, size in sizes.items() if axis not in overlays},
+            {axis: size for axis, size in overlays.items() if size > 1},
+        )
+
+    def _result(self, ledger: Ledger, topology: Topology, window: list[Any]) -> RankPlan:
+        module = self.strategy.module
+        held = [part for parameter in module.parameters() for part in parts_of(parameter)]
+        return RankPlan(
+            rank=topology.rank,
+            index={axis: index for axis, (index, size) in topology.axes.items() if size > 1},
+            peak=ledger.peak,
+            between_updates=ledger.memory.in_use(),
+            moments=ledger.moments(),
+            traffic=ledger.traffic(),
+            work=ledger.work(),
+            samples=sum(_samples(batch) for batch in window),
+            parameters=sum(part.numel() for part in held),
+            checkpoint=self.facts.whole_checkpoint // topology.world_size,
+        )
+
+
+class _Building:
+    """What builds a model without values, as a strategy does in its ``init_context``."""
+
+    def __init__(self, rehearsal: WithoutValues) -> None:
+        self._rehearsal = rehearsal
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        return self._rehearsal.building()
+
+    def init_weights(self, model: BaseModel) -> None:
+        model.init_weights()
+
+
+def values_for_json(value: Any) -> Any:
+    """Return a configuration with strings for what JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): values_for_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [values_for_json(part) for part in value]
+    if isinstance(value, type):
+        return value.__name__
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _rows_are_whole(batch: Any) -> bool:
+    """Whether the positions of a batch, if it has any, are those of one sequence in each row."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    return not isinstance(positions, Tensor) or bool((positions.diff(dim=-1) == 1).all())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _samples(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor, or of the list that it is."""
+    found = next((leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim), None)
+    return len(batch) if isinstance(batch, list) else 1 if found is None else found.shape[0]
+
+
+def set_seed() -> None:
+    """Let all processes of a real run draw the same numbers."""
+    torch.manual_seed(0)

@@ -1,0 +1,66 @@
+"""`flextrain plan` from the command line."""
+
+import json
+
+import pytest
+
+from flextrain.cli import main
+from flextrain.tools.planning.plan import read_plan
+from flextrain.tools.planning.planning import size_in_bytes
+
+from .real_runs import SCRIPT
+
+
+@pytest.mark.processes
+def test_one_of_1024_ranks(capsys, tmp_path):
+    arguments = ["--world-size", "1024", "--nodes", "128", "--strategies", "fsdp", "--json", "--", "mlp"]
+    assert main(["plan", SCRIPT, *arguments]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    fsdp = read_plan(tmp_path / "plan.json").strategies[0]
+    # 1,000 rows on 1,024 processes: each has one row at most, and collectives send 1,024.
+    rows = 4 * (1000 * 256 + 1000)
+    assert fsdp.whole_parameters == rows + 4 * (256 * 1000 + 256)
+    gathered = sum(one.payload for one in fsdp.ranks[0].traffic if one.collective == "reduce_scatter")
+    assert gathered == 4 * 4 * (1024 * 256 + 1024 + 1024 * 1000 + 1024)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("strategy", "script", "says"),
+    [
+        (
+            "mesh:tp3",
+            ["mlp"],
+            "strategy.dp_shard: nothing whole is left for it, tp=3 is 3 and does not divide the 1024",
+        ),
+        ("single", ["mlp"], 'strategy.type: "SingleDeviceStrategy" runs in one process and 1024 were started'),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_wrong_configurations_are_one_line_each(capsys, strategy, script, says):
+    assert main(["plan", SCRIPT, "--world-size", "1024", "--strategies", strategy, "--json", "--", *script]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["strategies"]
+    assert found["status"] == "refused"
+    assert found["message"].startswith(says)
+    assert "\n" not in found["message"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("12", 12)])
+def test_sizes(text, size):
+    assert size_in_bytes(text, "plan.device_memory") == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--world-size", "8", "--device-memory", "80 gigs"], 'plan.device_memory: "80 gigs" is not allowed'),
+        (["--world-size", "8", "--nodes", "3"], "plan.world_size: 8 with 3 nodes is not allowed, 3 nodes do not share"),
+        (["--world-size", "0"], "plan.world_size: 0 with 1 nodes is not allowed, give 1 or more"),
+        (["--world-size", "8", "--strategies", ","], "plan.strategies: is empty"),
+    ],
+    ids=["size", "nodes", "world", "strategies"],
+)
+def test_wrong_arguments(capsys, arguments, says):
+    assert main(["plan", SCRIPT, *arguments]) == 2
+    assert f"flextrain: {says}" in capsys.readouterr().err

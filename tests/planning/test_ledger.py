@@ -1,0 +1,91 @@
+"""Books on operations that are known."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flextrain.tools.planning.ledger import Ledger
+from flextrain.tools.planning.links import Network
+
+FLOAT = 4
+
+
+def books():
+    return Ledger(0, Network(1))
+
+
+def test_memory_by_kind_and_flops_of_a_linear_layer():
+    model, x = nn.Linear(64, 32, bias=False), torch.randn(16, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with books() as ledger:
+        ledger.watch(model, [optimizer])
+        ledger.memory.mark("inputs", [x])
+        for _ in range(2):
+            ledger.begin()
+            loss = model(x).square().sum()
+            loss.backward()
+            assert ledger.memory.in_use()["gradients"] == 64 * 32 * FLOAT
+            del loss
+            ledger.update()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ledger.memory.in_use() == {
+            "parameters": 64 * 32 * FLOAT,
+            "optimizer_state": 64 * 32 * FLOAT,
+            "inputs": 16 * 64 * FLOAT,
+        }
+        work = {(row.phase, row.kind): row for row in ledger.work()}
+    assert work["forward", "matrix"].flops == 2 * 16 * 64 * 32
+    assert work["backward", "matrix"].flops == 2 * 16 * 64 * 32  # the input needs no gradient
+    assert work["forward", "matrix"].moved == FLOAT * (16 * 64 + 64 * 32 + 16 * 32)
+    assert ledger.peak.total == max(moment.total for moment in ledger.moments())
+
+
+def test_recomputation_is_told_from_forward_and_backward():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    with books() as ledger:
+        ledger.watch(model)
+        ledger.begin()
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+        flops = {}
+        for row in ledger.work():
+            flops[row.phase] = flops.get(row.phase, 0) + row.flops
+    layer = 2 * 4 * 8 * 8
+    assert flops["forward"] == 2 * layer
+    assert flops["backward"] == 3 * layer
+    # torch stops repeating when it has what backward needs: the output of the last layer is not among it.
+    assert flops["recompute"] == layer
+
+
+def test_storage_that_is_resized_counts_with_its_new_size():
+    with books() as ledger:
+        ledger.begin()
+        tensor = torch.zeros(100)
+        assert ledger.memory.total == 100 * FLOAT
+        tensor.untyped_storage().resize_(0)
+        assert ledger.memory.total == 0
+        tensor.untyped_storage().resize_(100 * FLOAT)
+        view = tensor[:10]
+        assert ledger.memory.total == 100 * FLOAT
+        del tensor
+        assert ledger.memory.total == 100 * FLOAT
+        del view
+        assert ledger.memory.total == 0
+    assert ledger.peak.total == 100 * FLOAT
+
+
+def test_the_peak_says_where_it_is():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(4, 4), nn.Linear(4, 4000)
+
+        def forward(self, x):
+            return self.large(self.small(x)).sum()
+
+    model = Net()
+    with books() as ledger, torch.no_grad():
+        ledger.watch(model)
+        ledger.begin()
+        model(torch.randn(100, 4))
+    assert (ledger.peak.phase, ledger.peak.module) == ("forward", "large")
