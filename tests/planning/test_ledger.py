@@ -74,6 +74,17 @@ def test_storage_that_is_resized_counts_with_its_new_size():
     assert ledger.peak.total == 100 * FLOAT
 
 
+def test_the_peak_is_that_of_updates_also_if_setup_needs_more():
+    with books() as ledger:
+        torch.zeros(1000)
+        ledger.begin()
+        kept = torch.zeros(100)
+        ledger.begin()
+        del kept
+    assert ledger.peak.total == 100 * FLOAT
+    assert ledger.peak.phase == "forward"
+
+
 def test_the_peak_says_where_it_is():
     class Net(nn.Module):
         def __init__(self):

@@ -79,6 +79,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Begin an update: what was counted before is forgotten, but for the peak of all updates."""
+        if self._setting_up:  # may have needed more, with a model that was whole
+            self.memory.forget_highest()
         self._setting_up = self._updating = False
         self._last = "forward"
         self._moments, self._traffic, self._work = [], {}, {}
