@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.planning.planning import plan, size_in_bytes  # imports torch, which other commands do not need
+    from ..tools.planning.per_strategy import plan, size_in_bytes  # imports torch, which other commands do not need
     from ..tools.planning.report import report
 
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from flextrain.cli import main
+from flextrain.tools.planning.per_strategy import size_in_bytes
 from flextrain.tools.planning.plan import read_plan
-from flextrain.tools.planning.planning import size_in_bytes
 
 from .real_runs import SCRIPT
 
@@ -27,19 +27,23 @@ def test_one_of_1024_ranks(capsys, tmp_path):
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("strategy", "script", "says"),
+    ("strategy", "says"),
     [
+        ("single", 'strategy.type: "SingleDeviceStrategy" runs in one process and 1024 were started'),
+        ("mesh:foo2", 'strategies: "mesh:foo2" has "foo", choose dp, '),
         (
             "mesh:tp3",
-            ["mlp"],
-            "strategy.dp_shard: nothing whole is left for it, tp=3 is 3 and does not divide the 1024",
+            "strategy.dp_shard: nothing whole is left for it, tp=3 is 3 and does not divide the 1024 processes",
         ),
-        ("single", ["mlp"], 'strategy.type: "SingleDeviceStrategy" runs in one process and 1024 were started'),
+        ("mesh:cp3", "strategy.dp_shard: nothing whole is left for it, cp=3 is 3"),
+        ("mesh:ep3", "strategy.ep: 3 does not divide the 1024 processes of dp_shard * cp * tp"),
+        ("mesh:tp16", "strategy.tp: 16 does not divide the 4 key/value heads of LlamaForCausalLM"),
+        ("mesh:pp64", "strategy.pp: 64 stages need as many layers, LlamaForCausalLM has 4"),
     ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+    ids=["one", "axis", "tp", "cp", "ep", "heads", "layers"],
 )
-def test_wrong_configurations_are_one_line_each(capsys, strategy, script, says):
-    assert main(["plan", SCRIPT, "--world-size", "1024", "--strategies", strategy, "--json", "--", *script]) == 1
+def test_wrong_configurations_are_one_line_each(capsys, strategy, says):
+    assert main(["plan", SCRIPT, "--world-size", "1024", "--strategies", strategy, "--json", "--", "llama"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["strategies"]
     assert found["status"] == "refused"
     assert found["message"].startswith(says)

@@ -1,0 +1,44 @@
+"""Tensors without values, and what refuses to work with them."""
+
+import pytest
+import torch
+from torch import nn
+
+from flextrain.core import rehearsing
+from flextrain.core.errors import StrategyError
+from flextrain.core.rehearsing_private import is_fake
+
+
+def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
+    monkeypatch.setattr(rehearsing, "CHECKED", ("1.0", "1.1"))
+    says = r"^plan: torch \S+ was not checked, figures might be wrong; plan with torch 1\.0"
+    with pytest.raises(StrategyError, match=says), rehearsing.rehearsal(0, 2):
+        pass
+    assert not rehearsing.rehearsing()
+    assert not torch.distributed.is_initialized()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        own = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.one, self.other = own, own
+        nn.init.trunc_normal_(self.one)  # reads values
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def test_a_model_is_built_and_stripped_with_its_ties():
+    found = rehearsing.WithoutValues()
+    with found.building():
+        model = Tied()
+    assert all(is_fake(parameter) for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert model.one is model.other
+    assert not model.one.requires_grad
+    assert not is_fake(model.mean)
+    found.strip(model)
+    assert is_fake(model.mean)
+    assert {name for name, _ in model.named_buffers()} == {"mean"}
+    assert not is_fake(nn.Linear(2, 2).weight)
