@@ -25,7 +25,6 @@ from .rehearsing_private import (
     join_fake_group,
     making_meshes_with_values,
     outside_fake_mode,
-    sharding_with_few_chunks,
 )
 from .torch_private import fake_mode
 from .trees import tree_map_only
@@ -78,7 +77,7 @@ def rehearsal(rank: int, world_size: int) -> Iterator[WithoutValues]:
     join_fake_group(rank, world_size)
     _current.append(found := WithoutValues())
     try:
-        with sharding_with_few_chunks(), making_meshes_with_values():
+        with making_meshes_with_values():
             yield found
     finally:
         _current.clear()

@@ -55,35 +55,6 @@ def value_errors() -> tuple[type[Exception], ...]:
     )
 
 
-class _FewChunks:
-    """What ``torch.chunk`` gives, with empty chunks at the end; each is made when it is looked at."""
-
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
-        self._step = -(-tensor.size(dim) // count)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start, length = index * self._step, self._tensor.size(self._dim)
-        if start >= length:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(self._step, length - start))
-
-
-@contextmanager
-def sharding_with_few_chunks() -> Iterator[None]:
-    """Context in which ``fully_shard`` makes the two chunks of a parameter that it needs, not one for each process. 2.15.
-
-    On 1,024 processes that is nearly all the time it takes.
-    """
-    found: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    before = found._chunk_with_empty
-    found._chunk_with_empty = _FewChunks
-    try:
-        yield
-    finally:
-        found._chunk_with_empty = before
-
-
 @contextmanager
 def making_meshes_with_values() -> Iterator[None]:
     """Context in which a DeviceMesh has values, which its constructor reads, in whatever mode ``fully_shard`` makes it. 2.15."""
