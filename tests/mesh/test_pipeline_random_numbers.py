@@ -128,7 +128,9 @@ def test_a_submodule_that_ends_with_an_error_leaves_no_stream() -> None:
     run.cut()
     model.register_forward_hook(run.leave)
     batch = sample("plain", 2, 0)
-    run.run(0, 0, lambda: torch.zeros(()), lambda: model(**batch))  # from now on it is known that the embedding draws
+    run.run(
+        0, 0, lambda passed: torch.zeros(()), lambda: model(**batch)
+    )  # from now on it is known that the embedding draws
     states = []
     for hook in (lambda *_: None, lambda *_: 1 / 0):
         handle = model.embed[1].register_forward_hook(hook)
@@ -147,7 +149,12 @@ def test_what_is_drawn_outside_of_the_model_on_the_last_stage_is_forgotten() -> 
         run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
         run.cut()
         torch.manual_seed(3)
-        run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda model=model, n=draws: (model(**batch), torch.rand(n)))
+        run.run(
+            1,
+            0,
+            lambda passed: torch.zeros(2, LENGTH, 32),
+            lambda model=model, n=draws: (model(**batch), torch.rand(n)),
+        )
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 

@@ -225,12 +225,12 @@ def test_a_layer_that_is_left_out_later() -> None:
     run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
     run.cut()
     ids = sample("plain", 2, 0)["input_ids"]
-    run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda: model(ids))
+    run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids))
     model.later = True
     with pytest.raises(
         FlexTrainError, match=r"^model: LeavesOutLater did not call layers\.0, the layer before pipeline stage 1; "
     ):
-        run.run(1, 0, lambda: torch.zeros(2, LENGTH, 32), lambda: model(ids))
+        run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids))
 
 
 class Reads(Plain):
@@ -262,7 +262,7 @@ def stage_of(model: nn.Module, stage: int) -> Any:
     run.cut()
     model.register_forward_hook(run.leave)
     ids = sample("plain", 2, 0)["input_ids"]
-    return run.run(stage, 0, lambda: torch.ones(2, LENGTH, 32), lambda: model(ids))
+    return run.run(stage, 0, lambda passed: torch.ones(2, LENGTH, 32), lambda: model(ids))
 
 
 def test_attributes_of_what_another_stage_has() -> None:

@@ -103,7 +103,7 @@ def through_stages(model: Plain, data: Data) -> Any:
         run = StageRun(cut, chain_of(cut), [1, 1], [stage], torch.device("cpu"))
         run.cut()
         cut.register_forward_hook(run.leave)
-        found = run.run(stage, 0, lambda: given, lambda: cut.val_step(data))  # type: ignore[operator]  # noqa: B023
+        found = run.run(stage, 0, lambda passed: given, lambda: cut.val_step(data))  # type: ignore[operator]  # noqa: B023
         if stage == 0:
             assert isinstance(found, Left)
             given = found.value

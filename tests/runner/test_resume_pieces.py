@@ -158,14 +158,14 @@ def test_a_damaged_piece_is_named_with_how_to_leave_it_out(tmp_path: Path, path:
 
 
 def test_a_missing_tensor_of_a_hook_is_named(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Checkpoint.open
+    opened = Checkpoint.open_together
 
-    def without(where: Path) -> Checkpoint:
-        checkpoint = opened(where)
+    def without(where: Path, *, verify: bool = True) -> Checkpoint:
+        checkpoint = opened(where, verify=verify)
         del checkpoint.entries["hook.EMAHook/averaged.net.0.bias"]
         return checkpoint
 
-    monkeypatch.setattr(Checkpoint, "open", without)
+    monkeypatch.setattr(Checkpoint, "open_together", without)
     with pytest.raises(CheckpointError, match=r"has no hook.EMAHook/averaged.net.0.bias; resume=dict\(hooks=False\)"):
         resumed(tmp_path / "rest", path)
 
