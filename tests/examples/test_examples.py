@@ -145,6 +145,7 @@ def test_meshes(run_example: RunExample, script: str, flags: tuple[str, ...]) ->
     assert figures("loss", mesh) == pytest.approx(figures("loss", alone), abs=2e-4)
 
 
+@pytest.mark.full
 def test_a_mesh_that_is_none(run_example: RunExample) -> None:
     done = run_example("language_model.py", "--mesh", "tp=two", check=False)
     assert done.returncode == 1

@@ -92,7 +92,7 @@ SAID: dict[tuple[str, str], str | None] = {  # other than REFUSED
     ("calls of forward", "pp2xtp2"): "",
     ("calls of forward", "ep2xtp2"): None,
 }
-QUICK = ("cp2", "pp2")
+QUICK = ("pp2",)
 
 
 def same(found: Outcome, expected: Outcome, tolerance: float = 1e-12) -> None:

@@ -83,6 +83,7 @@ def agree(script: str, model: str, ranks: int, strategies: list[str], group: Wor
             assert difference < (1e-6 if quantity == "loss" else 1e-11), (row.strategy, quantity, difference)
 
 
+@pytest.mark.full
 def test_four_simulated_ranks(script: str, workers1: WorkerGroup) -> None:
     agree(script, "plain", 4, ["mesh:dp2xtp2"], workers1, steps=2)
 

@@ -80,7 +80,7 @@ def start(simulation: Simulation, folder: Path, strategy: str, resume: bool) -> 
 @pytest.mark.parametrize(
     "strategy, sizes",
     [
-        ("ddp", (2, 4)),
+        pytest.param("ddp", (2, 4), marks=pytest.mark.full),
         pytest.param("fsdp", (4, 8), marks=pytest.mark.full),
         pytest.param("mesh:tp2", (4, 8), marks=pytest.mark.full),
     ],
