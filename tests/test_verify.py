@@ -271,6 +271,7 @@ def test_a_strategy_that_cannot_be_run_has_its_row(script: str, group: WorkerGro
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_simulated_ranks(script: str, workers: WorkerFactory) -> None:
     names = ["fsdp", "ddp", "AveragesTwice", "zero2"]
     options = dict(steps=2, simulate=True, processes=4, workers=workers(1))

@@ -278,7 +278,7 @@ def called(options: Mapping[str, Any], name: str) -> list[float]:
 @pytest.mark.parametrize(
     "options, name",
     [
-        pytest.param(dict(cp=2), "llama", id="cp2"),
+        pytest.param(dict(cp=2), "llama", id="cp2", marks=pytest.mark.full),
         pytest.param(dict(cp=2, cp_kind="ring"), "llama", id="cp2-ring", marks=pytest.mark.full),
         pytest.param(dict(ep=2), "mixtral", id="ep2", marks=pytest.mark.full),
         pytest.param(dict(tp=2), "llama", id="tp2", marks=pytest.mark.full),

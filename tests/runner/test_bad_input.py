@@ -646,7 +646,8 @@ UNUSABLE = [
 def _as_under_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Two processes, started by torchrun; joining their group is written down, and is the end of it."""
     joined: list[str] = []
-    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x", MASTER_PORT="1").items():
+    # The address is no name, so that no name server is asked for it, which may not answer for seconds.
+    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x..x", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
 
     def join(*args: Any, **kwargs: Any) -> None:
