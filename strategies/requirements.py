@@ -17,7 +17,7 @@ class Needs:
         packages: the optional packages that it imports, each with the command that installs it.
         device: the only type of device that it supports; None: any accelerator, or the CPU.
         others: requirements that cannot be checked, as text.
-        processes: why its ranks must be processes, and cannot be simulated by threads; empty if they can.
+        processes: why its ranks must be real processes, and can be neither threads nor one rank of many; empty if they can.
     """
 
     distributed: bool = False

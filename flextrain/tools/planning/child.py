@@ -53,7 +53,7 @@ def answer(job: PlannedJob, rank: int) -> RankAnswer:
 
 
 def _explained(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torchs(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
     last = frames[-1] if frames else None
     where = f" ({last.filename}:{last.lineno})" if last else ""
     cause: BaseException | None = error
@@ -64,8 +64,9 @@ def _explained(error: Exception) -> str:
     return f"{type(error).__name__}: {_one_line(error)}{where}"
 
 
-def _is_torchs(path: str) -> bool:
-    return "/torch/" in path or path.startswith("<")
+def _is_passed_through(path: str) -> bool:
+    """Whether a file is torch's or planning's own, which every operation goes through."""
+    return "/torch/" in path or path.startswith("<") or Path(path).parent == Path(__file__).parent
 
 
 def _one_line(error: BaseException) -> str:

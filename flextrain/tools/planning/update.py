@@ -88,6 +88,8 @@ class Training:
         if not checked.trains or checked.optim_wrapper is None:
             raise ConfigError("train_cfg: missing, a plan needs train_dataloader, train_cfg and optim_wrapper")
         self.strategy: Strategy = checked.strategy
+        if rehearsal is not None and (why := self.strategy.needs.processes):
+            raise ConfigError(f"strategy.type: {type(self.strategy).__name__} cannot be planned, {why}")
         self._optim: OptimWrapper | OptimWrapperDict = checked.optim_wrapper
 
     def run(self) -> RankPlan:
