@@ -60,6 +60,16 @@ def store_of_group(
         EndAskedError: a process left because it was asked to.
     """
     store = _open(init_method, rank, world_size, timeout_s, is_derived)
+    try:
+        return _group_in(store, init_method, rank, world_size, timeout_s, job)
+    except dist.DistNetworkError as error:
+        keeper = "rank 0" if _is_served_by_rank_0(init_method) else "the launcher"
+        raise LaunchError(
+            f"launcher: {_said(init_method)} was closed while rank {rank} waited there, {keeper} has ended or no longer waits"
+        ) from error
+
+
+def _group_in(store: Any, init_method: str, rank: int, world_size: int, timeout_s: float, job: str) -> Any:
     _check_job(store, init_method, rank, world_size, timeout_s, job)
     home = _home(world_size)
     own = f"{home}/groups/{rank}"

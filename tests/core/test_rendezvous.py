@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm import rendezvous
-from flextrain.core.comm.rendezvous import store_of_group
+from flextrain.core.comm.rendezvous import await_key, store_of_group
 from flextrain.core.errors import FlexTrainError, LaunchError, StrategyError
 from flextrain.strategies.launchers import saying_why_this_process_leaves
 from flextrain.testing import WorkerGroup
@@ -115,6 +115,7 @@ def of_two_jobs(step: int, world_size: int) -> str:
     if rank == 1:  # what belongs here is late
         time.sleep(0.3)
     mine = [("Slurm job 7 step 0", 2), (f"Slurm job 7 step {step}", world_size)][rank]
+    rendezvous._open("env://", rank, mine[1], timeout_s=60)  # only the wait for the other one shall be short
     try:
         store_of_group("env://", rank=rank, world_size=mine[1], timeout_s=3, job=mine[0])
     except LaunchError as error:
@@ -130,6 +131,28 @@ def test_a_process_of_another_job_is_refused(workers2: WorkerGroup, step: int, w
     both = f"is used by Slurm job 7 step 0 of 2 processes, this process belongs to Slurm job 7 {its}; set MASTER_PORT"
     assert both in second
     assert "rank 1 of 2 processes did not come" in first
+
+
+def the_store_is_closed() -> str:
+    if os.environ["RANK"] == "0":
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False
+        )
+        store.set("flextrain/job", "2 ")
+        await_key(store, "flextrain/of 2/groups/1", 60)
+        return ""
+    try:
+        store_of_group("env://", rank=1, world_size=2, timeout_s=60)
+    except LaunchError as error:
+        return str(error)
+    return "joined"
+
+
+def test_one_that_waits_says_that_rank_0_gave_up(workers2: WorkerGroup) -> None:
+    _, second = workers2.run(the_store_is_closed)
+    assert re.fullmatch(
+        r"launcher: 127\.0\.0\.1:\d+ was closed while rank 1 waited there, rank 0 has ended or no longer waits", second
+    )
 
 
 def rank_0_of_another_job(agent: int) -> str:
