@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,9 @@ def launch(
 def _run_as_rank(
     rank: int, fn: Callable[..., Any], args: Any, kwargs: Any, nprocs: int, port: int, result: str
 ) -> None:
+    # A forked process has the parent's handler, which Python calls only when torch's waiting for the others returns: the
+    # parent then waits for half a minute before it kills.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_fork_takes_functions_that_cannot_be_imported() -> None:
     assert torch.get_num_threads() == threads
     with pytest.raises(LaunchError, match=r"process \d of 2 failed: .*exit code 3"):
         launch(lambda: os._exit(3), 2, start_method="fork")
+
+
+@pytest.mark.distributed
+def test_a_forked_process_ends_at_once_when_it_is_asked_to() -> None:
+    """With a handler of Python's, such as that of a runner made before, SIGTERM waits for torch's waiting to return."""
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert launch(lambda: signal.getsignal(signal.SIGTERM), 1, start_method="fork") == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_spawn_says_what_it_needs() -> None:
