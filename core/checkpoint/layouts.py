@@ -61,6 +61,8 @@ class MeshLayout(Strict):
             raise ValueError("it has a cut that no axis makes")
         if count * math.prod(cut.split_factor for cut in self.as_cuts()) > _MAX_SPANS:
             raise ValueError("it cuts into more pieces than any tensor")
+        if self.ranks is not None and any(abs(rank) > MAX_RANKS for rank in self.ranks):
+            raise ValueError("its mesh has a rank that cannot be")
         if len(set(_ranks(self).tolist())) != count:
             raise ValueError("its mesh has a rank twice")
         return self
@@ -195,6 +197,12 @@ class BoxLayout(Strict):
 
     boxes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     """(rank, offsets, sizes) of each chunk."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> BoxLayout:
+        if any(abs(rank) > MAX_RANKS for rank, _, _ in self.boxes):
+            raise ValueError("it has a chunk on a process that cannot be")
+        return self
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise ValueError if the chunks do not make up the tensor."""

@@ -72,6 +72,8 @@ class Manifest(Strict):
     @pydantic.model_validator(mode="after")
     def _held(self) -> Manifest:
         for key, tensor in self.tensors.items():
+            if abs(tensor.rank) > MAX_RANKS:
+                raise ValueError(f"{key} is on processes that cannot be")
             if not 0 <= tensor.layout < len(self.layouts):
                 raise ValueError(f"{key} has layout {tensor.layout}, which is not listed")
             try:
@@ -146,11 +148,33 @@ class ListingManifest(Strict):
 AnyManifest = Manifest | ListingManifest
 
 
-class _Head(pydantic.BaseModel):
+class Head(pydantic.BaseModel):
     """What tells how to read the rest."""
 
     format: str = FORMAT
     version: int = 1
+
+
+def check_known(head: Head) -> None:
+    """Raise UnknownFormatError if this version of flextrain cannot read what is of this format."""
+    if head.format != FORMAT:
+        raise UnknownFormatError(f'is of format "{one_line(head.format)}", this flextrain reads {FORMAT}')
+    if head.version > VERSION:
+        raise UnknownFormatError(
+            f"was written by a newer flextrain, in version {one_line(head.version)} of the format; this one reads up to version "
+            f"{VERSION}, install a newer one"
+        )
+    if head.version < 1:
+        raise UnknownFormatError(f"is in version {one_line(head.version)} of the format, which does not exist")
+
+
+def is_newer(text: bytes) -> bool:
+    """Whether a JSON text, which need not have a checksum as manifests have today, says that a newer flextrain wrote it."""
+    try:
+        head = Head.model_validate_json(text)
+    except pydantic.ValidationError:
+        return False
+    return head.format == FORMAT and head.version > VERSION
 
 
 def parse_manifest(text: bytes) -> AnyManifest:
@@ -160,11 +184,8 @@ def parse_manifest(text: bytes) -> AnyManifest:
         pydantic.ValidationError: it is damaged.
         UnknownFormatError: this version of flextrain does not know the format.
     """
-    head = _Head.model_validate_json(text)
-    if head.format != FORMAT or head.version not in (1, VERSION):
-        raise UnknownFormatError(
-            f"is {head.format} version {head.version}, this flextrain reads {FORMAT} up to version {VERSION}"
-        )
+    head = Head.model_validate_json(text)
+    check_known(head)
     return (ListingManifest if head.version == 1 else Manifest).model_validate_json(text)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -142,6 +142,13 @@ class SafetensorsFile(Fetch):
         found = torch.empty(shape, dtype=entry.dtype)
         self._fill(entry, slices, found)
         return found
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """See Fetch."""
+        entry = self._find(name)
+        what = "dtype" if entry.dtype != dtype else "shape" if entry.shape != tuple(shape) else None
+        if what is not None:
+            raise CheckpointError(f"{self.path}: is damaged, it has another {what} of {name} than the index")
 
     def fill(self, name: str, slices: Slices, target: Tensor) -> None:
         """See Fetch. Takes no memory besides ``target`` if rows, dtype and device are those of the file."""

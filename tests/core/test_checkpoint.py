@@ -418,6 +418,10 @@ def without_values(path: Path) -> None:
     (path / "values.json").unlink()
 
 
+def newer_without_checksum(path: Path) -> None:
+    (path / "manifest.json").write_text('{"parts": {}, "format": "flextrain-checkpoint", "version": 4}')
+
+
 def outside_file(path: Path) -> None:
     (path.parent.parent / "secret").write_text("abc")
     names = ("../../secret", SHARD, "values.json")
@@ -438,8 +442,12 @@ def outside_file(path: Path) -> None:
         (sealed(overwrite(SHARD, b"\xff")), f"a/{SHARD}: is damaged"),
         (overwrite("values.json", b"x"), "a/values.json: is damaged, its checksum is"),
         (sealed(overwrite("values.json", b"x")), "a/values.json: is damaged"),
-        (change("top", version=3), "is flextrain-checkpoint version 3, this flextrain reads flextrain-checkpoint up to version 2"),
-        (change("top", format="zip"), "is zip version 2"),
+        (change("top", version=3), "was written by a newer flextrain, in version 3 of the format; this one reads up to version 2"),
+        (change("top", version=3, layouts=7, tensors=None, more=[]), "was written by a newer flextrain, in version 3"),
+        (newer_without_checksum, "was written by a newer flextrain, in version 4"),
+        (change("top", version=0), "is in version 0 of the format, which does not exist"),
+        (change("top", version="x"), "is damaged at version"),
+        (change("top", format="zip"), 'is of format "zip", this flextrain reads flextrain-checkpoint'),
         (change("top", unknown=1), "is damaged at unknown"),
         (change("tensor", dtype="F4"), "is damaged at tensors.model.weight.dtype, tensors of F4 cannot be read"),
         (change("tensor", shape=[400, 4]), "would hold tensors of"),

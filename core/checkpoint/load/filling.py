@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...stored_dtypes import DTYPES
 from ..held_chunks import held_chunks
 from ..layouts import Box, overlap
 from ..saved_tensor import SavedTensor, StoredChunk
@@ -22,6 +23,8 @@ class _Read(NamedTuple):
     """A part of a stored chunk, and the view that it fills."""
 
     chunk: StoredChunk
+    dtype: torch.dtype
+    """In the file."""
     begins: tuple[int, ...]
     """Where the part begins in the chunk."""
     target: Tensor
@@ -45,7 +48,8 @@ def fill(template: Mapping[str, Tensor], entries: Mapping[str, SavedTensor], sou
             by_file.setdefault(read.chunk.file, []).append(read)
     for file, reads in by_file.items():
         with source(file) as fetch:
-            for chunk, begins, target in reads:
+            for chunk, dtype, begins, target in reads:
+                fetch.check(chunk.name, dtype, chunk.shape)
                 spans = zip(begins, target.shape, strict=True)
                 fetch.fill(chunk.name, tuple(slice(begin, begin + size) for begin, size in spans), target)
 
@@ -59,4 +63,5 @@ def _reads(key: str, tensor: Tensor, entry: SavedTensor) -> Iterator[_Read]:
             target = held
             for dim, (begin, size) in enumerate(zip(*found, strict=True)):
                 target = target.narrow(dim, begin - offsets[dim], size)
-            yield _Read(chunk, tuple(b - o for b, o in zip(found[0], chunk.offsets, strict=True)), target)
+            begins = tuple(b - o for b, o in zip(found[0], chunk.offsets, strict=True))
+            yield _Read(chunk, DTYPES[entry.dtype], begins, target)

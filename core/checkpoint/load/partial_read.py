@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -27,6 +28,13 @@ class Fetch:
     def __call__(self, name: str, slices: Slices) -> Tensor:
         """Read a part of the tensor ``name``."""
         return self._read(name, slices)
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Check that the file has ``name`` as the index says; a file without an index of its own is the index itself.
+
+        Raises:
+            CheckpointError: dtype or shape differ, so that other elements would be read, or rounded ones.
+        """
 
     def fill(self, name: str, slices: Slices, target: Tensor) -> None:
         """Copy a part of a tensor into ``target``, which may have any shape of as many elements, any dtype and device.

@@ -51,7 +51,9 @@ class TensorReader:
     def _read_chunk(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         if self._bytes > _CLOSE_AFTER_BYTES:
             self.close()
-        tensor = self._file(chunk.file)(chunk.name, tuple(slice(0, n) for n in chunk.shape))
+        file = self._file(chunk.file)
+        file.check(chunk.name, dtype, chunk.shape)
+        tensor = file(chunk.name, tuple(slice(0, n) for n in chunk.shape))
         if tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {key} is damaged, {chunk.file} has another shape or dtype of it"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
 from ..manifest import FileEntry
 from ..safetensors_file import write_safetensors
@@ -15,8 +16,18 @@ from .planning import PlannedChunk
 
 
 def described(parts: Sequence[PlannedChunk]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name in the file to dtype and shape."""
-    return {part.name: (DTYPES[part.dtype], part.box[1]) for part in parts}
+    """Name in the file to dtype and shape.
+
+    Raises:
+        CheckpointError: two chunks have one name, as the first of ``a`` and a tensor ``a@0`` have.
+    """
+    found = {part.name: (DTYPES[part.dtype], part.box[1]) for part in parts}
+    if len(found) < len(parts):
+        names = [part.name for part in parts]
+        name = next(name for name in names if names.count(name) > 1)
+        keys = " and ".join(part.key for part in parts if part.name == name)
+        raise CheckpointError(f"{keys}: would both be {name} in a file; give one of them another name")
+    return found
 
 
 def write_shard(path: Path, parts: Sequence[PlannedChunk], tensors: Iterable[Tensor]) -> FileEntry:
