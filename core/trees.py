@@ -21,16 +21,7 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     Arguments of modules are mostly a tuple of tensors. Torch's function, which knows all other containers, takes ten times as
     long for it, and every call leaves cycles for the garbage collector.
     """
-    if isinstance(tree, kind):
-        return function(tree)
-    container = type(tree)
-    if container is tuple or container is list:
-        return container([tree_map_only(kind, function, each) for each in tree])
-    if container is dict:
-        return {key: tree_map_only(kind, function, each) for key, each in tree.items()}
-    if container in _LEAVES:
-        return tree
-    return torch_tree_map_only(kind, function, tree)
+    return _mapped(kind, function, tree, torch_tree_map_only)
 
 
 def map_tensors(kind: type[Tensor], change: Callable[[Any], Tensor], values: Any) -> Any:
@@ -39,15 +30,24 @@ def map_tensors(kind: type[Tensor], change: Callable[[Any], Tensor], values: Any
 
     Objects with such tensors are copied, and the given ones stay as they are.
     """
-    if isinstance(values, kind):
-        return change(values)
-    container = type(values)
+    return _mapped(kind, change, values, _map_in_object)
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], tree: Any, otherwise: Callable[..., Any]) -> Any:
+    """Map over tuples, lists and dicts; ``otherwise(kind, change, value)`` maps over everything else."""
+    if isinstance(tree, kind):
+        return change(tree)
+    container = type(tree)
     if container is tuple or container is list:
-        return container([map_tensors(kind, change, each) for each in values])
+        return container([_mapped(kind, change, each, otherwise) for each in tree])
     if container is dict:
-        return {key: map_tensors(kind, change, each) for key, each in values.items()}
+        return {key: _mapped(kind, change, each, otherwise) for key, each in tree.items()}
     if container in _LEAVES:
-        return values
+        return tree
+    return otherwise(kind, change, tree)
+
+
+def _map_in_object(kind: type[Tensor], change: Callable[[Any], Tensor], values: Any) -> Any:
     leaves, tree = tree_flatten(values)
     if len(leaves) != 1 or leaves[0] is not values:
         return tree_unflatten([map_tensors(kind, change, leaf) for leaf in leaves], tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..core.errors import ConfigError
 from .output import console, print_json
 
 DESCRIPTION = """\
@@ -52,10 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..tools.planning.per_strategy import plan, size_in_bytes  # imports torch, which other commands do not need
     from ..tools.planning.report import report
+    from ..tools.strategy_options import names_in
 
-    names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("plan.strategies: is empty, give names with commas between them")
+    names = names_in(arguments.strategies, "plan.strategies")
     memory = arguments.device_memory
     with Console(stderr=True, markup=False, emoji=False).status("Starting a process") as status:
         found = plan(

@@ -15,7 +15,8 @@ gradient norms, weights and optimizer state after every step.
 SCRIPT runs, with the arguments after --, up to the construction of its FlexibleRunner; it does not train. Instead of
 making a runner, a file may define a dict named cfg with FlexibleRunner's arguments, or a function config() that returns
 one. A global batch consists of PROCESSES of the script's batches; incomplete global batches at the end of an epoch are
-left out. Accumulation, clipping, precision and schedules are those of the script. In all trainings, dropout is set to 0,
+left out. Accumulation, clipping, precision and schedules are those of the script, and so are the options of its strategy
+that another one has too; those that it has not are listed. In all trainings, dropout is set to 0,
 batch normalisation uses its running statistics, and hooks, validation, checkpoints and torch.compile are left out.
 
 With --simulate 16, one process computes what 16 processes would, rank after rank, each with random numbers of its own:
@@ -68,11 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.verify import verify  # imports torch, which other commands do not need
+    from ..tools.strategy_options import names_in  # imports torch, which other commands do not need
+    from ..tools.verify import verify
 
-    names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("verify.strategies: is empty, give names with commas between them")
+    names = names_in(arguments.strategies, "verify.strategies")
     ranks = arguments.simulate
     if ranks is not None and arguments.processes is not None:
         raise ConfigError(

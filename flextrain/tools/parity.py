@@ -67,6 +67,7 @@ class ProcessTrace:
         hints: by (step, entry), how the value differs, such as by a factor.
         eps: ``torch.finfo(...).eps`` of the coarsest dtype in use.
         parameters: names in the model's order.
+        left_out: options of the script's strategy that this one does not take, one line each.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -77,6 +78,7 @@ class ProcessTrace:
     eps: float = 0.0
     parameters: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def train_alone(job: Job, one_by_one: bool) -> ProcessTrace | None:
@@ -103,13 +105,15 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
     """Training under a strategy in all processes; each process compares it with the reference."""
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(runner_arguments(job.script, job.arguments))
-        spec = _spec(name, given, job)
+        spec, left_out = strategy_options(name, given, job.device)
         if spec["type"] is _spec(REFERENCE, given, job)["type"]:
             if os.environ["RANK"] != "0":
                 return None
             stack.enter_context(alone())
         strategy = build_strategy(spec)
-        return _train(job, given, strategy, Reference(Path(job.folder)), one_by_one=False)
+        trace = _train(job, given, strategy, Reference(Path(job.folder)), one_by_one=False)
+        trace.left_out = left_out
+        return trace
 
 
 def train_simulated(job: Job, name: str) -> list[ProcessTrace | None]:
@@ -124,7 +128,7 @@ def train_simulated(job: Job, name: str) -> list[ProcessTrace | None]:
 
 
 def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    return strategy_options(name, given, job.device)
+    return strategy_options(name, given, job.device)[0]
 
 
 def _train(

@@ -61,7 +61,11 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one strategy; ``differences`` holds the largest relative differences over all steps."""
+    """The result of one strategy; ``differences`` holds the largest relative differences over all steps.
+
+    Attributes:
+        left_out: options of the script's own strategy that this one does not take, one line each.
+    """
 
     strategy: str
     status: Status
@@ -70,6 +74,7 @@ class Row:
     differences: dict[str, float | None] = field(default_factory=dict)
     first: FirstDifference | None = None
     message: str = ""
+    left_out: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -122,6 +127,7 @@ class VerifyReport:
         lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
         lines += [Text(f"{row.strategy}: {row.first}", style="red") for row in self.rows if row.first]
         lines += [Text(f"{row.strategy}: {row.message}", style="yellow") for row in self.rows if row.message]
+        lines += [Text(f"{row.strategy}: {line}", style="dim") for row in self.rows for line in row.left_out]
         lines += [Text(note, style="dim") for note in self.notes]
         return Group(table, *lines)
 
@@ -245,7 +251,15 @@ def _row(
         return Row(name, "differs", message=f"its training ends after {made} steps, on one device after {expected}")
     measured, allowed = _measured(traces, reference), _tolerance(max(traces, key=lambda trace: trace.eps), tolerance)
     first = _first(measured, allowed, floor, traces, reference)
-    return Row(name, "differs" if first else "same", traces[0].dtype, allowed, _largest(measured), first)
+    return Row(
+        name,
+        "differs" if first else "same",
+        traces[0].dtype,
+        allowed,
+        _largest(measured),
+        first,
+        left_out=traces[0].left_out,
+    )
 
 
 def _tolerance(trace: ProcessTrace, given: float | None) -> float:

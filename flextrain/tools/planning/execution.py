@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from ...core.errors import ConfigError
 from ...core.rehearsing import rehearsal
 from ..script import runner_arguments
 from ..strategy_options import strategy_options
@@ -30,7 +30,9 @@ def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
         found = stack.enter_context(rehearsal(rank, job.world_size))
         with found.building():
             given = stack.enter_context(runner_arguments(job.script, job.arguments))
-        training = Training(arguments_for(job, given), job, found)
+        arguments, notes = arguments_for(job, given)
+        training = Training(arguments, job, found)
+        training.facts.notes += notes
         return training.run(), training.facts
 
 
@@ -38,21 +40,29 @@ def measure(job: PlannedJob) -> RankPlan:
     """Measure the same of this process in a real run of ``job.world_size`` processes."""
     with runner_arguments(job.script, job.arguments) as given:
         set_seed()
-        training = Training(arguments_for(job, given), job)
+        training = Training(arguments_for(job, given)[0], job)
         try:
             return training.run()
         finally:
             training.strategy.teardown()
 
 
-def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the script's arguments of the runner with the strategy and the changes of a job."""
-    found = {**given, "strategy": strategy_options(job.strategy, given, "cpu"), "launcher": None}
+def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the script's arguments of the runner with the strategy and the changes of a job, and what to note of them.
+
+    Raises:
+        ConfigError: a change is not possible.
+    """
+    strategy, notes = strategy_options(job.strategy, given, "cpu")
+    found = {**given, "strategy": strategy, "launcher": None}
     for key, value in job.changes.items():
         *path, last = key.split(".")
         inner = found
-        for name in path:
-            inner[name] = copy.copy(inner.get(name) or {})
+        for i, name in enumerate(path):
+            if inner.get(name) is not None and not isinstance(inner[name], Mapping):
+                whole = ".".join(path[: i + 1])
+                raise ConfigError(f"{key}: cannot be changed, {whole} is a {type(inner[name]).__name__} and no dict")
+            inner[name] = dict(inner.get(name) or {})
             inner = inner[name]
         inner[last] = value
-    return found
+    return found, notes
