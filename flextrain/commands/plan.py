@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..core.errors import ConfigError
 from .output import console, print_json
+
+if TYPE_CHECKING:
+    from ..tools.planning.plan import TrainingPlan
 
 DESCRIPTION = """\
 Plan a script's training on many processes: memory by kind and where in the update its peak is, bytes of collectives by
@@ -24,12 +28,13 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "plan",
         help="tell what a training on many processes needs, without them",
-        usage="flextrain plan SCRIPT --world-size N [options] [-- SCRIPT_ARGUMENT ...]",
+        usage="flextrain plan SCRIPT --world-size N [options] [-- SCRIPT_ARGUMENT ...]\n"
+        "       flextrain plan --from PLAN.json [--json] [--html PATH]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=DESCRIPTION,
     )
-    command.add_argument("script", metavar="SCRIPT", help="a Python file, see above")
-    command.add_argument("--world-size", type=int, required=True, help="number of processes")
+    command.add_argument("script", metavar="SCRIPT", nargs="?", help="a Python file, see above")
+    command.add_argument("--world-size", type=int, help="number of processes")
     command.add_argument("--nodes", type=int, default=1, help="number of machines; default: 1")
     command.add_argument("--device-memory", metavar="SIZE", help="memory of one device, such as 80GiB")
     command.add_argument(
@@ -41,22 +46,69 @@ def add(commands: Any) -> None:
         "--timeout", type=float, default=600.0, help="largest number of seconds for one rank; default: 600"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run, takes_script_arguments=True)
+    command.add_argument(
+        "--html",
+        metavar="PATH",
+        help="write the plan as one HTML file too, with charts; needs Matplotlib, flextrain[plots]",
+    )
+    command.add_argument(
+        "--from",
+        dest="saved",
+        metavar="PLAN.json",
+        help="instead of a script: a file with what --json has printed, to show it as a table, or with --html as a page",
+    )
+    defaults = {name: command.get_default(name) for name in vars(command.parse_known_args([])[0])}
+    command.set_defaults(run=run, takes_script_arguments=True, defaults=defaults)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan strategies; see `plan`."""
+    _check(arguments)
+    from ..tools.planning.html import check_page, write_page  # import torch, which other commands do not need
+    from ..tools.planning.plan import read_plan
+    from ..tools.planning.report import report
+
+    if arguments.html is not None:
+        check_page(arguments.html)
+    found = _plan(arguments) if arguments.saved is None else read_plan(arguments.saved)
+    if arguments.html is not None:
+        write_page(found, arguments.html)
+    print_json(found.as_json()) if arguments.json else console().print(report(found))
+    return found.exit_status
+
+
+_TO_SHOW = ("saved", "json", "html")
+"""Options that say how a plan is shown, and not how it is made."""
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if there is nothing to plan, or an option that a saved plan does not heed."""
+    if arguments.saved is not None:
+        for name, default in arguments.defaults.items():
+            value = getattr(arguments, name)
+            if name not in _TO_SHOW and value != default:
+                raise ConfigError(
+                    f"plan.{name}: {value} has no effect with --from, the plan is made already; leave it out"
+                )
+        if arguments.script_arguments:
+            raise ConfigError("plan.script: its arguments have no effect with --from, the plan is made already")
+    elif arguments.script is None:
+        raise ConfigError("plan.script: missing, give a script, or --from with a saved plan")
+    elif arguments.world_size is None:
+        raise ConfigError("plan.world_size: missing, give --world-size with the number of processes")
+
+
+def _plan(arguments: argparse.Namespace) -> TrainingPlan:
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.planning.per_strategy import plan, size_in_bytes  # imports torch, which other commands do not need
-    from ..tools.planning.report import report
+    from ..tools.planning.per_strategy import plan, size_in_bytes
     from ..tools.strategy_options import names_in
 
     names = names_in(arguments.strategies, "plan.strategies")
     memory = arguments.device_memory
     with Console(stderr=True, markup=False, emoji=False).status("Starting a process") as status:
-        found = plan(
+        return plan(
             arguments.script,
             names,
             world_size=arguments.world_size,
@@ -66,5 +118,3 @@ def run(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(Text(f"Planning: {what}")),
         )
-    print_json(found.as_json()) if arguments.json else console().print(report(found))
-    return found.exit_status
