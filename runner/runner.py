@@ -177,6 +177,7 @@ class FlexibleRunner(Checkpoints):
             self._setup_schedulers()
             with occupied([Path(self.work_dir), self.checkpoint_dir], self.fast_checkpoint_dir), self._running():
                 self._load_or_resume()
+                self._check_initialised()
                 self._say_if_done()
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
@@ -206,6 +207,10 @@ class FlexibleRunner(Checkpoints):
             reason: one line for the log.
         """
         self.oversight.preemption.ask(reason)
+
+    def _check_initialised(self) -> None:
+        with raising_together():  # a process may hold other parameters than the next
+            self.strategy.check_initialised()
 
     def _say_if_done(self) -> None:
         loop = self.train_loop
@@ -237,6 +242,7 @@ class FlexibleRunner(Checkpoints):
             source, _ = find_source(self)
             if source is not None and not self._started and not self._has_weights:
                 self.load_checkpoint(source)  # _started stays False: train() may still resume from it
+            self._check_initialised()
             metrics: dict[str, Any] = loop.run()
         return metrics
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.errors import StrategyError
+from ..core.errors import StrategyError, counted, suggest
 from ..core.module_state import tensor_names
+from ..core.rehearsing import rehearsing
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -34,6 +35,7 @@ class CanonicalState(ProcessEnvironment):
         self._module: nn.Module | None = None
         self._names = Names(nn.Module())
         self._at_setup: frozenset[str] = frozenset()  # names of parameters and buffers when the model was set up
+        self._uninitialised: set[str] = set()  # names of parameters that are zero until they are loaded
 
     @property
     def module(self) -> nn.Module:
@@ -176,6 +178,7 @@ class CanonicalState(ProcessEnvironment):
         Raises:
             CheckpointError: another class of optimizer saved the state.
         """
+        self._uninitialised -= {key.removeprefix("model.") for key in state if key.startswith("model.")}
         for wrapper in self.optim.wrappers.values() if self.optim else ():
             wrapper.refresh()
         if not any(key.startswith("optim.") for key in state):
@@ -187,6 +190,48 @@ class CanonicalState(ProcessEnvironment):
                 by_name[prefix].setdefault(name, {})[item] = value
         for wrapper in self.optim.wrappers.values() if self.optim else ():
             self._load_optimizer(wrapper, by_name[STATE], by_name[GROUP])
+
+    def _await_values(self, names: Collection[str]) -> None:
+        """Refuse to train until something has been loaded into these parameters, of which other processes may have some."""
+        self._uninitialised = {name for name, _ in self.named_parameters() if name in names}
+        if self._uninitialised:
+            for wrapper in self.optim.wrappers.values() if self.optim else ():
+                wrapper.register_step_pre_hook(lambda _: self.check_initialised())  # for loops without a runner
+
+    def check_initialised(self) -> None:
+        """Check that every parameter of this process has values, before anything is computed with them.
+
+        Raises:
+            StrategyError: parameters that were not initialised at set-up were not loaded since; see ``note_initialised``.
+        """
+        if self._uninitialised and not rehearsing():
+            names = [name for name, _ in self.named_parameters() if name in self._uninitialised]
+            more = f" and {counted(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""
+            raise StrategyError(
+                f"strategy.skip_init_weights: nothing has given values to {names[0]}{more}, all are zero; give load_from or resume, "
+                "leave skip_init_weights out, or, if your own code has filled them, call strategy.note_initialised()"
+            )
+
+    def note_initialised(self, names: Iterable[str] | None = None) -> None:
+        """Say that your own code has given values to parameters which ``skip_init_weights`` left at zero.
+
+        What a checkpoint or a file is loaded into need not be named.
+
+        Args:
+            names: of the parameters, in the user's model; None: all of them.
+
+        Raises:
+            StrategyError: the model has no parameter of this name.
+        """
+        if names is None:
+            self._uninitialised.clear()
+            return
+        own, aliases = {name for name, _ in self.named_parameters()}, self.aliases()
+        for name in [names] if isinstance(names, str) else names:
+            first = aliases.get(name, name)
+            if first not in own and first not in self.elsewhere():
+                raise StrategyError(f"note_initialised: the model has no parameter {name}{suggest(name, sorted(own))}")
+            self._uninitialised.discard(first)
 
     def _load_optimizer(
         self, wrapper: OptimWrapper, states: dict[str, dict[str, Any]], hyper: dict[str, dict[str, Any]]

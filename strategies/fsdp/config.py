@@ -85,7 +85,8 @@ class FSDPConfig(StrategyConfig):
     reduce_every_micro_batch: bool = False
     """Reduce gradients after every micro-batch, not once per window: saves memory, costs communication."""
     skip_init_weights: bool = False
-    """Leave the parameters of a model given as dict or callable at zero, if a checkpoint is loaded anyway."""
+    """Leave the parameters of a model given as dict or callable at zero, if a checkpoint is loaded anyway. Training or
+    evaluating with one that nothing was loaded into raises; ``Strategy.note_initialised`` is for code that fills them itself."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

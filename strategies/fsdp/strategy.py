@@ -102,6 +102,7 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         self._without_memory.note(model)
         called, optim = super().setup(model, optim)
+        self._await_values(self._without_memory.left_at_zero)
         for wrapper in optim.wrappers.values() if optim is not None else ():
             assert self._sharded is not None
             self._sharded.check(wrapper)

@@ -28,12 +28,16 @@ class ModelWithoutMemory:
         self.context = DeferredInit()
         """Context for building and initialising the model."""
         self._keep_zeros = keep_zeros
+        self.left_at_zero: frozenset[str] = frozenset()
+        """Names of the parameters that are not initialised, because a checkpoint will be loaded."""
         self._built: dict[str, Tensor] = {}
         self._names: dict[str, list[str]] = {}
 
     def note(self, model: nn.Module) -> None:
         """Record the parameters that are on the meta device; call it before they are sharded, or some are taken away."""
         self._built = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.is_meta}
+        if self._keep_zeros:
+            self.left_at_zero = frozenset(self._built)
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first[id(parameter)], []).append(name)
