@@ -1,8 +1,9 @@
-"""`flextrain list`: show the names that a configuration may use as `type`."""
+"""`flextrain list`: show the names that a configuration may use as `type`, and the machines of `flextrain plan`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import re
 from dataclasses import is_dataclass
@@ -14,13 +15,20 @@ from .output import console, print_json
 
 if TYPE_CHECKING:
     from ..core import registry
+    from ..tools.planning.machine_kind import MachineKind
+
+
+_MACHINES = "machines"
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's."""
     command = commands.add_parser("list", help="show the names that a configuration may use as `type`")
     command.add_argument(
-        "kind", nargs="?", metavar="KIND", help="strategies, optimizers, hooks, ...; default: all kinds"
+        "kind",
+        nargs="?",
+        metavar="KIND",
+        help="strategies, optimizers, hooks, ..., or machines, those of `flextrain plan`; default: all kinds",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
@@ -37,13 +45,18 @@ def registries() -> dict[str, registry.Registry]:
 def run(arguments: argparse.Namespace) -> int:
     """Print the names of one kind with descriptions, or the names of all kinds."""
     kinds = registries()
+    if arguments.kind == _MACHINES:
+        _print_machines(arguments.json)
+        return 0
     if arguments.kind is None:
         names = {kind: [*found, *found.short_names()] for kind, found in kinds.items()}
         print_json(names) if arguments.json else _print_overview(names)
         return 0
     if arguments.kind not in kinds:
-        hint = suggest(arguments.kind, kinds)
-        raise ConfigError(f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds)}{hint}')
+        known = [*kinds, _MACHINES]
+        raise ConfigError(
+            f'list: "{arguments.kind}" is not allowed, give {", ".join(known)}{suggest(arguments.kind, known)}'
+        )
     found = kinds[arguments.kind]
     descriptions = {name: describe(found, name) for name in found}
     descriptions |= {short: _as_call(meant) for short, meant in found.short_names().items()}
@@ -94,3 +107,27 @@ def _print_table(kind: str, descriptions: dict[str, str]) -> None:
     for name, description in descriptions.items():
         table.add_row(name, description)
     console().print(table)
+
+
+def _print_machines(as_json: bool) -> None:
+    from ..tools.planning.machines import MACHINES
+
+    if as_json:
+        print_json({name: dataclasses.asdict(machine) for name, machine in MACHINES.items()})
+        return
+    title = "per device; links in one direction; --json has the sources, and the form of a file for --machine"
+    table = fitted_table(*MACHINE_COLUMNS, title=title)
+    for machine in MACHINES.values():
+        table.add_row(*machine_row(machine))
+    console().print(table)
+
+
+MACHINE_COLUMNS = ("machine", "device", "TFLOP/s", "memory", "GB/s", "node", "inside", "between")
+
+
+def machine_row(machine: MachineKind) -> tuple[str, ...]:
+    """A machine as a row under ``MACHINE_COLUMNS``."""
+    peaks = ", ".join(f"{dtype} {rate / 1e12:.5g}" for dtype, rate in machine.peak.items())
+    memory, bandwidth = f"{machine.memory / 2**30:.4g} GiB", f"{machine.bandwidth / 1e9:.5g}"
+    links = (f"{link.name}: {link.bytes_per_s / 1e9:.4g} GB/s" for link in (machine.inside, machine.between))
+    return machine.name, machine.device, peaks, memory, bandwidth, str(machine.devices), *links

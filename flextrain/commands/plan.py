@@ -9,11 +9,13 @@ from ..core.errors import ConfigError
 from .output import console, print_json
 
 if TYPE_CHECKING:
+    from ..tools.planning.calibrate import Measured
+    from ..tools.planning.machine_kind import MachineKind
     from ..tools.planning.plan import TrainingPlan
 
 DESCRIPTION = """\
 Plan a script's training on many processes: memory by kind and where in the update its peak is, bytes of collectives by
-axis of the mesh and by link, and floating-point operations.
+axis of the mesh and by link, floating-point operations, and with --machine how long an update takes.
 
 SCRIPT runs, with the arguments after --, up to the construction of its FlexibleRunner, as in `flextrain verify`. Set-up
 and two updates are then made under each strategy as one rank of WORLD_SIZE, on tensors without values: no accelerator is
@@ -29,14 +31,27 @@ def add(commands: Any) -> None:
         "plan",
         help="tell what a training on many processes needs, without them",
         usage="flextrain plan SCRIPT --world-size N [options] [-- SCRIPT_ARGUMENT ...]\n"
-        "       flextrain plan --from PLAN.json [--json] [--html PATH]",
+        "       flextrain plan --from PLAN.json [--machine NAME] [--calibrate ...] [--json] [--html PATH]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=DESCRIPTION,
     )
     command.add_argument("script", metavar="SCRIPT", nargs="?", help="a Python file, see above")
     command.add_argument("--world-size", type=int, help="number of processes")
-    command.add_argument("--nodes", type=int, default=1, help="number of machines; default: 1")
-    command.add_argument("--device-memory", metavar="SIZE", help="memory of one device, such as 80GiB")
+    command.add_argument("--nodes", type=int, help="number of machines; default: as many as --machine needs, or 1")
+    command.add_argument(
+        "--device-memory", metavar="SIZE", help="memory of one device, such as 80GiB; default: that of --machine"
+    )
+    command.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="estimate how long an update takes on it: a name of `flextrain list machines`, such as h100, or a file .json",
+    )
+    command.add_argument(
+        "--calibrate",
+        metavar="STRATEGY=SECONDS",
+        help="fit these times to an update that was measured: ddp=1.84s, or ddp=scalars.json, the log of a run; "
+        "PLAN.json:ddp=1.84s if it had other processes, with the plan of these",
+    )
     command.add_argument(
         "--strategies",
         default="ddp,fsdp",
@@ -64,21 +79,27 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan strategies; see `plan`."""
     _check(arguments)
+    from ..tools.planning.calibrate import with_times
     from ..tools.planning.html import check_page, write_page  # import torch, which other commands do not need
     from ..tools.planning.plan import read_plan
     from ..tools.planning.report import report
 
     if arguments.html is not None:
         check_page(arguments.html)
-    found = _plan(arguments) if arguments.saved is None else read_plan(arguments.saved)
+    machine, measured = _machine(arguments)
+    if arguments.saved is None:
+        found = _plan(arguments, machine, measured)
+    else:
+        found = read_plan(arguments.saved)
+        found = found if machine is None else with_times(found, machine, measured)
     if arguments.html is not None:
         write_page(found, arguments.html)
     print_json(found.as_json()) if arguments.json else console().print(report(found))
     return found.exit_status
 
 
-_TO_SHOW = ("saved", "json", "html")
-"""Options that say how a plan is shown, and not how it is made."""
+_TO_SHOW = ("saved", "json", "html", "machine", "calibrate")
+"""Options that say how a plan is shown and what is reckoned from it, and not how it is made."""
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -98,7 +119,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("plan.world_size: missing, give --world-size with the number of processes")
 
 
-def _plan(arguments: argparse.Namespace) -> TrainingPlan:
+def _machine(arguments: argparse.Namespace) -> tuple[MachineKind | None, Measured | None]:
+    from ..tools.planning.calibrate import measured_in
+    from ..tools.planning.machines import machine_named
+
+    if arguments.machine is None and arguments.calibrate is not None:
+        raise ConfigError("plan.calibrate: has no meaning without a machine, give --machine")
+    machine = None if arguments.machine is None else machine_named(arguments.machine)
+    return machine, None if arguments.calibrate is None else measured_in(arguments.calibrate)
+
+
+def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: Measured | None) -> TrainingPlan:
     from rich.console import Console
     from rich.text import Text
 
@@ -115,6 +146,8 @@ def _plan(arguments: argparse.Namespace) -> TrainingPlan:
             nodes=arguments.nodes,
             arguments=arguments.script_arguments,
             device_memory=None if memory is None else size_in_bytes(memory, "plan.device_memory"),
+            machine=machine,
+            measured=measured,
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(Text(f"Planning: {what}")),
         )

@@ -24,7 +24,7 @@ from .charts import (
 )
 from .page_style import STYLE
 from .plan import Kind, Moment, RankPlan, StrategyPlan, TrainingPlan
-from .report import CAPTION, HEADINGS, cells, lines_on, not_seen, size, where_it_is
+from .report import CAPTION, about_times, cells, headings, lines_on, not_seen, size, where_it_is
 
 _KIND_WORDS: dict[Kind, str] = {
     "optimizer_state": "optimizer state",
@@ -122,7 +122,7 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _table(plan: TrainingPlan) -> str:
-    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in HEADINGS)
+    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings(plan))
     rows = "".join(_row(plan, strategy) for strategy in plan.strategies)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<section><div class="wide">{table}</div><p class="small">{escape(CAPTION)}</p></section>'
@@ -231,7 +231,7 @@ def _remarks(plan: TrainingPlan) -> str:
             rest = line.removeprefix(f"{strategy.strategy}: ")
             found.append(f"<li{kind}><strong>{escape(strategy.strategy)}:</strong> {escape(rest)}</li>")
     found += [f"<li>{escape(note)}</li>" for note in plan.notes]
-    found.append(f"<li>{escape(not_seen(plan))}</li>")
+    found += [f"<li>{escape(line)}</li>" for line in (not_seen(plan), *about_times(plan))]
     return f'<section><h2>What to know</h2><ul class="remarks">{"".join(found)}</ul></section>'
 
 

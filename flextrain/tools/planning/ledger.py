@@ -175,10 +175,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view:
             return
         formula = flop_registry.get(func.overloadpacket)
-        dtype = next((leaf.dtype for leaf in (*leaves, *given) if leaf.is_floating_point()), None)
+        # A product is as fast as what is multiplied allows, whatever the dtype of its result.
+        ordered = (*leaves, *given) if formula is None else (*given, *leaves)
+        dtype = next((leaf.dtype for leaf in ordered if leaf.is_floating_point()), None)
         if dtype is None:
             return
-        work = self._work.setdefault((phase, str(dtype).removeprefix("torch."), formula is not None), [0, 0, 0])
+        name = str(dtype).removeprefix("torch.")
+        if formula is not None and dtype == torch.float32 and _may_round(func):
+            name = "tfloat32"
+        work = self._work.setdefault((phase, name, formula is not None), [0, 0, 0])
         work[0] += 1
         work[1] += int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         work[2] += sum(leaf.numel() * leaf.itemsize for leaf in (*given, *leaves))
@@ -226,3 +231,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phases[moment.phase].append(moment)
         chosen |= {id(max(found, key=lambda moment: moment.total)) for found in phases.values()}
         return [moment for moment in self._moments if id(moment) in chosen]
+
+
+def _may_round(operation: Any) -> bool:
+    """Whether torch allows TF32 for a product in float32 on a device that has it."""
+    backends: Any = torch.backends
+    is_convolution = "convolution" in operation.overloadpacket.__name__
+    return bool((backends.cudnn.conv if is_convolution else backends.cuda.matmul).fp32_precision == "tf32")

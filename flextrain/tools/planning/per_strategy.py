@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from ...core.errors import ConfigError
+from .calibrate import Measured, fit, strategy_in, with_times
 from .child import RankAnswer, ask
 from .links import check_nodes
+from .machine_kind import MachineKind
+from .machines import check_devices, nodes_for
 from .plan import PlannedJob, StrategyPlan, TrainingPlan
 
 MARGIN = 0.05
@@ -30,9 +33,11 @@ def plan(
     strategies: Sequence[str | Mapping[str, Any]],
     *,
     world_size: int,
-    nodes: int = 1,
+    nodes: int | None = None,
     arguments: Sequence[str] = (),
     device_memory: int | None = None,
+    machine: MachineKind | None = None,
+    measured: Measured | None = None,
     changes: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     on_progress: Callable[[str], object] = lambda what: None,
@@ -45,26 +50,43 @@ def plan(
     Args:
         strategies: names as for `flextrain verify`, or configurations with ``type``. A strategy of the class that the script
             itself uses gets the script's options.
-        world_size, nodes, arguments, changes: see PlannedJob.
-        device_memory: bytes of one device, for ``TrainingPlan.fits``.
+        world_size, nodes, arguments, changes: see PlannedJob. Without ``nodes``, as many as a machine's devices need, or 1.
+        device_memory: bytes of one device, for ``TrainingPlan.fits``; default: those of the machine.
+        machine: of which kind the nodes are, for ``StrategyPlan.time``.
+        measured: an update that was measured on this machine, to fit these times to.
         timeout_s: largest number of seconds for one rank.
         on_progress: called with what is planned next.
 
     Raises:
         ConfigError: the arguments are wrong; wrong configurations of strategies are ``refused`` in the plan.
     """
+    if nodes is None:
+        nodes = 1 if machine is None or world_size < 1 else nodes_for(machine, world_size)
     if problem := check_nodes(world_size, nodes):
         raise ConfigError(f"plan.world_size: {world_size} with {nodes} nodes is not allowed, {problem}")
+    if machine is not None:
+        check_devices(machine, world_size, nodes)
+        device_memory = machine.memory if device_memory is None else device_memory
+    elif measured is not None:
+        raise ConfigError("plan.calibrate: has no meaning without a machine, give --machine")
     if not Path(script).is_file():
         raise ConfigError(f"script: {script} is not a file")
-    unseen = 0 if device_memory is None else int(device_memory * MARGIN)
-    found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+    jobs = []
     for strategy in strategies:
         given = strategy if isinstance(strategy, str) else dict(strategy)
-        job = PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {}))
+        jobs.append(PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {})))
+    # Errors now, because planning takes minutes.
+    if measured is not None and machine is not None:
+        if measured.plan is None:
+            strategy_in([StrategyPlan(job.name, "planned") for job in jobs], measured)
+        else:
+            fit(measured.plan, machine, measured)
+    unseen = 0 if device_memory is None else int(device_memory * MARGIN)
+    found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+    for job in jobs:
         on_progress(job.name)
         found.strategies.append(plan_strategy(job, timeout_s=timeout_s))
-    return found
+    return found if machine is None else with_times(found, machine, measured)
 
 
 def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
@@ -88,6 +110,7 @@ def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
         whole_parameters=facts.whole_parameters,
         whole_checkpoint=facts.whole_checkpoint,
         notes=facts.notes,
+        pipeline=facts.pipeline,
         seconds=seconds,
         resident=resident,
     )

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import pydantic
 
 from ...core.errors import ConfigError
+from .machine_kind import MachineKind
+from .times import Calibration, PipelineOrder, StepTime
 
 SCHEMA = 1
 """Version of the JSON; it changes if a field gets another meaning or goes."""
@@ -118,7 +120,7 @@ class Work:
     """The computation of one phase in one dtype.
 
     Attributes:
-        dtype: such as "bfloat16".
+        dtype: such as "bfloat16"; of a product, the one that is multiplied, "tfloat32" where torch allows it for float32.
         kind: "matrix" for operations that torch's flop counter counts, "other" for all others.
         operations: their number.
         flops: floating-point operations, as torch.utils.flop_counter counts them; 0 for others.
@@ -146,6 +148,7 @@ class RankPlan:
         traffic: collectives and messages.
         work: computation; recomputation has the phase "recompute".
         samples: number of samples of this rank's data shard in one update.
+        micro_batches: number of micro-batches of one update.
         parameters: number of elements of trainable and frozen parameters that this rank keeps.
         checkpoint: bytes that this rank writes into a checkpoint, if all ranks write their own part evenly.
     """
@@ -158,6 +161,7 @@ class RankPlan:
     traffic: list[Traffic] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     samples: int = 0
+    micro_batches: int = 1
     parameters: int = 0
     checkpoint: int = 0
 
@@ -191,6 +195,8 @@ class StrategyPlan:
         whole_parameters: number of elements of the whole model's parameters.
         whole_checkpoint: bytes of a checkpoint, of all ranks.
         source: "executed" on fake tensors, or "formula".
+        pipeline: the order of computation in a pipeline; None without one, or if it is not known.
+        time: how long an update takes; None if no machine was given.
         seconds: processor time of planning.
         resident: largest resident memory of the planning process, in bytes.
         notes: what to know about these figures, one line each.
@@ -205,6 +211,8 @@ class StrategyPlan:
     whole_parameters: int = 0
     whole_checkpoint: int = 0
     source: Literal["executed", "formula"] = "executed"
+    pipeline: PipelineOrder | None = None
+    time: StepTime | None = None
     seconds: float = 0.0
     resident: int = 0
     notes: list[str] = field(default_factory=list)
@@ -224,6 +232,8 @@ class TrainingPlan:
         unseen: bytes to leave free for what planning does not see, see ``UNSEEN``; in the comparison with ``device_memory``.
         torch: torch's version.
         schema: version of the JSON.
+        machine: on which ``StrategyPlan.time`` is; None: not given.
+        calibration: what was fitted to a measured update; None: nothing.
     """
 
     script: str
@@ -235,6 +245,8 @@ class TrainingPlan:
     notes: list[str] = field(default_factory=list)
     unseen: int = 0
     schema: int = SCHEMA
+    machine: MachineKind | None = None
+    calibration: Calibration | None = None
 
     def fits(self, strategy: StrategyPlan) -> bool | None:
         """Whether a strategy's peak and ``unseen`` fit on the device; None if it was refused or no size was given."""

@@ -11,6 +11,8 @@ from rich.text import Text
 from ..markup import add_row
 from ..tables import FittedTable
 from .plan import UNSEEN, RankPlan, StrategyPlan, TrainingPlan
+from .step_time import NOT_TIMED
+from .times import Calibration
 
 _SHOWN = {
     "parameters": "parameters",
@@ -20,8 +22,7 @@ _SHOWN = {
     "communication": "communication",
 }
 
-HEADINGS = ("strategy", "peak", *_SHOWN.values(), "other", "sent inside", "between", "TFLOP", "repeated", "fits")
-"""Of the table's columns."""
+_HEADINGS = ("strategy", "peak", *_SHOWN.values(), "other", "sent inside", "between", "TFLOP", "repeated", "fits")
 CAPTION = "bytes per rank: memory at the peak, and sent to processes of its node and of other nodes"
 
 
@@ -29,15 +30,21 @@ def report(plan: TrainingPlan) -> Group:
     """Return what to print with rich: a table with a row for each strategy, and lines on each."""
     title = f"{Path(plan.script).name}: one update on {plan.world_size:,} processes, {plan.nodes:,} nodes"
     table = FittedTable(title=Text(title), title_justify="left", caption_justify="left")
-    table.add_column(HEADINGS[0], overflow="fold")
-    for heading in HEADINGS[1:]:
+    first, *others = headings(plan)
+    table.add_column(first, overflow="fold")
+    for heading in others:
         table.add_column(heading, justify="right")
     for strategy in plan.strategies:
         add_row(table, strategy.strategy, *cells(plan, strategy))
     table.caption = Text(CAPTION)
     lines = [Text(line, style=style) for strategy in plan.strategies for line, style in lines_on(strategy)]
-    lines.append(Text(not_seen(plan), style="dim"))
+    lines += [Text(line, style="dim") for line in (not_seen(plan), *about_times(plan))]
     return Group(table, *lines)
+
+
+def headings(plan: TrainingPlan) -> tuple[str, ...]:
+    """The headings of the table's columns."""
+    return _HEADINGS if plan.machine is None else (*_HEADINGS, "step")
 
 
 def not_seen(plan: TrainingPlan) -> str:
@@ -50,7 +57,7 @@ def cells(plan: TrainingPlan, strategy: StrategyPlan) -> list[str]:
     """A strategy's row of the table, but for its name."""
     rank = strategy.highest
     if rank is None:
-        return ["refused"] + [""] * (len(_SHOWN) + 6)
+        return ["refused"] + [""] * (len(headings(plan)) - 2)
     by_kind = rank.peak.by_kind
     known = [by_kind.get(kind, 0) for kind in _SHOWN]  # type: ignore[call-overload]
     fits = plan.fits(strategy)
@@ -63,6 +70,11 @@ def cells(plan: TrainingPlan, strategy: StrategyPlan) -> list[str]:
         f"{max(one.flops for one in strategy.ranks) / 1e12:.4g}",
         f"{max(one.repeated_flops for one in strategy.ranks) / 1e12:.4g}",
         "" if fits is None else "yes" if fits else "no",
+        *(
+            []
+            if plan.machine is None
+            else ["" if strategy.time is None else interval(strategy.time.lower, strategy.time.upper)]
+        ),
     ]
 
 
@@ -75,6 +87,38 @@ def lines_on(strategy: StrategyPlan) -> Iterator[tuple[str, str]]:
     yield f"{name}: the peak is in {where_it_is(rank)}", "dim"
     for note in strategy.notes:
         yield f"{name}: {note}", "dim"
+    if strategy.time is not None:
+        yield from ((f"{name}: {line}", "dim") for line in _of_time(strategy))
+
+
+def _of_time(strategy: StrategyPlan) -> Iterator[str]:
+    time = strategy.time
+    assert time is not None
+    sent = [f"sending {seconds(time.inside)} inside of nodes"] if time.inside else []
+    sent += [f"sending {seconds(time.between)} between nodes"] if time.between else []
+    waited = [f"processes wait for other stages {time.waiting:.0%} of it"] if time.waiting else []
+    least, most = (f"{100 * share:.3g}" for share in time.utilisation)
+    share = f"{least} %" if least == most else f"{least} to {most} %"
+    parts = ", ".join([f"computing {seconds(time.computing)}", *sent, *waited])
+    yield f"a step takes {interval(time.lower, time.upper)}: {parts}; {share} of the peak for the model's operations"
+    yield from time.notes
+
+
+def about_times(plan: TrainingPlan) -> Iterator[str]:
+    """What the seconds of steps mean; nothing without a machine."""
+    if plan.machine is None:
+        return
+    found = plan.calibration
+    at = "at the full rates of its data sheet" if found is None else _calibrated(found)
+    yield f"A step on {plan.machine.device}, {at}: from perfect overlap of computing and sending to none."
+    yield f"Not in a step: {NOT_TIMED}."
+    yield from found.notes if found is not None else ()
+
+
+def _calibrated(found: Calibration) -> str:
+    shares = sorted({f"{100 * share:.3g}" for share in (found.overlapped, found.apart)}, key=float)
+    on = f"{found.strategy} in {seconds(found.seconds)} on {found.world_size:,} processes"
+    return f"calibrated by {on} to {' to '.join(shares)} % of its rates for computing"
 
 
 def where_it_is(rank: RankPlan) -> str:
@@ -93,3 +137,15 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} TiB"
+
+
+def seconds(count: float) -> str:
+    """A number of seconds for people."""
+    return interval(count, count)
+
+
+def interval(lower: float, upper: float) -> str:
+    """An interval of seconds for people, such as ``1.2 to 3.4 s``."""
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if upper * f >= 1), ("us", 1e6))
+    first, last = (f"{n:.3g}" if n < 1000 else f"{n:,.0f}" for n in (lower * factor, upper * factor))
+    return f"{last} {unit}" if first == last else f"{first} to {last} {unit}"

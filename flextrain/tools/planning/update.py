@@ -32,12 +32,15 @@ from ...runner.data.user_loaders import goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
 from ...runner.loops.step import Stepper
 from ...strategies.base import Strategy
+from ...strategies.mesh.config import MeshConfig
+from ...strategies.mesh.pipeline.pipeline_parallel import stages_per_process
 from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole
 from ..shared_batches import without_workers
 from .kinds import parts_of
 from .ledger import Ledger
 from .links import Network
 from .plan import PlannedJob, RankPlan
+from .times import PipelineOrder
 
 UPDATES = 2
 """Updates that are made. The first one creates the optimizer's state, the second one is as all others."""
@@ -61,6 +64,7 @@ class Facts:
     options: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     stages: list[int] = field(default_factory=list)
+    pipeline: PipelineOrder | None = None
     whole_parameters: int = 0
     whole_checkpoint: int = 0
     notes: list[str] = field(default_factory=list)
@@ -185,6 +189,9 @@ class Training:
         network = self._network(topology)
         self.facts.axes = {**network.axes, **network.overlays} or {"data": topology.world_size}
         self.facts.stages = [] if topology.model is None else dist.get_process_group_ranks(topology.model)
+        config: Any = self.strategy.config
+        if network.axes.get("pp", 1) > 1 and isinstance(config, MeshConfig):
+            self.facts.pipeline = PipelineOrder(config.pp_schedule, stages_per_process(config))
         self.facts.whole_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.facts.whole_checkpoint = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -227,6 +234,7 @@ class Training:
             traffic=ledger.traffic(),
             work=ledger.work(),
             samples=sum(_samples(batch) for batch in window),
+            micro_batches=len(window),
             parameters=sum(part.numel() for part in held),
             checkpoint=self.facts.whole_checkpoint // topology.world_size,
         )
