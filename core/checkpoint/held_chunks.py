@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor_chunks import chunks_of
 from ..errors import CheckpointError
+from ..rehearsing import rehearsing
+from ..rehearsing_private import is_fake
 from .flat_shard import FlatShard
 
 Offsets = tuple[int, ...]
@@ -19,12 +21,12 @@ ORDINARY = (Tensor, nn.Parameter)
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether the tensor is whole on this process, and no class of its own says what it holds."""
-    return type(tensor) in ORDINARY
+    return type(tensor) in ORDINARY or (rehearsing() and is_fake(tensor))
 
 
 def is_cut_by_rule(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor whose local tensor is what its placements say."""
-    return isinstance(tensor, DTensor) and type(tensor.to_local()) in ORDINARY
+    return isinstance(tensor, DTensor) and is_ordinary(tensor.to_local())
 
 
 @torch.no_grad()  # outside of it, to_local() records an autograd graph

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Plan a script's training on many processes: memory by kind and where in the update its peak is, bytes of collectives by
-axis of the mesh and by link, floating-point operations, and with --machine how long an update takes.
+axis of the mesh and by link, floating-point operations, what a checkpoint takes, and with --machine how long an update
+takes.
 
 SCRIPT runs, with the arguments after --, up to the construction of its FlexibleRunner, as in `flextrain verify`. Set-up
 and two updates are then made under each strategy as one rank of WORLD_SIZE, on tensors without values: no accelerator is
@@ -52,6 +53,8 @@ def add(commands: Any) -> None:
         help="fit these times to an update that was measured: ddp=1.84s, or ddp=scalars.json, the log of a run; "
         "PLAN.json:ddp=1.84s if it had other processes, with the plan of these",
     )
+    command.add_argument("--disk", metavar="RATE", help="what a process writes of a checkpoint, such as 2GB/s")
+    command.add_argument("--disk-of-all", metavar="RATE", help="the same of all processes together, such as 100GB/s")
     command.add_argument(
         "--strategies",
         default="ddp,fsdp",
@@ -133,11 +136,15 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.planning.per_strategy import plan, size_in_bytes
+    from ..tools.planning.per_strategy import plan, rate_in_bytes, size_in_bytes
     from ..tools.strategy_options import names_in
 
     names = names_in(arguments.strategies, "plan.strategies")
     memory = arguments.device_memory
+    disk, of_all = (
+        None if rate is None else rate_in_bytes(rate, f"plan.{key}")
+        for key, rate in (("disk", arguments.disk), ("disk_of_all", arguments.disk_of_all))
+    )
     with Console(stderr=True, markup=False, emoji=False).status("Starting a process") as status:
         return plan(
             arguments.script,
@@ -148,6 +155,8 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
             device_memory=None if memory is None else size_in_bytes(memory, "plan.device_memory"),
             machine=machine,
             measured=measured,
+            disk=disk,
+            disk_of_all=of_all,
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(Text(f"Planning: {what}")),
         )

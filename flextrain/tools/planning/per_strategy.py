@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from ...core.errors import ConfigError
 from .calibrate import Measured, fit, strategy_in, with_times
+from .checkpoint import with_checkpoint, with_seconds
 from .child import RankAnswer, ask
 from .links import check_nodes
 from .machine_kind import MachineKind
@@ -39,6 +41,8 @@ def plan(
     machine: MachineKind | None = None,
     measured: Measured | None = None,
     changes: Mapping[str, Any] | None = None,
+    disk: float | None = None,
+    disk_of_all: float | None = None,
     timeout_s: float = 600.0,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> TrainingPlan:
@@ -54,6 +58,7 @@ def plan(
         device_memory: bytes of one device, for ``TrainingPlan.fits``; default: those of the machine.
         machine: of which kind the nodes are, for ``StrategyPlan.time``.
         measured: an update that was measured on this machine, to fit these times to.
+        disk, disk_of_all: bytes per second that one process, and all together, write into a checkpoint; None: not known.
         timeout_s: largest number of seconds for one rank.
         on_progress: called with what is planned next.
 
@@ -85,7 +90,7 @@ def plan(
     found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
     for job in jobs:
         on_progress(job.name)
-        found.strategies.append(plan_strategy(job, timeout_s=timeout_s))
+        found.strategies.append(with_seconds(plan_strategy(job, timeout_s=timeout_s), disk, disk_of_all))
     return found if machine is None else with_times(found, machine, measured)
 
 
@@ -101,17 +106,22 @@ def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
     seconds, resident = sum(one.seconds for one in answers), max(one.resident for one in answers)
     if problem:
         return StrategyPlan(job.name, "refused", problem, seconds=seconds, resident=resident)
+    began = time.process_time()
+    shares = [answer.facts.share for answer in answers if answer.facts.share is not None]
+    planned = [answer.plan for answer in answers if answer.plan is not None]
+    checkpoint, ranks, notes = with_checkpoint(planned, shares, max(1, len(facts.stages)), job.world_size)
     return StrategyPlan(
         job.name,
         "planned",
         options=facts.options,
         axes=facts.axes,
-        ranks=[answer.plan for answer in answers if answer.plan is not None],
+        ranks=ranks,
         whole_parameters=facts.whole_parameters,
-        whole_checkpoint=facts.whole_checkpoint,
-        notes=facts.notes,
+        whole_checkpoint=0 if checkpoint is None else checkpoint.whole,
+        notes=[*facts.notes, *notes],
+        checkpoint=checkpoint,
         pipeline=facts.pipeline,
-        seconds=seconds,
+        seconds=seconds + time.process_time() - began,
         resident=resident,
     )
 
@@ -151,3 +161,15 @@ def size_in_bytes(text: str, where: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f'{where}: "{text}" is not allowed, give a number with a unit, such as 80GiB')
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def rate_in_bytes(text: str, where: str) -> int:
+    """Return the number of bytes per second that a text such as "2GB/s" says.
+
+    Raises:
+        ConfigError: it says none.
+    """
+    size, per, second = text.partition("/")
+    if not per or second.strip() != "s":
+        raise ConfigError(f'{where}: "{text}" is not allowed, give bytes per second, such as 2GB/s')
+    return size_in_bytes(size, where)

@@ -150,7 +150,7 @@ class RankPlan:
         samples: number of samples of this rank's data shard in one update.
         micro_batches: number of micro-batches of one update.
         parameters: number of elements of trainable and frozen parameters that this rank keeps.
-        checkpoint: bytes that this rank writes into a checkpoint, if all ranks write their own part evenly.
+        checkpoint: bytes of the file that this rank writes into a checkpoint.
     """
 
     rank: int
@@ -181,6 +181,30 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class CheckpointPlan:
+    """A checkpoint during training, with weights and optimizer state; what hooks add to it is not counted.
+
+    Attributes:
+        files: number of files: one of each rank that writes, one of plain values, and the index.
+        whole: bytes of all files.
+        largest: bytes of the largest file of a rank.
+        largest_rank: the rank that writes it.
+        index: bytes of the index.
+        values: bytes of the plain values, which rank 0 writes: settings of the optimizer, and every data shard's random state.
+        seconds: until the last rank has written its file, if each rank and the file system write at the rates that were
+            given; None: none was given.
+    """
+
+    files: int
+    whole: int
+    largest: int
+    largest_rank: int
+    index: int
+    values: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class StrategyPlan:
     """The plan of one strategy.
 
@@ -193,7 +217,8 @@ class StrategyPlan:
         ranks: the ranks that were planned: one of each pipeline stage. Others have the same plan as the one of their stage,
             but for uneven shards.
         whole_parameters: number of elements of the whole model's parameters.
-        whole_checkpoint: bytes of a checkpoint, of all ranks.
+        whole_checkpoint: bytes of a checkpoint, of all ranks; 0 if it cannot be written.
+        checkpoint: what a checkpoint takes; None if it cannot be written, which ``notes`` explain.
         source: "executed" on fake tensors, or "formula".
         pipeline: the order of computation in a pipeline; None without one, or if it is not known.
         time: how long an update takes; None if no machine was given.
@@ -216,6 +241,7 @@ class StrategyPlan:
     seconds: float = 0.0
     resident: int = 0
     notes: list[str] = field(default_factory=list)
+    checkpoint: CheckpointPlan | None = None
 
     @property
     def highest(self) -> RankPlan | None:

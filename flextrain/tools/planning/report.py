@@ -85,6 +85,13 @@ def lines_on(strategy: StrategyPlan) -> Iterator[tuple[str, str]]:
         yield f"{name}: {strategy.message}", "red"
         return
     yield f"{name}: the peak is in {where_it_is(rank)}", "dim"
+    if (saved := strategy.checkpoint) is not None:
+        took = "" if saved.seconds is None else f"; {saved.seconds:.3g} s"
+        yield (
+            f"{name}: a checkpoint has {size(saved.whole)} in {saved.files:,} files, {size(saved.index)} of them the index; rank "
+            f"{saved.largest_rank} writes most, {size(saved.largest)}{took}",
+            "dim",
+        )
     for note in strategy.notes:
         yield f"{name}: {note}", "dim"
     if strategy.time is not None:

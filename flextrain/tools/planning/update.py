@@ -36,6 +36,7 @@ from ...strategies.mesh.config import MeshConfig
 from ...strategies.mesh.pipeline.pipeline_parallel import stages_per_process
 from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole
 from ..shared_batches import without_workers
+from .checkpoint import Share, share_of
 from .kinds import parts_of
 from .ledger import Ledger
 from .links import Network
@@ -59,6 +60,7 @@ class Facts:
 
     Attributes:
         stages: one rank of each pipeline stage, in their order; empty without.
+        share: what the planned rank saves in a checkpoint.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Facts:
     stages: list[int] = field(default_factory=list)
     pipeline: PipelineOrder | None = None
     whole_parameters: int = 0
-    whole_checkpoint: int = 0
+    share: Share | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -85,7 +87,7 @@ class Training:
     def __init__(self, given: Mapping[str, Any], job: PlannedJob, rehearsal: WithoutValues | None = None) -> None:
         left_out = dict.fromkeys((*_UNUSED, "default_hooks"), None)
         self._given = {**given, **left_out, "default_hooks": dict.fromkeys(DEFAULT_HOOKS), "resume": False}
-        self._job, self._rehearsal, self._trainable = job, rehearsal, 0
+        self._job, self._rehearsal = job, rehearsal
         left = [f"{key} of the script: left out" for key in ("compile", "custom_hooks") if given[key]]
         self.facts = Facts(options=values_for_json(given["strategy"]), notes=left)
         checked = check_everything(self._given)
@@ -123,8 +125,9 @@ class Training:
             for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
                 ledger.begin()
                 stepper.train(list(window))
-            self._note_checkpoint(optim)
-            return self._result(ledger, topology, window)
+            found = self._result(ledger, topology, window)
+        self.facts.share = share_of(self.strategy, topology)
+        return found
 
     def _without_values(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._rehearsal is None else self._rehearsal.without_values()
@@ -193,19 +196,6 @@ class Training:
         if network.axes.get("pp", 1) > 1 and isinstance(config, MeshConfig):
             self.facts.pipeline = PipelineOrder(config.pp_schedule, stages_per_process(config))
         self.facts.whole_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.facts.whole_checkpoint = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-    def _note_checkpoint(self, optim: OptimWrapper | OptimWrapperDict) -> None:
-        """Add the optimizer's state of all processes, which has as much of each parameter as this process's has."""
-        own, state = 0, 0
-        for wrapper in optim.wrappers.values():
-            for parameter, values in wrapper.optimizer.state.items():
-                parts = [part for value in values.values() for part in parts_of(value)]
-                own += sum(part.numel() for part in parts_of(parameter))
-                state += sum(part.nbytes for part in parts if part.ndim)
-        if own:
-            self.facts.whole_checkpoint += round(self._trainable * state / own)
 
     def _network(self, topology: Topology) -> Network:
         sizes = {axis: size for axis, (_, size) in topology.axes.items()}
@@ -236,7 +226,6 @@ class Training:
             samples=sum(_samples(batch) for batch in window),
             micro_batches=len(window),
             parameters=sum(part.numel() for part in held),
-            checkpoint=self.facts.whole_checkpoint // topology.world_size,
         )
 
 
