@@ -49,7 +49,7 @@ def test_stages_are_planned_together_as_a_save_does():
     most = max(sum(FLOAT * part.box[1][0] * (*part.box[1], 1)[1] for part in together.parts_of(r)) for r in range(16))
     assert most < plan.largest < most + 500  # the header
     assert plan.files == 2 + sum(bool(together.parts_of(rank)) for rank in range(16)) == 2 + 12
-    assert plan.values == 1000 + 8 * 100
+    assert plan.values == 2 * 1000 + 8 * 100
     assert set(sizes) == {0, 8}
     assert plan.whole > 2 * FLOAT * (60 + 6 + 5) + plan.index + plan.values
 

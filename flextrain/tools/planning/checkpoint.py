@@ -116,7 +116,8 @@ def plan_checkpoint(shares: Sequence[Share], stages: int, world_size: int) -> tu
     Raises:
         CheckpointError: what the processes would save does not fit together, or the index would be too long.
     """
-    kinds = [*_kinds(_of_all_stages(shares, stages, world_size))]
+    every_stage = [*_of_all_stages(shares, stages, world_size)]
+    kinds = [*_kinds(every_stage)]
     plan = plan_save(sorted(kinds, key=lambda kind: kind.ranks[0]), world_size)
     loads, writes = _loads(plan, world_size)
     writers = np.flatnonzero(writes).tolist()
@@ -127,13 +128,14 @@ def plan_checkpoint(shares: Sequence[Share], stages: int, world_size: int) -> tu
     usual = round(sum(heads.values()) / len(heads)) if heads else 0
     sizes = {rank: int(loads[rank]) + heads.get(rank, usual) if writes[rank] else 0 for rank in range(world_size)}
     first = shares[0]
-    values = first.values + first.data_shards * first.values_of_each
+    values = sum(share.values for share in every_stage) + first.data_shards * first.values_of_each
     if values > MAX_JSON_BYTES:
         raise CheckpointError(f"{VALUES}: would have {values} bytes, more than {MAX_JSON_BYTES} are not read")
     files = {VALUES: FileEntry(size=values, xxh3=_NO_SUM)}
     files |= {file_of(rank): FileEntry(size=sizes[rank], xxh3=_NO_SUM) for rank in writers}
-    written_by = {"torch": torch.__version__, "world_size": world_size, "flextrain": __version__}
-    text = manifest_of(plan.tensors, files, {**written_by, "strategy": first.strategy})
+    written_by: dict[str, str | int] = {"torch": torch.__version__, "world_size": world_size}
+    written_by |= {"flextrain": __version__, "strategy": first.strategy}
+    text = manifest_of(plan.tensors, files, written_by)
     directory.check_length(Path(MANIFEST), text)
     index = len(text) + _MARK
     largest = max(sizes, key=lambda rank: sizes[rank])
