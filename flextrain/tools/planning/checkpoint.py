@@ -96,7 +96,7 @@ def ranks_of_stage(topology: Topology) -> Sequence[int]:
     """The ranks that hold shards of the same parameters as this one; those of other pipeline stages do not."""
     if topology.model is None:
         return range(topology.world_size)
-    stages = torch.distributed.get_world_size(topology.model)
+    stages = len(torch.distributed.get_process_group_ranks(topology.model))
     size = topology.world_size // stages  # stages are the outermost axis
     first = topology.rank - topology.rank % size
     return range(first, first + size)
