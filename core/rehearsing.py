@@ -21,9 +21,9 @@ from .errors import StrategyError, one_of
 from .initializers import initializing_with
 from .rehearsing_private import (
     CHECKED,
+    indexing_with_values,
     is_fake,
     join_fake_group,
-    making_meshes_with_values,
     outside_fake_mode,
 )
 from .torch_private import fake_mode
@@ -77,7 +77,7 @@ def rehearsal(rank: int, world_size: int) -> Iterator[WithoutValues]:
     join_fake_group(rank, world_size)
     _current.append(found := WithoutValues())
     try:
-        with making_meshes_with_values():
+        with indexing_with_values():
             yield found
     finally:
         _current.clear()

@@ -5,8 +5,9 @@ Each entry says what it does, and with which versions of torch it was checked, a
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -56,19 +57,43 @@ def value_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def making_meshes_with_values() -> Iterator[None]:
-    """Context in which a DeviceMesh has values, which its constructor reads, in whatever mode ``fully_shard`` makes it. 2.15."""
-    before: Any = DeviceMesh.__init__
+def indexing_with_values() -> Iterator[None]:
+    """Context in which torch reads who has what from tensors with values, whatever mode calls it. 2.15.
 
-    def make(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        with outside_fake_mode():
-            before(mesh, *args, **kwargs)
-
-    DeviceMesh.__init__ = make  # type: ignore[assignment, method-assign]
+    The constructor of DeviceMesh reads ranks, in the mode in which ``fully_shard`` makes one; the layout of interleaved
+    shards reads indices, which are counted as in a real run.
+    """
+    strided: Any = importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard
+    replaced: list[tuple[Any, str]] = [(DeviceMesh, "__init__"), (strided, "local_shard_size_and_offset")]
+    before = [getattr(owner, name) for owner, name in replaced]
+    for (owner, name), function in zip(replaced, before, strict=True):
+        setattr(owner, name, _inside(outside_fake_mode, function))
     try:
         yield
     finally:
-        DeviceMesh.__init__ = before  # type: ignore[method-assign]
+        for (owner, name), function in zip(replaced, before, strict=True):
+            setattr(owner, name, function)
+
+
+@contextmanager
+def finding_shapes_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Context in which DTensor enters ``context()`` when it makes tensors without values of whole shapes, once for an operation. 2.15."""
+    owner: Any = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+    before = owner._propagate_tensor_meta_non_cached
+    owner._propagate_tensor_meta_non_cached = _inside(context, before)
+    try:
+        yield
+    finally:
+        owner._propagate_tensor_meta_non_cached = before
+
+
+def _inside(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class _KeepingBuckets:

@@ -289,6 +289,14 @@ class GroupedGradScaler(GradScaler):
             found_inf = self.agree(found_inf)
         return {found_inf.device: found_inf} if groups or self.agree is not None else {}
 
+    def step_anyway(self, optimizer: Any) -> None:
+        """As ``step``, but the optimizer updates whatever ``found_inf`` is, which is not read."""
+        self._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
+        try:
+            self.step(optimizer)
+        finally:
+            del self._maybe_opt_step
+
 
 # Compiling
 

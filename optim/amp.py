@@ -91,8 +91,9 @@ class LossScaler:
         # GradScaler.step does not return this. Comparing scales would copy them to the host twice; the hook runs only
         # if the optimizer steps.
         self._applied = False
-        if rehearsing():  # whether it is made depends on values
-            optimizer.step()
+        if rehearsing() and isinstance(self._scaler, GroupedGradScaler):  # whether it is made depends on values
+            self._scaler.step_anyway(optimizer)
+            self._scaler.update(self._fixed)
             return True
         handle = optimizer.register_step_post_hook(self._note)
         try:

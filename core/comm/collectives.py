@@ -189,6 +189,8 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
     size = get_world_size()
     if size == 1:
         return [value]
+    if rehearsing():
+        return [value] * size if is_main() else None
     box: list[Any] | None = [None] * size if get_rank() == 0 else None
     dist.gather_object(value, box, dst=0, group=group)
     return box
@@ -220,6 +222,8 @@ def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> C
     """
     if group is None:
         return lambda: number
+    if rehearsing():
+        return lambda: number * get_world_size(group) if op == "sum" else number
     box = torch.tensor(number, device="cpu")  # explicit: the user may have set another default device
     work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
 

@@ -39,6 +39,8 @@ def raising_together() -> Iterator[None]:
     try:
         yield
     except FlexTrainError as error:
+        if rehearsing():
+            raise
         failure = error
     reports = gather_object(_report(failure), side_group())
     first = None if reports is None else next((report for report in reports if report is not None), None)

@@ -336,7 +336,8 @@ class FSDPStrategy(Strategy):
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self.topology.data.share([*running_statistics(module).values()])
+            found = running_statistics(module).values()  # DTensors under tensor parallelism, whole on each process
+            self.topology.data.share([one.to_local() if isinstance(one, DTensor) else one for one in found])
 
     # State
 

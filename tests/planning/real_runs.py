@@ -1,27 +1,87 @@
 """In a worker process: what a plan says of this rank, and what the same update needs in a real run."""
 
+import gc
 import os
 from pathlib import Path
+from unittest import mock
 
 from flextrain import __version__
 from flextrain.core.checkpoint import save_checkpoint
 from flextrain.core.random_state import rng_state
 from flextrain.testing.loop import environ
+from flextrain.tools.planning import update
+from flextrain.tools.planning.child import answer
 from flextrain.tools.planning.execution import arguments_for, measure, rehearse
+from flextrain.tools.planning.ledger import Ledger
 from flextrain.tools.planning.plan import PlannedJob
 from flextrain.tools.planning.update import Training, set_seed
 from flextrain.tools.script import runner_arguments
 
+from .allocator import counting
+
 SCRIPT = str(Path(__file__).with_name("zoo.py"))
+OWN = ("RANK", "LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def job_of(strategy, world_size, arguments, changes):
+    return PlannedJob(SCRIPT, strategy, world_size, 1, arguments, changes or {})
 
 
 def both(strategy, world_size, *arguments, changes=None):
-    job = PlannedJob(SCRIPT, strategy, world_size, 1, arguments, changes or {})
+    """The plan of this rank, and the same books kept on a real run."""
+    job = job_of(strategy, world_size, arguments, changes)
     real = measure(job)
-    own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    own = {name: os.environ[name] for name in OWN}
     with environ(**own):
-        planned, _ = rehearse(job, int(own["RANK"]))
-    return planned, real
+        plan, _ = rehearse(job, int(own["RANK"]))
+    return plan, real
+
+
+def planned(strategy, world_size, *arguments, changes=None, rank=0):
+    """The answer of a process that plans a rank of many."""
+    with environ(**dict.fromkeys(OWN, "0")):
+        return answer(job_of(strategy, world_size, arguments, changes), rank)
+
+
+def refusal(*arguments, **options):
+    """Why a configuration is not planned."""
+    found = planned(*arguments, **options)
+    assert (found.plan is None) == bool(found.problem)
+    return found.problem
+
+
+def allocated(strategy, world_size, *arguments, changes=None):
+    """The largest number of bytes that torch's allocator has given out during the updates of a real run, which nothing watches."""
+    counted = counting()
+    gc.collect()
+    before = counted.bytes_live()
+    with mock.patch.object(update, "Ledger", Unwatched):
+        measure(job_of(strategy, world_size, arguments, changes))
+    return counted.bytes_peak() - before
+
+
+def compared(strategy, world_size, *arguments, changes=None):
+    """The plan of this rank, the books of a real run, and the allocator's peak in another real run."""
+    peak = allocated(strategy, world_size, *arguments, changes=changes)
+    return *both(strategy, world_size, *arguments, changes=changes), peak
+
+
+class Unwatched(Ledger):
+    """Sees no operation; the allocator's peak is that since the first update."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def watch(self, module, optimizers=()):
+        pass
+
+    def begin(self):
+        if self._setting_up:
+            counting().forget_peak()
+        super().begin()
 
 
 def save(folder, strategy, world_size, *arguments):

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, suggest
 from ...core.rehearsing import rehearsal
+from ...strategies.base import Strategy
 from ..script import runner_arguments
 from ..strategy_options import strategy_options
 from .plan import PlannedJob, RankPlan
@@ -51,12 +52,21 @@ def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, 
     """Return the script's arguments of the runner with the strategy and the changes of a job, and what to note of them.
 
     Raises:
-        ConfigError: a change is not possible.
+        ConfigError: the strategy is for one kind of accelerator only, or a change is not possible.
     """
     strategy, notes = strategy_options(job.strategy, given, "cpu")
+    kind: type[Strategy] = strategy["type"]
+    if kind.needs.device is not None:
+        general = next(base for base in kind.__mro__ if issubclass(base, Strategy) and base.needs.device is None)
+        raise ConfigError(
+            f"strategy.type: {kind.__name__} cannot be planned, it runs on {kind.needs.device} only and a plan on the CPU; "
+            f"plan {general.__name__}, on which it is built"
+        )
     found = {**given, "strategy": strategy, "launcher": None}
     for key, value in job.changes.items():
         *path, last = key.split(".")
+        if (first := key.partition(".")[0]) not in given:
+            raise ConfigError(f"changes.{first}: the runner has no such argument{suggest(first, given)}")
         inner = found
         for i, name in enumerate(path):
             if inner.get(name) is not None and not isinstance(inner[name], Mapping):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from ...core.rehearsing import is_aside
-from ...core.rehearsing_private import collective_of, in_backward
+from ...core.rehearsing import aside, is_aside
+from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward
 from ...core.torch_private import TorchDispatchMode, tree_flatten
 from .kinds import Memory, parts_of
 from .links import Network
@@ -134,6 +134,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        self._stack.enter_context(finding_shapes_in(aside))
         self._stack.callback(register_module_forward_pre_hook(self._enter).remove)
         self._stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]

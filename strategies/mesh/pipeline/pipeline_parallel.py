@@ -144,7 +144,7 @@ class Pipeline(Axis):
                     "two stages of the pipeline; choose modules inside of one layer"
                 )
         run = StageRun(model, self._chain, self._split, own, device, dtype)
-        self._ties = Ties(model)
+        self._ties = Ties(model, self._chain.own)
         run.cut()
         transfers = Transfers(self.layout, self.name, device)
         self._engine = Engine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,18 +21,20 @@ class Ties:
 
     Args:
         model: the whole model, before it is cut.
+        ends: names of parameters that the first and the last process keep.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ends: Iterable[str] = ()) -> None:
         self._first = tied(model)
+        self._ends = {self._first.get(name, name) for name in ends}
         self._shared: list[tuple[nn.Parameter, Any]] = []
 
     def gather(self, model: nn.Module, layout: Layout, axis: str) -> None:
         """Find the parameters that several processes of the axis have; a collective."""
         own = {self._first.get(name, name): p for name, p in model.named_parameters(remove_duplicate=False)}
         everyones = all_gather_object(sorted(own), layout.over(axis).get_group())
-        if rehearsing():  # only what is tied is on several, and these are the first and the last
-            several = sorted({*self._first.values()} & own.keys())
+        if rehearsing():  # what is tied, or beside the layers, is on several, and these are the first and the last
+            several = sorted((self._ends | {*self._first.values()}) & own.keys())
             everyones = [several if i in (0, len(everyones) - 1) else [] for i in range(len(everyones))]
         holders: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(set().union(*everyones)):
