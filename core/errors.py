@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_KEY = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*): ")
 
 
 class FlexTrainError(Exception):
@@ -11,7 +14,27 @@ class FlexTrainError(Exception):
 
 
 class ConfigError(FlexTrainError, ValueError):
-    """An invalid configuration; raised before any process group or model exists."""
+    """An invalid configuration; raised before any process group or model exists.
+
+    The message begins with the key and a colon: ``custom_hooks[0].interval: ...``.
+    """
+
+    origin: str | None = None
+    """Where the value was written, if the message says it: ``configs/base.py:12``."""
+
+    @property
+    def path(self) -> tuple[str | int, ...]:
+        """The key as names and indices, ("custom_hooks", 0, "interval"); empty if the message begins with none."""
+        found = _KEY.match(str(self))
+        if found is None:
+            return ()
+        names = re.findall(r"[^.\[\]]+", found[1])
+        return tuple(int(name) if name.isdecimal() else name for name in names)
+
+    def say_where(self, origin: str) -> None:
+        """Put ``origin`` in front of the message."""
+        self.args = (f"{origin}: {self}",)
+        self.origin = origin
 
 
 class NonFiniteError(FlexTrainError, ArithmeticError):

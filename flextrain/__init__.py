@@ -15,6 +15,10 @@ from .core.version import __version__ as __version__
 if TYPE_CHECKING:
     from .core.comm.topology import DataShard as DataShard
     from .core.comm.topology import Topology as Topology
+    from .core.config_files import Config as Config
+    from .core.config_files import ConfigDict as ConfigDict
+    from .core.config_files import DictAction as DictAction
+    from .core.config_files import read_base as read_base
     from .core.device import DeviceSpec as DeviceSpec
     from .core.device import register_device as register_device
     from .core.errors import CheckpointError as CheckpointError
@@ -139,6 +143,7 @@ _HOMES = {
         "STRATEGIES",
         "VISUALIZERS",
     ],
+    "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
     "core.device": ["DeviceSpec", "register_device"],
     "core.heartbeat": ["heartbeat"],
     "core.errors": [

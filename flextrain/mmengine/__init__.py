@@ -2,13 +2,19 @@
 
 The runner takes MMEngine's configurations, registries and classes, and trains with flextrain's strategies. It translates
 the arguments and adapts objects; the rest of flextrain knows nothing of MMEngine. Nothing of this is imported by
-``import flextrain``. It needs the package mmengine (``pip install flextrain[mmengine]``).
+``import flextrain``. It needs the package mmengine (``pip install flextrain[mmengine]``), except for reading configuration
+files, which is flextrain's own.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..core.config_files import Config as Config
+from ..core.config_files import ConfigDict as ConfigDict
+from ..core.config_files import DictAction as DictAction
+from ..core.config_files import read_base as read_base
 
 if TYPE_CHECKING:
     from .adapted_runner import AdaptedRunner as FlexibleRunner
@@ -24,7 +30,7 @@ _HOME_OF = {
     "unpatch": ("patching", "unpatch"),
 }
 
-__all__ = ["FlexibleRunner", "Patch", "patch", "unpatch"]
+__all__ = ["Config", "ConfigDict", "DictAction", "FlexibleRunner", "Patch", "patch", "read_base", "unpatch"]
 
 
 def __getattr__(name: str) -> object:
