@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ..comm.collectives import broadcast_object, gather_object, get_rank
+from ..comm.collectives import broadcast_object, gather_object, get_rank, get_world_size
+from ..comm.kinds import collect
 from ..comm.matched_calls import roll_call
 from ..errors import CheckpointError, StorageError
 
@@ -55,10 +56,29 @@ class Participants:
             CheckpointError: on every process, if one of them failed; it names the rank. A StorageError if nothing but
                 storage failed.
         """
-        result, error = _attempt(own)
+        everyone = range(get_world_size())
+        return self._exchange(everyone, own, lambda result: gather_object(result, self.group), combine)
+
+    def ask(self, ranks: Sequence[int], own: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Like ``round``, which every process must call, but only some ``ranks`` have something to say, in this order.
+
+        What is gathered from all has the length of the longest message for each of them.
+        """
+        return self._exchange(ranks, own, lambda result: collect(ranks, result, self.group), combine)
+
+    def _exchange(
+        self,
+        ranks: Sequence[int],
+        own: Callable[[], T],
+        gather: Callable[[Any], list[Any] | None],
+        combine: Callable[[list[T]], R],
+    ) -> R:
+        result, error = _attempt(own) if get_rank() in ranks else (None, None)
         try:
-            gathered = gather_object(result, self.group)
-            answer = broadcast_object(None if gathered is None else self._combine(gathered, combine), group=self.group)
+            gathered = gather(result)
+            answer = broadcast_object(
+                None if gathered is None else self._combine(ranks, gathered, combine), group=self.group
+            )
         except RuntimeError as lost:
             reason = " ".join(str(lost).split())
             raise CheckpointError(f"{self.what}: another process was lost, {reason}") from lost
@@ -67,8 +87,8 @@ class Participants:
             raise kind(f"{self.what} on rank {answer.reason}") from error
         return answer  # type: ignore[return-value]
 
-    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Any]) -> Any:
-        failures = {rank: result for rank, result in enumerate(gathered) if isinstance(result, _Failure)}
+    def _combine(self, ranks: Sequence[int], gathered: list[Any], combine: Callable[[list[Any]], Any]) -> Any:
+        failures = {rank: result for rank, result in zip(ranks, gathered, strict=True) if isinstance(result, _Failure)}
         if failures:
             of_storage = all(failure.of_storage for failure in failures.values())
             return _Failure(f"{ranks_text(list(failures))}: {next(iter(failures.values())).reason}", of_storage)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..rehearsing import rehearsing
-from .collectives import get_world_size, side_group
+from .collectives import broadcast_object, get_world_size, side_group
+from .kinds import all_same, collect, gather_digests
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Difference:
 def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | None:
     """Return the first difference between the processes, the same one on each; None without any. A collective.
 
-    It sends one message of 32 bytes, and all items in a second message only if the digests differ.
+    It sends 64 bytes, and items of two processes only if there is a difference.
 
     Args:
         own: the values of this process, by name.
@@ -58,20 +57,27 @@ def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | Non
     size = get_world_size()
     if size == 1 or rehearsing():
         return None
-    items = list(own.items())
-    # The device is explicit, because the default device may be another one while a model is constructed.
-    digests = [torch.empty(32, dtype=torch.uint8, device="cpu") for _ in range(size)]
-    digest = list(_digest(kind) + _digest(items))
-    dist.all_gather(digests, torch.tensor(digest, dtype=torch.uint8, device="cpu"), group=side_group())
-    found = [bytes(digest.tolist()) for digest in digests]
-    firsts = {digest[:16]: digest for digest in reversed(found)}
-    if all(digest == firsts[digest[:16]] for digest in found):
+    items, group = list(own.items()), side_group()
+    digest = _digest(kind) + _digest(items)
+    if all_same(digest, group):
         return None
-    everyones: list[Any] = [None] * size
-    dist.all_gather_object(everyones, items, group=side_group())
-    rank = next(rank for rank, digest in enumerate(found) if digest != firsts[digest[:16]])
-    first_rank = found.index(firsts[found[rank][:16]])
-    return _between(dict(everyones[first_rank]), dict(everyones[rank]), rank, first_rank)
+    pair = broadcast_object(_first_stray(gather_digests(digest, group)), group=group)
+    if pair is None:
+        return None
+    found = collect(pair, items, group)
+    return broadcast_object(
+        None if found is None else _between(dict(found[0]), dict(found[1]), *reversed(pair)), group=group
+    )
+
+
+def _first_stray(digests: list[bytes] | None) -> tuple[int, int] | None:
+    """The first process of a kind, and the first rank that differs from that of its kind; None: there is none."""
+    firsts: dict[bytes, int] = {}
+    for rank, digest in enumerate(digests or ()):
+        first = firsts.setdefault(digest[:16], rank)
+        if digests is not None and digest != digests[first]:
+            return first, rank
+    return None
 
 
 def _digest(value: Any) -> bytes:

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import functools
 import os
+import pickle
 import sys
 import threading
 import time
@@ -185,15 +186,37 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
 
 
 def gather_object(value: T, group: Any = None) -> list[T] | None:
-    """The values of all processes, ordered by rank, on rank 0; None elsewhere. A ``group`` must have all processes."""
+    """The values of all processes, ordered by rank, on rank 0; None elsewhere.
+
+    Args:
+        value: it must be picklable. All messages are as long as the longest.
+        group: a gloo group of all processes; None: the default one.
+    """
     size = get_world_size()
     if size == 1:
         return [value]
     if rehearsing():
         return [value] * size if is_main() else None
-    box: list[Any] | None = [None] * size if get_rank() == 0 else None
-    dist.gather_object(value, box, dst=0, group=group)
-    return box
+    if group is None:
+        box: list[Any] | None = [None] * size if get_rank() == 0 else None
+        dist.gather_object(value, box, dst=0, group=group)
+        return box
+    # torch's function gives every process the sizes of all messages; the largest is enough.
+    data = pickle.dumps(value)
+    longest = all_reduce(torch.tensor(len(data), device="cpu"), "max", group)
+    message = torch.frombuffer(bytearray(data) + bytes(int(longest) - len(data)), dtype=torch.uint8)
+    found = gather_tensor(message, group)
+    return None if found is None else [pickle.loads(one.numpy().data) for one in found]  # it ends before the padding
+
+
+def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor] | None:
+    """The tensors of all processes, of one shape and dtype, by rank; on rank 0 alone. A ``group`` must have all processes."""
+    size = get_world_size()
+    if size == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(size)] if get_rank() == 0 else None
+    dist.gather(tensor, found, dst=0, group=group)
+    return found
 
 
 def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:

@@ -8,20 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
-import torch
-
 from ..errors import FlexTrainError
 from ..rehearsing import rehearsing
-from .collectives import (
-    all_gather,
-    all_gather_object,
-    broadcast_object,
-    gather_object,
-    get_world_size,
-    is_alone,
-    is_main,
-    side_group,
-)
+from .collectives import broadcast_object, gather_object, get_world_size, is_alone, is_main, side_group
+from .kinds import gather_kinds
 
 T = TypeVar("T")
 
@@ -84,12 +74,11 @@ def _raise(report: _Report | None, own: FlexTrainError | None) -> None:
 
 
 def gather_differing(own: T) -> list[T]:
-    """The values of all processes, by rank; values must be JSON-able. Only 16 bytes are sent if all are equal."""
+    """The values of all processes, by rank; values must be JSON-able.
+
+    32 bytes are sent if all are equal. Otherwise one process of each kind sends its value, and equal ones share the object.
+    """
     if is_alone() or rehearsing():
         return [own] * get_world_size()
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).digest()
-    # The device is explicit, because the user may have set another default device.
-    digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device="cpu"), side_group())
-    if all(torch.equal(other, digests[0]) for other in digests):
-        return [own] * len(digests)
-    return all_gather_object(own, side_group())
+    return gather_kinds(own, digest, side_group()).by_rank()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from ..errors import DivergenceError, counted
 from ..fingerprints import fingerprints, of_name, replica_of
 from ..torch_private import version_of
-from .collectives import all_gather_object, get_world_size, side_group
+from .collectives import broadcast_object, gather_object, get_world_size, side_group
+from .kinds import all_same, gather_digests
 
 _MOST_RANKS = 8  # in messages
 
@@ -71,22 +71,21 @@ class ReplicaCheck:
         latest = {name: value for (name, _), value in prints[-1].items()}
         prints[-1] = {key: value for key, value in prints[-1].items() if self._is_constant(key[0], buffers[key[0]])}
 
-        found = _exchange(prints)
-        if suspects := [number for number in range(len(prints)) if _differ(found[:, number])]:
+        suspects, everywhere = _exchange(prints)
+        if suspects:
             own = [{key: (value, self._before(number == len(parts), key[0])) for key, value in prints[number].items()}
                    for number in suspects]  # fmt: skip
-            for told in zip(*all_gather_object(own, side_group()), strict=True):
-                if said := _difference(told):
-                    raise DivergenceError(
-                        f"replicas differ: {said}; a device or its memory may be faulty, or the program changes it there alone"
-                    )
+            everyones = gather_object(own, side_group())
+            if said := broadcast_object(None if everyones is None else _first_said(everyones), group=side_group()):
+                raise DivergenceError(
+                    f"replicas differ: {said}; a device or its memory may be faulty, or the program changes it there alone"
+                )
         self._known = {
             name: _Known(weakref.ref(buffers[name]), version_of(buffers[name]), value) for name, value in latest.items()
         }
-        everywhere = [_is_everywhere(found[:, number], whole=number % 2 == 0) for number in range(len(parts))]
         return {
             key[0]: tensor
-            for part, all_of in zip(parts, everywhere, strict=True)
+            for part, all_of in zip(parts, everywhere[: len(parts)], strict=True)
             if all_of
             for key, tensor in part.items()
         }
@@ -108,18 +107,30 @@ def _whole_and_sharded(tensors: Mapping[str, Tensor]) -> tuple[dict[_Key, Tensor
     return whole, {(name, at): local for name, (local, at) in held.items() if at}
 
 
-def _exchange(prints: Sequence[Mapping[_Key, int]]) -> np.ndarray:
-    """By process and part: a hash of the keys, and one of the values."""
+def _exchange(prints: Sequence[Mapping[_Key, int]]) -> tuple[list[int], list[bool]]:
+    """The parts that may differ, and for each part whether all of it was compared: from a hash of keys, and one of values."""
     own = []
     for part in prints:
         keys = sorted(part)
         values = np.array([part[key] for key in keys], dtype=np.uint64)
         own += [of_name(repr(keys)), xxhash.xxh3_64_intdigest(values.tobytes())]
-    message = torch.from_numpy(np.array(own, dtype=np.uint64).view(np.int64))
-    # The device is explicit, because the user may have set another default device.
-    found = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in range(get_world_size())]
-    dist.all_gather(found, message, group=side_group())
-    return torch.stack(found).numpy().reshape(len(found), len(prints), 2)
+    message = np.array(own, dtype=np.uint64).tobytes()
+    if all_same(message, side_group()):  # alone with its shards, a process would differ from the others
+        return [], [True] * len(prints)
+    answer = None
+    if (digests := gather_digests(message, side_group())) is not None:
+        found = np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(len(digests), len(prints), 2)
+        suspects = [number for number in range(len(prints)) if _differ(found[:, number])]
+        everywhere = [_is_everywhere(found[:, number], whole=number % 2 == 0) for number in range(len(prints))]
+        answer = suspects, everywhere
+    told = broadcast_object(answer, group=side_group())
+    assert told is not None
+    return told
+
+
+def _first_said(everyones: Sequence[Sequence[Mapping[_Key, tuple[int, int | None]]]]) -> str | None:
+    """The text of ``_difference`` for the first part that has one."""
+    return next((said for told in zip(*everyones, strict=True) if (said := _difference(told))), None)
 
 
 def _differ(found: np.ndarray) -> bool:
@@ -129,8 +140,8 @@ def _differ(found: np.ndarray) -> bool:
 
 def _is_everywhere(found: np.ndarray, whole: bool) -> bool:
     """Whether every tensor of this part was compared wherever it is: all have the same keys, or each has a partner."""
-    keys = [row[0] for row in found.tolist()]
-    return len(set(keys)) == 1 if whole else all(keys.count(key) > 1 for key in set(keys))
+    counts = Counter(row[0] for row in found.tolist())
+    return len(counts) == 1 if whole else min(counts.values()) > 1
 
 
 def _difference(everyones: Sequence[Mapping[_Key, tuple[int, int | None]]]) -> str | None:

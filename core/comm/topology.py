@@ -13,6 +13,8 @@ from ..errors import StrategyError
 from ..rehearsing import rehearsing
 from . import collectives as dist
 
+_MOST_SHOWN = 16  # in a message
+
 
 @dataclass(frozen=True)
 class DataShard:
@@ -133,11 +135,22 @@ class Topology:
         """
         if rehearsing():  # the others are not here
             return
-        everyone: Sequence[tuple[tuple[int, int], bool]] = dist.all_gather_object((self.shard, self.reports))
+        own = (self.shard, self.reports)
+        everyone = dist.gather_object(own, dist.side_group())
+        if problem := dist.broadcast_object(
+            None if everyone is None else self._problem(everyone), group=dist.side_group()
+        ):
+            raise StrategyError(f"Topology: {problem}")
+
+    def _problem(self, everyone: Sequence[tuple[tuple[int, int], bool]]) -> str | None:
         counts = {count for (_, count), _ in everyone}
         reporting = sorted(index for (index, _), reports in everyone if reports)
-        if len(counts) > 1 or reporting != list(range(self.data.count)):
-            raise StrategyError(
-                f"Topology: (index, count) of the data and reports are {everyone} over the processes; all need the same count, "
-                "and each shard one process that reports"
-            )
+        if len(counts) == 1 and reporting == list(range(self.data.count)):
+            return None
+        shown = (
+            str(list(everyone)) if len(everyone) <= _MOST_SHOWN else f"{str(list(everyone[:_MOST_SHOWN]))[:-1]}, ...]"
+        )
+        return (
+            f"(index, count) of the data and reports are {shown} over the processes; all need the same count, and each shard one "
+            "process that reports"
+        )

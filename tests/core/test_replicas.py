@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flextrain.core.checkpoint import Checkpoint, Staging, is_checkpoint, save_checkpoint, save_in_background
-from flextrain.core.checkpoint.save.replicas import Replicas, share_of
+from flextrain.core.checkpoint.save.replicas import Replicas, Summaries, share_of
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import CheckpointError
 from flextrain.core.fingerprints import fingerprints, of_bits
@@ -117,18 +117,35 @@ def test_copies_of_shards_count(workers: Any, tmp_path: Path) -> None:
         assert "saved: could not be saved on rank 0: sharded differs between processes, rank 3 from rank 1" in said
 
 
+def looked(**tensors: Tensor) -> Replicas:
+    replicas = Replicas(tensors)
+    replicas.look()
+    return replicas
+
+
+def difference(*everyones: Replicas) -> tuple[int, str | None]:
+    """How many processes send their fingerprints, and what is found."""
+    summaries = Summaries([one.summary() for one in everyones])
+    packed = [everyones[rank].packed() for rank in summaries.unlike]
+    return len(packed), everyones[0].difference(summaries, packed, ["c"])
+
+
 def test_the_ones_that_are_fewer_stray() -> None:
-    everyones = []
-    for value in (1.0, 2.0, 1.0, 3.0):
-        replicas = Replicas({"b": torch.tensor(value), "a": torch.ones(3)})
-        replicas.look()
-        everyones.append(replicas.packed())
-    assert replicas.difference(everyones) == "b differs between processes, rank 1, 3 from rank 0"
-    assert replicas.difference(everyones[:1] * 3) is None
-    more = Replicas({"b": torch.tensor(1.0), "a": torch.zeros(3)})
-    more.look()
-    found = more.difference([everyones[0], everyones[0], more.packed()])
-    assert found == "a differs between processes, rank 2 from rank 0"
+    one, two, three = (looked(b=torch.tensor(value), a=torch.ones(3)) for value in (1.0, 2.0, 3.0))
+    assert difference(one, two, one, three) == (3, "b differs between processes, rank 1, 3 from rank 0")
+    assert difference(one, one, one) == (0, None)
+    more = looked(b=torch.tensor(1.0), a=torch.zeros(3))
+    assert difference(one, one, more) == (2, "a differs between processes, rank 2 from rank 0")
+
+
+def test_stages_that_share_a_tensor_send_what_they_have() -> None:
+    """One of each stage: a hash of all that a process has says nothing of the shared one."""
+    first, second = looked(a=torch.ones(3), tied=torch.ones(2)), looked(c=torch.ones(4), tied=torch.ones(2))
+    assert difference(first, first, second, second) == (2, None)
+    stray = looked(c=torch.ones(4), tied=torch.zeros(2))
+    assert difference(first, first, second, stray) == (3, "tied differs between processes, rank 3 from rank 0")
+    assert difference(first, first, stray, stray) == (2, "tied differs between processes, rank 2, 3 from rank 0")
+    assert difference(looked(), looked(a=torch.ones(1)), looked()) == (0, None)
 
 
 def test_of_large_tensors_a_quarter_is_looked_at_when_training_waits() -> None:

@@ -42,11 +42,7 @@ def agree(participants: Participants, tensors: Mapping[str, Tensor]) -> SharedPl
     offers = [own[0]] * len(alike)
     if len(alike) > 1:
         senders = [kind.ranks[0] for kind in alike]
-        # Rank 0 has its own; the size of the largest message is that of all.
-        packed: list[bytes] = participants.round(
-            lambda: zlib.compress(own[0].packed()) if get_rank() in senders[1:] else b"",
-            lambda sent: [zlib.compress(own[0].packed()), *(sent[rank] for rank in senders[1:])],
-        )
+        packed: list[bytes] = participants.ask(senders, lambda: zlib.compress(own[0].packed()), lambda sent: sent)
         offers = [unpacked(zlib.decompress(one)) for one in packed]
     kinds = [Kind(ranks, one, firsts) for (ranks, firsts), one in zip(alike, offers, strict=True)]
     plans: list[SharedPlan] = []

@@ -1,19 +1,23 @@
 """Check that replicas of a tensor are equal on all processes, before one of them writes it for all.
 
-Otherwise a checkpoint would mix replicas that have diverged, because every process writes a share of the tensors.
+Otherwise a checkpoint would mix replicas that have diverged, because every process writes a share of the tensors. Rank 0
+gets some hashes from each process, and lists of fingerprints only from those that differ from others in the same place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
+import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ...errors import counted
 from ...fingerprints import SHARES, fingerprints, of_bytes, of_name, replica_of
 
-_ReplicaId = tuple[int, int]  # hashes of the tensor's name and of the shard's coordinates
+_ReplicaId = tuple[int, int]  # hashes of the place in a mesh, and of the tensor's name
 
 
 class Replicas:
@@ -29,7 +33,11 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], share: int | None = None, compared: Collection[str] = ()) -> None:
         self._share = share
         left = {key: tensor for key, tensor in tensors.items() if key not in compared}
-        self._open = {key: shard for key, tensor in left.items() if (shard := replica_of(tensor)) is not None}
+        self._open: dict[str, tuple[Tensor, str]] = {}
+        for key, tensor in left.items():
+            if (shard := replica_of(tensor)) is not None:
+                local, coordinates = shard
+                self._open[key] = local, _place(tensor, coordinates)
         self._prints: dict[_ReplicaId, int] = {}
         self._names = {of_name(key): key for key in tensors}
         self._later: dict[str, _ReplicaId] = {}
@@ -38,7 +46,7 @@ class Replicas:
         """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
         # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
-        replicas = {key: (of_name(key), of_name(str(shard))) for key, (_, shard) in self._open.items()}
+        replicas = {key: (of_name(place), of_name(key)) for key, (_, place) in self._open.items()}
         self._later = {key: replicas[key] for key in waiting}
         now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
         self._prints |= {replicas[key]: value for key, value in fingerprints(now, self._share).items()}
@@ -49,29 +57,36 @@ class Replicas:
         if (replica := self._later.pop(key, None)) is not None:
             self._prints[replica] = of_bytes(tensor, self._share)
 
+    def summary(self) -> bytes:
+        """For each place where this process holds shards: hashes of the place, of the tensors' names, of their values."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for (place, name), value in sorted(self._prints.items()):
+            places.setdefault(place, []).append((name, value))
+        rows = [(place, *(_hash(column) for column in zip(*found, strict=True))) for place, found in places.items()]
+        return np.array(rows, dtype=np.uint64).tobytes()
+
     def packed(self) -> bytes:
-        """The fingerprints as bytes; equal on processes with equal replicas."""
+        """All fingerprints as bytes: place, name and value of each."""
         rows = [(*replica, value) for replica, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 
-    def difference(self, everyones: Sequence[bytes], keys: Iterable[str] = ()) -> str | None:
+    def difference(self, summaries: Summaries, packed: Sequence[bytes], keys: Iterable[str] = ()) -> str | None:
         """A text that names the first tensor whose replicas differ, and the ranks; None if all are equal.
 
         Args:
-            everyones: result of ``packed`` on each process.
+            summaries: of all processes.
+            packed: result of ``packed`` on each of ``summaries.unlike``.
             keys: keys of all processes; this one may have only some of them.
         """
-        ranks: dict[bytes, list[int]] = {}
-        for rank, packed in enumerate(everyones):
-            ranks.setdefault(packed, []).append(rank)
-        held: dict[_ReplicaId, dict[int, list[int]]] = {}
-        for packed, owners in ranks.items():
-            for key, shard, value in np.frombuffer(packed, dtype=np.uint64).reshape(-1, 3).tolist():
-                held.setdefault((key, shard), {}).setdefault(value, []).extend(owners)
+        held: dict[_ReplicaId, dict[int, list[int]]] = {}  # the speakers with each value
+        for speaker, fingerprints_ in zip(summaries.unlike, packed, strict=True):
+            for place, name, value in np.frombuffer(fingerprints_, dtype=np.uint64).reshape(-1, 3).tolist():
+                held.setdefault((place, name), {}).setdefault(value, []).append(speaker)
         split: dict[int, list[list[int]]] = {}
-        for (key, _), kinds in held.items():
-            if len(kinds) > 1:
-                split.setdefault(key, list(kinds.values()))
+        for (place, name), kinds in held.items():
+            if len(kinds) > 1 and name not in split:
+                owners = ({r for s in speakers for r in summaries.alike(s, place)} for speakers in kinds.values())
+                split[name] = [sorted(ranks) for ranks in owners]
         if not split:
             return None
         names = self._names | {of_name(key): key for key in keys}
@@ -81,6 +96,46 @@ class Replicas:
         stray = ", ".join(map(str, sorted(rank for owners in others for rank in owners)))
         more = f" (and {counted(len(split) - 1, 'tensor')} more)" if len(split) > 1 else ""
         return f"{names[first]} differs between processes, rank {stray} from rank {most[0]}{more}"
+
+
+class Summaries:
+    """What all processes have said of their replicas.
+
+    Args:
+        everyones: result of ``Replicas.summary`` on each process.
+
+    Attributes:
+        unlike: one process of each kind, in places where there are several kinds: their values differ, or they hold other
+            tensors, such as stages do, some of which may be the same.
+    """
+
+    def __init__(self, everyones: Sequence[bytes]) -> None:
+        said: dict[bytes, list[int]] = {}
+        for rank, summary in enumerate(everyones):
+            said.setdefault(summary, []).append(rank)
+        self._kinds: dict[int, dict[tuple[int, int], list[int]]] = {}  # in a place, the ranks with these hashes
+        for summary, ranks in said.items():
+            for place, *hashes in np.frombuffer(summary, dtype=np.uint64).reshape(-1, 3).tolist():
+                self._kinds.setdefault(place, {}).setdefault((hashes[0], hashes[1]), []).extend(ranks)
+        several = [kinds for kinds in self._kinds.values() if len(kinds) > 1]
+        self.unlike: Sequence[int] = sorted({min(ranks) for kinds in several for ranks in kinds.values()})
+
+    def alike(self, rank: int, place: int) -> Sequence[int]:
+        """The processes that hold the same tensors in a place as this rank, with the same values."""
+        return next(ranks for ranks in self._kinds[place].values() if rank in ranks)
+
+
+def _place(tensor: Tensor, coordinates: tuple[int, ...]) -> str:
+    """The mesh and the coordinates that say which shard of a tensor it is: the same for all replicas of the shard."""
+    if not coordinates:
+        return ""
+    array = cast(DTensor, tensor)
+    replicated = [placement.is_replicate() for placement in array.placements]
+    return f"{coordinates} of {tuple(array.device_mesh.shape)}, replicated {replicated}"
+
+
+def _hash(numbers: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(np.array(numbers, dtype=np.uint64).tobytes())
 
 
 def share_of(name: str) -> int:

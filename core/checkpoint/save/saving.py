@@ -35,7 +35,7 @@ from ..safetensors_file import header_of
 from .joint_plan import agree
 from .offer import layout_of
 from .plain_values import Own, PlainValues
-from .replicas import Replicas, share_of
+from .replicas import Replicas, Summaries, share_of
 from .shard import described, write_shard
 from .staging import Staging, WritePlan
 
@@ -196,6 +196,8 @@ class _Save:
         self._plan = WritePlan()
         self._staged: list[Tensor] | None = None
         self._text = b""
+        self._written: list[_Written] = []
+        self._summaries = Summaries([])
         self._participants = Participants(f"{self.path}: could not be saved", side_group())
         self._participants.meet(self.path.name, timeout_s)
 
@@ -296,7 +298,10 @@ class _Save:
     def finish(self) -> None:
         """Write this process's shard; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
-            self._staging.nonfinite = self._participants.round(self._write, self._complete)
+            unlike, marked = self._participants.round(self._write, self._complete)
+            if unlike:
+                marked = self._participants.ask(unlike, self._replicas.packed, self._complete_compared)
+            self._staging.nonfinite = marked
         self._staging.shared.add(self.path.parent)
 
     @contextmanager
@@ -317,14 +322,14 @@ class _Save:
         if self._staged is None:
             self._look_at_replicas(None)
         if not self._plan.parts:
-            return _Written(None, self._nonfinite, self._replicas.packed())
+            return _Written(None, self._nonfinite, self._replicas.summary())
         file = file_of(get_rank())
         self._staging.memory.wait()
         tensors = self._chunks() if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.parts, self._looked_at(tensors))
         if self._verify:
             self._read_back(folder / file, entry)
-        return _Written((file, entry), self._nonfinite, self._replicas.packed())
+        return _Written((file, entry), self._nonfinite, self._replicas.summary())
 
     def _read_back(self, path: Path, entry: FileEntry) -> None:
         try:
@@ -351,10 +356,20 @@ class _Save:
                 self._nonfinite.append(key)
             yield tensor
 
-    def _complete(self, written: list[_Written]) -> tuple[str, ...]:
-        if found := self._replicas.difference([part.replicas for part in written], self._plan.tensors):
+    def _complete(self, written: list[_Written]) -> tuple[Sequence[int], tuple[str, ...]]:
+        """Complete the checkpoint, unless replicas have to be compared one by one; return who has to send them."""
+        self._written, self._summaries = written, Summaries([part.replicas for part in written])
+        unlike = self._summaries.unlike
+        return unlike, () if unlike else self._sealed()
+
+    def _complete_compared(self, packed: list[bytes]) -> tuple[str, ...]:
+        if found := self._replicas.difference(self._summaries, packed, self._plan.tensors):
             raise CheckpointError(f"{found}; replicas must be equal, or only rank 0 may save the tensor")
-        folder = self._folder
+        return self._sealed()
+
+    def _sealed(self) -> tuple[str, ...]:
+        """Write the index and make the directory a checkpoint; return the keys for which it is marked."""
+        folder, written = self._folder, self._written
         files = {VALUES: directory.write_file(folder / VALUES, self._text)}
         files |= dict(part.file for part in written if part.file is not None)
         marked = tuple(sorted({key for part in written for key in part.nonfinite}))
@@ -374,4 +389,4 @@ class _Written:
     nonfinite: Sequence[str]
     """Keys of tensors that should be finite and are not."""
     replicas: bytes
-    """Fingerprints of its replicas."""
+    """Hashes of its replicas."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,10 +60,11 @@ class SharedGroup:
 
 @dataclass
 class CallCounts:
-    """What all ranks of a simulation have sent: number of collectives, and elements that were given to them, by rank."""
+    """What all ranks of a simulation have sent: collectives by rank and by name, and bytes given to them and got, by rank."""
 
     calls: collections.Counter[int] = field(default_factory=collections.Counter)
     names: collections.Counter[str] = field(default_factory=collections.Counter)
+    nbytes: collections.Counter[int] = field(default_factory=collections.Counter)
 
 
 class _Work(dist.Work):
@@ -221,7 +222,7 @@ class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> _Work:
         """Send a tensor, whose values are copied now."""
-        self._count_call("send")
+        self._count_call("send", tensors)
         mail = self._shared.mail[self._number, target, tag]
         mail.sent.extend(tensor.detach().clone() for tensor in tensors)
         self._deliver(mail, self._number, target)
@@ -229,7 +230,7 @@ class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc]
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
         """Receive a tensor: what was sent first goes to who asked first, whoever waits first."""
-        self._count_call("recv")
+        self._count_call("recv", tensors)
         mail = self._shared.mail[source, self._number, tag]
         mail.asked.extend(tensors)
         expected = mail.received + len(mail.asked)
@@ -253,7 +254,7 @@ class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc]
     def _meet(self, name: str, facts: tuple[Any, ...], given: Any, compute: Compute) -> _Work:
         if not all(map(has_values, _tensors_of(given))):
             return _Work(self._turns, lambda: True, name)
-        self._count_call(name)
+        self._count_call(name, _tensors_of(given))
         self._calls += 1
         meeting = self._shared.meetings.setdefault(self._calls, _Meeting(name, facts, self._number))
         if (name, facts) != (meeting.name, meeting.facts):
@@ -272,8 +273,9 @@ class SimulatedGroup(PROCESS_GROUP):  # type: ignore[misc]
         what = f"{_call(name, facts)} of {self._count} ranks"
         return _Work(self._turns, lambda: meeting.is_over, what, given if name == "all_reduce" else ())
 
-    def _count_call(self, name: str) -> None:
+    def _count_call(self, name: str, tensors: Iterable[Tensor]) -> None:
         self._counts.calls[self._turns.number] += 1
+        self._counts.nbytes[self._turns.number] += sum(tensor.nbytes for tensor in tensors)
         self._counts.names[name] += 1
 
     def _divided(self, whole: Tensor) -> list[Tensor]:
