@@ -10,7 +10,8 @@ from .load.weights import MatchReport, match_weights, open_weights, open_weights
 from .newest import complete_ones, iteration_of, newest_complete
 from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
 from .paths import as_path, is_local, make_writable
-from .save.saving import PendingSave, save_checkpoint, save_in_background
+from .save.pending import PendingSave
+from .save.saving import save_checkpoint, save_in_background
 from .save.staging import Staging
 
 __all__ = [

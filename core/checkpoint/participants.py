@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..comm.collectives import broadcast_object, gather_object, get_rank, get_world_size
-from ..comm.kinds import collect
+from ..comm.exchanges import collect
 from ..comm.matched_calls import roll_call
 from ..errors import CheckpointError, StorageError
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..rehearsing import rehearsing
 from .collectives import broadcast_object, get_world_size, side_group
-from .kinds import all_same, collect, gather_digests
+from .exchanges import all_same, collect, gather_digests
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from ..errors import FlexTrainError
 from ..rehearsing import rehearsing
 from .collectives import broadcast_object, gather_object, get_world_size, is_alone, is_main, side_group
-from .kinds import gather_kinds
+from .exchanges import gather_kinds
 
 T = TypeVar("T")
 

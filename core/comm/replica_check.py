@@ -15,7 +15,7 @@ from ..errors import DivergenceError, counted
 from ..fingerprints import fingerprints, of_name, replica_of
 from ..torch_private import version_of
 from .collectives import broadcast_object, gather_object, get_world_size, side_group
-from .kinds import all_same, gather_digests
+from .exchanges import all_same, gather_digests
 
 _MOST_RANKS = 8  # in messages
 

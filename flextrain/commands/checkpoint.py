@@ -6,6 +6,7 @@ import argparse
 import datetime
 import fnmatch
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,11 @@ def describe(checkpoint: Checkpoint, pattern: str | None = None) -> dict[str, An
         total["tensors"] += 1
         total["elements"] += math.prod(shape_and_size["shape"])
         total["bytes"] += shape_and_size["bytes"]
-    values = {key: value for key, value in checkpoint.values.items() if _matches(key, pattern)}
+    values = {
+        key: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for key, value in checkpoint.values.items()
+        if _matches(key, pattern)
+    }
     nonfinite = [key for key in checkpoint.nonfinite if _matches(key, pattern)]
     return {
         "path": str(checkpoint.path),

@@ -162,7 +162,8 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
     """
     data, (index, count) = runner.train_loop.data, runner.strategy.topology.shard
     states = states or [None] * count  # older checkpoints have no such key
-    had_one = any(state is not None for state in states)
+    # Those of all processes are alike in this, and may be in as many files.
+    had_one = states[index if len(states) == count else 0] is not None
     if not data.keeps_position and not had_one:
         return
     if data.keeps_position and had_one and len(states) == count:

@@ -88,16 +88,13 @@ def save(
     # The averages of a buffer are saved by the process that saves the buffer.
     others = {name for name, _ in strategy.module.named_buffers() if not strategy.saves(name)}
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
-    per_shard = {
-        "rng": rng_state(strategy.device),
-        "own_losses": runner.message_hub.own_losses(),
-        "loader": runner.train_loop.data.loader_state(),
-    }
+    own = {"rng": rng_state(strategy.device), "loader": runner.train_loop.data.loader_state()}
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
     staging = staging or Staging()
     staging.compared = {key for key, tensor in strategy.check_replicas().items() if _is_same(state.get(key), tensor)}
     options: dict[str, Any] = dict(
-        per_rank=per_shard if topology.reports else None,
+        per_rank={"own_losses": runner.message_hub.own_losses()} if topology.reports else None,
+        in_own_file=own if topology.reports else None,
         number=topology.data.index,
         joined={
             "hooks": {name: sorted(part) for name, part in hooks.items() if part},

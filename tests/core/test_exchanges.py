@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.agreement import first_difference
+from flextrain.core.comm.exchanges import all_same, collect
 from flextrain.core.comm.joint_errors import gather_differing
-from flextrain.core.comm.kinds import all_same, collect
 from flextrain.core.comm.replica_check import ReplicaCheck
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.errors import DivergenceError, StrategyError

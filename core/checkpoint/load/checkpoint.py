@@ -15,10 +15,11 @@ from ...comm.collectives import get_rank, get_world_size
 from ...comm.joint_errors import gather_differing, raising_together, told_by_rank_0
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
-from .. import directory
+from .. import directory, rows
 from ..manifest import VALUES, FileEntry, manifest_in
 from ..participants import Participants
 from ..paths import as_path
+from ..rows import rows_by_key
 from ..saved_tensor import SavedTensor
 from ..storage import checkpoint_source
 from ..untrusted import parse_json, read_limited
@@ -93,7 +94,9 @@ class Checkpoint:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path / VALUES}: is damaged, it is no mapping")
         shards = {name: entry for name, entry in manifest.files.items() if name != VALUES}
-        return cls(path, manifest.entries, values, checkpoint_source(path), shards, manifest.nonfinite)
+        entries, source = dict(manifest.entries), checkpoint_source(path)
+        values |= rows_by_key(path, entries.pop(rows.KEY, None), values.pop(rows.KEY, None), source)
+        return cls(path, entries, values, source, shards, manifest.nonfinite)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

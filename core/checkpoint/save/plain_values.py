@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from .. import directory
+from .. import directory, rows
 
 Own = tuple[int, dict[str, Any]]
 """The number of a process, and its values that differ by process."""
@@ -54,12 +54,18 @@ class PlainValues:
         """Keys of this process's values."""
         return list(self._values)
 
-    def text(self, own: Sequence[Own], others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]] = ()) -> bytes:
+    def text(
+        self,
+        own: Sequence[Own],
+        others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]] = (),
+        row_keys: Sequence[str] = (),
+    ) -> bytes:
         """All values as JSON; for rank 0.
 
         Args:
             own: number and ``per_rank`` of each process.
             others: result of ``beyond`` on each process, if their fingerprints differ.
+            row_keys: keys of the values that processes have in their own files.
 
         Raises:
             CheckpointError: JSON cannot hold them.
@@ -70,6 +76,8 @@ class PlainValues:
             values |= {key: _union(values.get(key), names) for key, names in joined.items()}
         given = [per_rank for _, per_rank in sorted(own, key=lambda one: one[0]) if per_rank]
         lists = {key: [per_rank[key] for per_rank in given] for key in (given[0] if given else ())}
+        if row_keys:
+            lists[rows.KEY] = list(row_keys)
         return directory.to_json(values | lists, "checkpoint")
 
 

@@ -1,7 +1,7 @@
 """Check that replicas of a tensor are equal on all processes, before one of them writes it for all.
 
 Otherwise a checkpoint would mix replicas that have diverged, because every process writes a share of the tensors. Rank 0
-gets some hashes from each process, and lists of fingerprints only from those that differ from others in the same place.
+gets some hashes from each process, and lists of fingerprints only from those that differ from others in the same position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import counted
 from ...fingerprints import SHARES, fingerprints, of_bytes, of_name, replica_of
 
-_ReplicaId = tuple[int, int]  # hashes of the place in a mesh, and of the tensor's name
+_ReplicaId = tuple[int, int]  # hashes of the position in a mesh, and of the tensor's name
 
 
 class Replicas:
@@ -37,7 +37,7 @@ class Replicas:
         for key, tensor in left.items():
             if (shard := replica_of(tensor)) is not None:
                 local, coordinates = shard
-                self._open[key] = local, _place(tensor, coordinates)
+                self._open[key] = local, _position(tensor, coordinates)
         self._prints: dict[_ReplicaId, int] = {}
         self._names = {of_name(key): key for key in tensors}
         self._later: dict[str, _ReplicaId] = {}
@@ -46,7 +46,7 @@ class Replicas:
         """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
         # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
-        replicas = {key: (of_name(place), of_name(key)) for key, (_, place) in self._open.items()}
+        replicas = {key: (of_name(position), of_name(key)) for key, (_, position) in self._open.items()}
         self._later = {key: replicas[key] for key in waiting}
         now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
         self._prints |= {replicas[key]: value for key, value in fingerprints(now, self._share).items()}
@@ -58,15 +58,17 @@ class Replicas:
             self._prints[replica] = of_bytes(tensor, self._share)
 
     def summary(self) -> bytes:
-        """For each place where this process holds shards: hashes of the place, of the tensors' names, of their values."""
-        places: dict[int, list[tuple[int, int]]] = {}
-        for (place, name), value in sorted(self._prints.items()):
-            places.setdefault(place, []).append((name, value))
-        rows = [(place, *(_hash(column) for column in zip(*found, strict=True))) for place, found in places.items()]
+        """For each position where this process holds shards: hashes of the position, of the tensors' names, of their values."""
+        positions: dict[int, list[tuple[int, int]]] = {}
+        for (position, name), value in sorted(self._prints.items()):
+            positions.setdefault(position, []).append((name, value))
+        rows = [
+            (position, *(_hash(column) for column in zip(*found, strict=True))) for position, found in positions.items()
+        ]
         return np.array(rows, dtype=np.uint64).tobytes()
 
     def packed(self) -> bytes:
-        """All fingerprints as bytes: place, name and value of each."""
+        """All fingerprints as bytes: position, name and value of each."""
         rows = [(*replica, value) for replica, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 
@@ -80,12 +82,12 @@ class Replicas:
         """
         held: dict[_ReplicaId, dict[int, list[int]]] = {}  # the speakers with each value
         for speaker, fingerprints_ in zip(summaries.unlike, packed, strict=True):
-            for place, name, value in np.frombuffer(fingerprints_, dtype=np.uint64).reshape(-1, 3).tolist():
-                held.setdefault((place, name), {}).setdefault(value, []).append(speaker)
+            for position, name, value in np.frombuffer(fingerprints_, dtype=np.uint64).reshape(-1, 3).tolist():
+                held.setdefault((position, name), {}).setdefault(value, []).append(speaker)
         split: dict[int, list[list[int]]] = {}
-        for (place, name), kinds in held.items():
+        for (position, name), kinds in held.items():
             if len(kinds) > 1 and name not in split:
-                owners = ({r for s in speakers for r in summaries.alike(s, place)} for speakers in kinds.values())
+                owners = ({r for s in speakers for r in summaries.alike(s, position)} for speakers in kinds.values())
                 split[name] = [sorted(ranks) for ranks in owners]
         if not split:
             return None
@@ -105,7 +107,7 @@ class Summaries:
         everyones: result of ``Replicas.summary`` on each process.
 
     Attributes:
-        unlike: one process of each kind, in places where there are several kinds: their values differ, or they hold other
+        unlike: one process of each kind, in positions where there are several kinds: their values differ, or they hold other
             tensors, such as stages do, some of which may be the same.
     """
 
@@ -113,19 +115,19 @@ class Summaries:
         said: dict[bytes, list[int]] = {}
         for rank, summary in enumerate(everyones):
             said.setdefault(summary, []).append(rank)
-        self._kinds: dict[int, dict[tuple[int, int], list[int]]] = {}  # in a place, the ranks with these hashes
+        self._kinds: dict[int, dict[tuple[int, int], list[int]]] = {}  # in a position, the ranks with these hashes
         for summary, ranks in said.items():
-            for place, *hashes in np.frombuffer(summary, dtype=np.uint64).reshape(-1, 3).tolist():
-                self._kinds.setdefault(place, {}).setdefault((hashes[0], hashes[1]), []).extend(ranks)
+            for position, *hashes in np.frombuffer(summary, dtype=np.uint64).reshape(-1, 3).tolist():
+                self._kinds.setdefault(position, {}).setdefault((hashes[0], hashes[1]), []).extend(ranks)
         several = [kinds for kinds in self._kinds.values() if len(kinds) > 1]
         self.unlike: Sequence[int] = sorted({min(ranks) for kinds in several for ranks in kinds.values()})
 
-    def alike(self, rank: int, place: int) -> Sequence[int]:
-        """The processes that hold the same tensors in a place as this rank, with the same values."""
-        return next(ranks for ranks in self._kinds[place].values() if rank in ranks)
+    def alike(self, rank: int, position: int) -> Sequence[int]:
+        """The processes that hold the same tensors in a position as this rank, with the same values."""
+        return next(ranks for ranks in self._kinds[position].values() if rank in ranks)
 
 
-def _place(tensor: Tensor, coordinates: tuple[int, ...]) -> str:
+def _position(tensor: Tensor, coordinates: tuple[int, ...]) -> str:
     """The mesh and the coordinates that say which shard of a tensor it is: the same for all replicas of the shard."""
     if not coordinates:
         return ""

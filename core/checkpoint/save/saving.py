@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
-import threading
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,21 +22,22 @@ from ...errors import CheckpointError, StorageError
 from ...finite import nonfinite
 from ...folder_lock import owner_of
 from ...stored_dtypes import check_tensor
-from .. import directory
+from .. import directory, rows
 from ..held_chunks import held_chunks
 from ..manifest import MANIFEST, VALUES, FileEntry, manifest_of
 from ..names_in_files import file_of
 from ..participants import Participants
 from ..paths import as_path, is_local
 from ..safetensors_file import header_of
+from . import own_row
 from .joint_plan import agree
 from .offer import layout_of
+from .own_row import OwnRow, RowFacts, RowsPlan, plan_rows
+from .pending import PendingSave
 from .plain_values import Own, PlainValues
 from .replicas import Replicas, Summaries, share_of
 from .shard import described, write_shard
 from .staging import Staging, WritePlan
-
-_logger = logging.getLogger("flextrain")
 
 TIMEOUT_S = 600.0
 
@@ -49,6 +47,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     *,
     per_rank: Mapping[str, Any] | None = None,
+    in_own_file: Mapping[str, Any] | None = None,
     number: int | None = None,
     joined: Mapping[str, Any] | None = None,
     written_by: Mapping[str, str | int] | None = None,
@@ -69,6 +68,7 @@ def save_checkpoint(
             or plain value (rank 0's is saved, or that of the first process that has it).
         per_rank: plain values that differ by process; read back as lists of those that are not empty, in order of
             ``number``.
+        in_own_file: the same, for values that are too large to be sent: from 64 processes on each has them in its file.
         number: position of this process in those lists; default: its rank.
         joined: lists of names, or mappings to such lists; the checkpoint gets the union over all processes.
         written_by: information for people, such as the strategy's name.
@@ -83,7 +83,18 @@ def save_checkpoint(
         CheckpointError: on every process, if one failed or did not come; an existing checkpoint stays unchanged.
     """
     save = _Save(
-        path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
+        path,
+        state,
+        per_rank,
+        in_own_file,
+        number,
+        joined,
+        written_by,
+        is_latest,
+        verify,
+        timeout_s,
+        staging or Staging(),
+        finite,
     )
     save.prepare(copy=False)
     save.finish()
@@ -95,6 +106,7 @@ def save_in_background(
     state: Mapping[str, Any],
     *,
     per_rank: Mapping[str, Any] | None = None,
+    in_own_file: Mapping[str, Any] | None = None,
     number: int | None = None,
     joined: Mapping[str, Any] | None = None,
     written_by: Mapping[str, str | int] | None = None,
@@ -118,54 +130,21 @@ def save_in_background(
         CheckpointError: on every process, if one could not start; ``PendingSave.wait`` raises later failures.
     """
     save = _Save(
-        path, state, per_rank, number, joined, written_by, is_latest, verify, timeout_s, staging or Staging(), finite
+        path,
+        state,
+        per_rank,
+        in_own_file,
+        number,
+        joined,
+        written_by,
+        is_latest,
+        verify,
+        timeout_s,
+        staging or Staging(),
+        finite,
     )
     save.prepare(copy=True)
     return PendingSave(save, logs_failure)
-
-
-class PendingSave:
-    """A save that a thread completes in the background; the interpreter waits for it before it exits."""
-
-    def __init__(self, save: _Save, logs_failure: bool) -> None:
-        self.path = save.path
-        self.seconds = 0.0
-        """Seconds that writing took; set when the save is done."""
-        self._error: Exception | None = None
-        self._logs_failure = logs_failure
-        self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
-        self._thread.start()
-
-    def _run(self, save: _Save) -> None:
-        # Release the GIL, for which start() waits: this thread would hold it for some milliseconds.
-        time.sleep(0.001)
-        begin = time.perf_counter()
-        try:
-            save.finish()
-        except Exception as error:
-            if self._logs_failure:  # a script may never call wait()
-                _logger.error("%s", error)
-            self._error = error
-        self.seconds = time.perf_counter() - begin
-
-    def is_done(self) -> bool:
-        """Whether the save is done, successful or not; does not wait."""
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Wait until the save is done, successful or not."""
-        self._thread.join()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is complete; return its path.
-
-        Raises:
-            CheckpointError: the checkpoint could not be saved.
-        """
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self.path
 
 
 class _Save:
@@ -174,6 +153,7 @@ class _Save:
         path: str | os.PathLike[str],
         state: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
+        in_own_file: Mapping[str, Any] | None,
         number: int | None,
         joined: Mapping[str, Any] | None,
         written_by: Mapping[str, str | int] | None,
@@ -185,10 +165,16 @@ class _Save:
     ) -> None:
         self.path = self._folder = as_path(path)
         self._is_latest, self._verify = is_latest, verify
+        if rows.KEY in state:
+            raise CheckpointError(f"{rows.KEY}: cannot be saved, checkpoints have a tensor of this name")
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {key: value for key, value in state.items() if key not in self._tensors}
         own = get_rank() if number is None else number
-        self._plain_values = PlainValues(values, own, per_rank or {}, joined or {})
+        sent, kept = dict(per_rank or {}), dict(in_own_file or {})
+        if get_world_size() < own_row.FROM:
+            sent, kept = sent | kept, {}
+        self._plain_values, self._row = PlainValues(values, own, sent, joined or {}), OwnRow(own, kept)
+        self._row_keys: list[str] = []
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
         self._staging, self._finite = staging, frozenset(finite)
         self._nonfinite: list[str] = []
@@ -207,7 +193,7 @@ class _Save:
         If the plan of the last save is still valid on all processes, they copy at once, and one round of messages is
         enough.
         """
-        folder, as_before, known = self._participants.round(lambda: self._offer(copy), self._begin)
+        folder, as_before, known, self._rows = self._participants.round(lambda: self._offer(copy), self._begin)
         # Not rank 0's path for a local folder: if storage is not shared, this process must see that it is missing.
         self._folder = directory.temporary(self.path) if is_local(self.path) else as_path(folder)
         if known is not None:
@@ -224,30 +210,33 @@ class _Save:
         if copy:
             self._tensors.clear()
 
-    def _offer(self, copy: bool) -> tuple[str | None, Own, int]:
-        """The mark of the old plan if it is still valid here, this process's own values, and the keys' fingerprint."""
+    def _offer(self, copy: bool) -> tuple[str | None, Own, int, RowFacts]:
+        """The mark of the old plan if it is still valid here, own values, the keys' fingerprint, and the own row."""
         for key, tensor in self._tensors.items():
             check_tensor(key, tensor)
-        fingerprint = self._plain_values.fingerprint()
-        if self._staging.plan.made_for != self._layouts():
-            return None, self._plain_values.own, fingerprint
+        fingerprint, row = self._plain_values.fingerprint(), self._row.facts()
+        if self._staging.plan.made_for != self._layouts() or not self._row.fits(self._staging.plan.rows):
+            return None, self._plain_values.own, fingerprint, row
         self._plan = self._staging.plan
         if copy:
             self._copy()
-        return self._plan.mark, self._plain_values.own, fingerprint
+        return self._plan.mark, self._plain_values.own, fingerprint, row
 
-    def _begin(self, offers: list[tuple[str | None, Own, int]]) -> tuple[str, bool, list[str] | None]:
-        marks, own, fingerprints = zip(*offers, strict=True)
+    def _begin(
+        self, offers: list[tuple[str | None, Own, int, RowFacts]]
+    ) -> tuple[str, bool, list[str] | None, RowsPlan | None]:
+        marks, own, fingerprints, facts = zip(*offers, strict=True)
+        planned, self._row_keys = plan_rows(facts)
         known = None if len(set(fingerprints)) == 1 else self._plain_values.keys()
         if known is None:
-            self._keep_text(self._plain_values.text(own))
+            self._keep_text(self._plain_values.text(own, row_keys=self._row_keys))
         as_before = len(set(marks)) == 1 and None not in marks
-        return str(directory.begin(self.path)), as_before, known
+        return str(directory.begin(self.path)), as_before, known, None if as_before else planned
 
     def _put_together(self, offers: list[tuple[Own, tuple[dict[str, Any], dict[str, Any]]]]) -> None:
         """Merge the values of processes that have different keys."""
         own, others = zip(*offers, strict=True)
-        self._keep_text(self._plain_values.text(own, others))
+        self._keep_text(self._plain_values.text(own, others, self._row_keys))
 
     def _keep_text(self, text: bytes) -> None:
         directory.check_length(self.path / VALUES, text)
@@ -255,7 +244,11 @@ class _Save:
 
     def _agree(self) -> WritePlan:
         plan = agree(self._participants, self._tensors)
-        made = WritePlan(plan.mark, self._layouts(), plan.parts_of(get_rank()), plan.tensors)
+        parts, tensors = plan.parts_of(get_rank()), plan.tensors
+        if self._rows is not None:
+            parts = (*parts, *self._rows.part_of(get_rank()))
+            tensors = {**tensors, rows.KEY: self._rows.tensor()}
+        made = WritePlan(plan.mark, self._layouts(), parts, tensors, self._rows)
         self._participants.round(lambda: self._check_lengths(made), lambda checked: None)
         return made
 
@@ -269,10 +262,10 @@ class _Save:
             marked = [key for key in plan.tensors if key in self._finite]
             directory.check_length(self.path / MANIFEST, manifest_of(plan.tensors, files, self._written_by, marked))
 
-    def _layouts(self) -> tuple[int, int, dict[str, Any]]:
+    def _layouts(self) -> tuple[int, int, tuple[int, bool], dict[str, Any]]:
         with torch.no_grad():  # to_local() would record an autograd graph
             layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
-        return get_rank(), get_world_size(), layouts
+        return get_rank(), get_world_size(), self._row.position, layouts
 
     def _copy(self) -> None:
         """Copy what this process writes, and hash its other replicas before training changes them."""
@@ -287,6 +280,10 @@ class _Save:
     def _chunks(self) -> Iterator[Tensor]:
         """Yield views of what this process writes, in the plan's order."""
         for key, parts in itertools.groupby(self._plan.parts, lambda part: part.key):
+            if key == rows.KEY:
+                assert self._plan.rows is not None
+                yield self._row.tensor(self._plan.rows)
+                continue
             held = held_chunks(key, self._tensors[key])
             for part in parts:
                 offsets, sizes = part.box

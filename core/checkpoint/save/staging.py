@@ -9,6 +9,7 @@ from typing import Any
 
 from ...host_memory import HostBuffer
 from ..saved_tensor import LaidOutTensor
+from .own_row import RowsPlan
 from .planning import PlannedChunk
 
 
@@ -18,12 +19,14 @@ class WritePlan:
 
     mark: str | None = None
     """Hash of the plan of all processes."""
-    made_for: tuple[int, int, dict[str, Any]] | None = None
-    """The rank, the world size, and the layout of each tensor of this process."""
+    made_for: tuple[int, int, tuple[int, bool], dict[str, Any]] | None = None
+    """The rank, the world size, ``OwnRow.position``, and the layout of each tensor of this process."""
     parts: Sequence[PlannedChunk] = ()
     """The chunks that this process writes."""
     tensors: Mapping[str, LaidOutTensor] = field(default_factory=dict)
     """What all processes write."""
+    rows: RowsPlan | None = None
+    """Which process has which of the plain values that differ by process; None: they are in one file."""
 
 
 class Staging:
