@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..rehearsing import rehearsing
 from .collectives import all_reduce, broadcast_object, gather_tensor, get_rank, get_world_size
 
 T = TypeVar("T")
@@ -87,6 +88,8 @@ def collect(ranks: Sequence[int], own: T, group: Any = None) -> list[T] | None:
         group: a gloo group of all processes.
     """
     rank = get_rank()
+    if rehearsing():
+        return [own] * len(ranks) if rank == 0 else None
     if rank != 0:
         if rank in ranks:
             data = pickle.dumps(own)
