@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +81,15 @@ class ProcessTrace:
     left_out: list[str] = field(default_factory=list)
 
 
-def train_alone(job: Job, one_by_one: bool) -> ProcessTrace | None:
-    """The reference, trained on a single device by rank 0; with ``one_by_one``, the same batches in parts compared with it.
+Order = Literal["usual", "parts", "backwards"]
+"""In which order one device adds what the samples of a global batch give: part by part, or from the last sample."""
 
-    The two differ only in the order of summation, so their difference shows the effect of rounding. None in the other
-    processes, and for an optim_wrapper whose accumulation cannot be changed.
+
+def train_alone(job: Job, order: Order) -> ProcessTrace | None:
+    """The reference, trained on a single device by rank 0; or the same batches added up in another order, compared with it.
+
+    They differ only in the order of summation, so their difference shows the effect of rounding. None in the other
+    processes; in "parts", also for an optim_wrapper whose accumulation cannot be changed.
     """
     is_first = os.environ["RANK"] == "0"
     # The script runs as under a strategy: its batch size may depend on the number of processes.
@@ -95,10 +99,10 @@ def train_alone(job: Job, one_by_one: bool) -> ProcessTrace | None:
             return None
         for name in job.strategies:  # the script may register some; a mistyped name must raise at once
             _spec(name, given, job)
-        if one_by_one and not _is_one_optimizer(given["optim_wrapper"]):
+        if order == "parts" and not _is_one_optimizer(given["optim_wrapper"]):
             return None
         strategy = build_strategy(_spec(REFERENCE, given, job))
-        return _train(job, given, strategy, None if not one_by_one else Reference(Path(job.folder)), one_by_one)
+        return _train(job, given, strategy, None if order == "usual" else Reference(Path(job.folder)), order)
 
 
 def train_with(job: Job, name: str) -> ProcessTrace | None:
@@ -111,7 +115,7 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
                 return None
             stack.enter_context(alone())
         strategy = build_strategy(spec)
-        trace = _train(job, given, strategy, Reference(Path(job.folder)), one_by_one=False)
+        trace = _train(job, given, strategy, Reference(Path(job.folder)))
         trace.left_out = left_out
         return trace
 
@@ -132,13 +136,13 @@ def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
 
 
 def _train(
-    job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, one_by_one: bool
+    job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, order: Order = "usual"
 ) -> ProcessTrace:
     trace = ProcessTrace()
     observer = _Observer(job.steps, trace, reference, Path(job.folder))
     try:
         strategy.setup_environment()
-        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, one_by_one))
+        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, order))
         with contextlib.suppress(_EnoughError):
             runner.train()
         if len(trace.losses) < job.steps:
@@ -151,7 +155,7 @@ def _train(
     return trace
 
 
-def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, one_by_one: bool) -> dict[str, Any]:
+def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, order: Order) -> dict[str, Any]:
     """The runner's arguments for the user's training: shared batches, and no hooks, logs or checkpoints of the user's."""
     if given["train_dataloader"] is None or given["optim_wrapper"] is None:
         raise ConfigError(
@@ -164,7 +168,8 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         without_workers(given["train_dataloader"]),
         processes=job.processes,
         shard=strategy.topology.shard,
-        one_by_one=one_by_one,
+        one_by_one=order == "parts",
+        backwards=order == "backwards",
         seed=seed,
         logger=logging.getLogger("flextrain"),
     )
@@ -177,7 +182,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         work_dir=str(Path(job.folder) / "work_dir"),
         train_dataloader=loader,
         train_cfg={**given["train_cfg"], **validation},
-        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if one_by_one else 1),
+        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if order == "parts" else 1),
         default_hooks={**dict.fromkeys(set(DEFAULT_HOOKS) - {"param_scheduler", "sampler_seed"}), **kept},
         custom_hooks=[observer],
         randomness=randomness,

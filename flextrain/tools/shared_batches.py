@@ -18,7 +18,14 @@ WHERE = "train_dataloader"
 
 
 def shared_loader(
-    cfg: Any, *, processes: int, shard: tuple[int, int], one_by_one: bool, seed: int, logger: logging.Logger
+    cfg: Any,
+    *,
+    processes: int,
+    shard: tuple[int, int],
+    one_by_one: bool = False,
+    backwards: bool = False,
+    seed: int,
+    logger: logging.Logger,
 ) -> DataLoader[Any]:
     """A loader of global batches, each of ``processes`` configured batches; this process collates its part of each.
 
@@ -29,6 +36,7 @@ def shared_loader(
         cfg: the runner's ``train_dataloader``.
         shard: (index, count) of the part; (0, 1) is the whole.
         one_by_one: give the configured batches one by one instead, in the order of the processes that would get them.
+        backwards: collate the samples in reverse order; they are read in the usual one.
 
     Raises:
         ConfigError: the data cannot be divided.
@@ -49,7 +57,7 @@ def shared_loader(
         batch_sampler=GlobalBatches(
             single.batch_sampler, processes, one_by_one, size * processes if size and whole else size
         ),
-        collate_fn=ShardOf(single.collate_fn, (0, 1) if one_by_one else shard),
+        collate_fn=ShardOf(single.collate_fn, (0, 1) if one_by_one else shard, backwards),
     )
 
 
@@ -108,14 +116,15 @@ class GlobalBatches(Sampler[list[Any]]):
 class ShardOf:
     """Collates one part of the samples of a global batch."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int]) -> None:
-        self.collate, self.shard = collate, shard
+    def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int], backwards: bool = False) -> None:
+        self.collate, self.shard, self.backwards = collate, shard, backwards
 
     def __call__(self, samples: list[Any]) -> Any:
         index, count = self.shard
         size = len(samples) // count
         # Fewer samples than parts are a look at the data, not a global batch.
-        return self.collate(samples[index * size : (index + 1) * size] if size else samples)
+        part = samples[index * size : (index + 1) * size] if size else samples
+        return self.collate(part[::-1] if self.backwards else part)
 
 
 def without_workers(cfg: Any) -> Any:
