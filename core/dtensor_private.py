@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -104,6 +105,17 @@ def forget_meshes() -> None:
     getattr(cached, "cache", cached).cache_clear()  # torch 2.6 keeps the cache of the thread in an attribute
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
         clear()
+    # A mesh keeps its groups, and each of gloo's has a thread that wakes a hundred times a second.
+    for name in [name for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
+        for value in list(vars(sys.modules[name]).values()):
+            for cache in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                if isinstance(function := getattr(cache, "__func__", cache), _CachedFunction):
+                    function.cache_clear()
+    planners: dict[Any, Any] = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {})
+    planners.clear()
+
+
+_CachedFunction = type(lru_cache(len))
 
 
 def _placements(spec: Any) -> tuple[Any, ...]:
