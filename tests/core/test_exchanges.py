@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from flextrain.core.comm import collectives as dist
@@ -17,7 +18,13 @@ from flextrain.core.comm.joint_errors import gather_differing
 from flextrain.core.comm.replica_check import ReplicaCheck
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.errors import DivergenceError, StrategyError
+from flextrain.core.group_private import CHECKED
 from flextrain.testing.simulation import Simulation
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__).release[:2] != CHECKED.release[:2],
+    reason=f"ranks are simulated with torch {CHECKED} only",
+)
 
 
 def joined(function: Callable[..., Any], *args: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from flextrain import CheckpointError, FlexibleRunner
@@ -17,10 +18,16 @@ from flextrain.core.checkpoint.integrity import damages
 from flextrain.core.checkpoint.save import own_row
 from flextrain.core.checkpoint.save.own_row import OwnRow, RowFacts, plan_rows
 from flextrain.core.comm import collectives as dist
+from flextrain.core.group_private import CHECKED
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import Simulation
 
 from ..runner.training import Net, Samples, whole_state
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__).release[:2] != CHECKED.release[:2],
+    reason=f"ranks are simulated with torch {CHECKED} only",
+)
 
 
 @pytest.fixture(autouse=True)
