@@ -20,7 +20,8 @@ takes.
 
 SCRIPT runs, with the arguments after --, up to the construction of its FlexibleRunner, as in `flextrain verify`. Set-up
 and two updates are then made under each strategy as one rank of WORLD_SIZE, on tensors without values: no accelerator is
-used, and no memory for weights. The batches are the first ones of the script's data. Hooks, validation, checkpoints and
+used, and no memory for weights. For a strategy that does not fit on --device-memory, changes that need less are planned
+in the same way, until one fits. The batches are the first ones of the script's data. Hooks, validation, checkpoints and
 torch.compile are left out. All processes are taken to have what this one has.
 
 Exit status: 0 all strategies are possible and fit, 1 one is refused or does not fit, 2 nothing could be planned."""
@@ -59,6 +60,11 @@ def add(commands: Any) -> None:
         "--strategies",
         default="ddp,fsdp",
         help="names with commas, as for `flextrain verify`, such as fsdp,mesh:tp8xpp4; default: ddp,fsdp",
+    )
+    command.add_argument(
+        "--no-advice",
+        action="store_true",
+        help="do not look for changes with which a strategy fits that does not; each one takes as long as the strategy",
     )
     command.add_argument(
         "--timeout", type=float, default=600.0, help="largest number of seconds for one rank; default: 600"
@@ -157,6 +163,7 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
             measured=measured,
             disk=disk,
             disk_of_all=of_all,
+            advice=not arguments.no_advice,
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(Text(f"Planning: {what}")),
         )

@@ -75,4 +75,10 @@ def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, 
             inner[name] = dict(inner.get(name) or {})
             inner = inner[name]
         inner[last] = value
+    if job.accumulate_times > 1:
+        wrapper = found["optim_wrapper"]
+        if not isinstance(wrapper, Mapping) or "optimizer" not in wrapper:
+            raise ConfigError("optim_wrapper: has no accumulative_counts to change, give a dict with optimizer")
+        counts = wrapper.get("accumulative_counts", 1) * job.accumulate_times
+        found["optim_wrapper"] = {**wrapper, "accumulative_counts": counts}
     return found, notes

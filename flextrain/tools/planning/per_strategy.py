@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.errors import ConfigError
+from .advice import advise
 from .calibrate import Measured, fit, strategy_in, with_times
 from .checkpoint import with_checkpoint, with_seconds
 from .child import RankAnswer, ask
@@ -43,6 +45,7 @@ def plan(
     changes: Mapping[str, Any] | None = None,
     disk: float | None = None,
     disk_of_all: float | None = None,
+    advice: bool = False,
     timeout_s: float = 600.0,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> TrainingPlan:
@@ -59,6 +62,7 @@ def plan(
         machine: of which kind the nodes are, for ``StrategyPlan.time``.
         measured: an update that was measured on this machine, to fit these times to.
         disk, disk_of_all: bytes per second that one process, and all together, write into a checkpoint; None: not known.
+        advice: plan changes of strategies that do not fit on ``device_memory``, see ``advice.py``.
         timeout_s: largest number of seconds for one rank.
         on_progress: called with what is planned next.
 
@@ -90,7 +94,17 @@ def plan(
     found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
     for job in jobs:
         on_progress(job.name)
-        found.strategies.append(with_seconds(plan_strategy(job, timeout_s=timeout_s), disk, disk_of_all))
+        planned = plan_strategy(job, timeout_s=timeout_s)
+        if advice and device_memory is not None and found.fits(planned) is False:
+            tried, notes = advise(
+                planned,
+                job,
+                device_memory - unseen,
+                lambda changed: plan_strategy(changed, timeout_s=timeout_s),
+                lambda keys, job=job: on_progress(f"{job.name} with {keys}"),  # type: ignore[misc]
+            )
+            planned = dataclasses.replace(planned, advice=tried, notes=[*planned.notes, *notes])
+        found.strategies.append(with_seconds(planned, disk, disk_of_all))
     return found if machine is None else with_times(found, machine, measured)
 
 
@@ -122,6 +136,7 @@ def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
         checkpoint=checkpoint,
         pipeline=facts.pipeline,
         seconds=seconds + time.process_time() - began,
+        recipe=facts.recipe,
         resident=resident,
     )
 

@@ -16,6 +16,7 @@ import pydantic
 
 from ...core.errors import ConfigError
 from .machine_kind import MachineKind
+from .recipe import Advice, Recipe
 from .times import Calibration, PipelineOrder, StepTime
 
 SCHEMA = 1
@@ -55,6 +56,7 @@ class PlannedJob:
         changes: changes of the runner's arguments, by dotted key, such as
             ``{"optim_wrapper.accumulative_counts": 4, "strategy.activation_checkpointing": {"classes": ["Block"]}}``;
             a missing dict is made.
+        accumulate_times: factor on the micro-batches of an update.
     """
 
     script: str
@@ -63,6 +65,7 @@ class PlannedJob:
     nodes: int = 1
     arguments: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
+    accumulate_times: int = 1
 
     @property
     def name(self) -> str:
@@ -225,6 +228,8 @@ class StrategyPlan:
         seconds: processor time of planning.
         resident: largest resident memory of the planning process, in bytes.
         notes: what to know about these figures, one line each.
+        recipe: what of it could be changed; None if it was refused.
+        advice: changes that were planned because it does not fit, in the order in which they were; see ``advice.py``.
     """
 
     strategy: str
@@ -242,11 +247,24 @@ class StrategyPlan:
     resident: int = 0
     notes: list[str] = field(default_factory=list)
     checkpoint: CheckpointPlan | None = None
+    recipe: Recipe | None = None
+    advice: list[Advice] = field(default_factory=list)
 
     @property
     def highest(self) -> RankPlan | None:
         """The planned rank with the highest peak; None if the strategy was refused."""
         return max(self.ranks, key=lambda rank: rank.peak.total, default=None)
+
+    @property
+    def samples(self) -> int:
+        """Samples of one update, of all processes."""
+        shards = 1 if self.recipe is None else self.recipe.data_shards
+        return shards * max((rank.samples for rank in self.ranks), default=0)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank that sends the most sends, over all links."""
+        return max((rank.sent("inside") + rank.sent("between") for rank in self.ranks), default=0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rich.text import Text
 from ..markup import add_row
 from ..tables import FittedTable
 from .plan import UNSEEN, RankPlan, StrategyPlan, TrainingPlan
+from .recipe import Advice
 from .step_time import NOT_TIMED
 from .times import Calibration
 
@@ -96,6 +97,10 @@ def lines_on(strategy: StrategyPlan) -> Iterator[tuple[str, str]]:
         yield f"{name}: {note}", "dim"
     if strategy.time is not None:
         yield from ((f"{name}: {line}", "dim") for line in _of_time(strategy))
+    for advice in strategy.advice:
+        yield f"{name}: {described(advice)}", "green" if advice.fits else "yellow"
+    if strategy.advice and not strategy.advice[-1].fits:
+        yield f"{name}: no change was found with which it fits", "yellow"
 
 
 def _of_time(strategy: StrategyPlan) -> Iterator[str]:
@@ -126,6 +131,21 @@ def _calibrated(found: Calibration) -> str:
     shares = sorted({f"{100 * share:.3g}" for share in (found.overlapped, found.apart)}, key=float)
     on = f"{found.strategy} in {seconds(found.seconds)} on {found.world_size:,} processes"
     return f"calibrated by {on} to {' to '.join(shares)} % of its rates for computing"
+
+
+def described(advice: Advice) -> str:
+    """A planned change for people: what to change, the new peak, and what it costs."""
+    if advice.message:
+        return f"with {advice.keys}: refused, {advice.message}"
+    costs = [f"FLOP {_change(advice.flops)}"]
+    if advice.sent is not None:
+        costs.append(f"sent {_change(advice.sent)}")
+    verdict = "fits" if advice.fits else "does not fit"
+    return f"with {advice.keys}: {size(advice.peak)}, {verdict}; {', '.join(costs)}"
+
+
+def _change(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"
 
 
 def where_it_is(rank: RankPlan) -> str:

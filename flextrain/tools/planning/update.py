@@ -32,6 +32,7 @@ from ...runner.data.user_loaders import goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
 from ...runner.loops.step import Stepper
 from ...strategies.base import Strategy
+from ...strategies.fsdp.units import repeated_blocks
 from ...strategies.mesh.config import MeshConfig
 from ...strategies.mesh.pipeline.pipeline_parallel import stages_per_process
 from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole
@@ -41,6 +42,7 @@ from .kinds import parts_of
 from .ledger import Ledger
 from .links import Network
 from .plan import PlannedJob, RankPlan
+from .recipe import Recipe
 from .times import PipelineOrder
 
 UPDATES = 2
@@ -70,6 +72,7 @@ class Facts:
     whole_parameters: int = 0
     share: Share | None = None
     notes: list[str] = field(default_factory=list)
+    recipe: Recipe | None = None
 
 
 class Training:
@@ -104,6 +107,7 @@ class Training:
         topology = self.strategy.topology
         window, model = self._window(), self._model()
         self._note_whole(topology, model)
+        self.facts.recipe = self._recipe(topology, model)
         whole = all(_rows_are_whole(batch) for batch in window)
         ledger = Ledger(topology.rank, self._network(topology))
         with ExitStack() as stack:
@@ -196,6 +200,23 @@ class Training:
         if network.axes.get("pp", 1) > 1 and isinstance(config, MeshConfig):
             self.facts.pipeline = PipelineOrder(config.pp_schedule, stages_per_process(config))
         self.facts.whole_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def _recipe(self, topology: Topology, model: nn.Module) -> Recipe:
+        loader, wrapper = self._given["train_dataloader"], self._given["optim_wrapper"]
+        sizes: dict[str, int] = {}
+        for block in repeated_blocks(model):
+            name = type(block).__name__
+            sizes[name] = sizes.get(name, 0) + sum(parameter.numel() for parameter in block.parameters())
+        batch_size = loader.get("batch_size") if isinstance(loader, Mapping) else None
+        return Recipe(
+            sorted(type(self.strategy).Config.model_fields),
+            sorted(sizes, key=lambda name: -sizes[name]),
+            topology.data.count,
+            self._optim.accumulate,
+            batch_size if isinstance(batch_size, int) else None,
+            isinstance(wrapper, Mapping) and "optimizer" in wrapper,
+            type(self._optim) is OptimWrapper,
+        )
 
     def _network(self, topology: Topology) -> Network:
         sizes = {axis: size for axis, (_, size) in topology.axes.items()}
