@@ -24,7 +24,7 @@ used, and no memory for weights. For a strategy that does not fit on --device-me
 in the same way, until one fits. The batches are the first ones of the script's data. Hooks, validation, checkpoints and
 torch.compile are left out. All processes are taken to have what this one has.
 
-Exit status: 0 all strategies are possible and fit, 1 one is refused or does not fit, 2 nothing could be planned."""
+Exit status: 0 all strategies are possible and fit (with --fit: at least one fits), 1 one is refused or does not fit, 2 nothing could be planned."""
 
 
 def add(commands: Any) -> None:
@@ -60,6 +60,15 @@ def add(commands: Any) -> None:
         "--strategies",
         default="ddp,fsdp",
         help="names with commas, as for `flextrain verify`, such as fsdp,mesh:tp8xpp4; default: ddp,fsdp",
+    )
+    command.add_argument(
+        "--fit",
+        metavar="AXES",
+        help="instead of strategies: search over all meshes of these axes, such as tp,pp,dp_replicate, for those that fit on "
+        "--device-memory, and show the ten that send the least, or with --machine take the least time",
+    )
+    command.add_argument(
+        "--fit-limit", type=int, default=24, help="largest number of meshes that are planned for --fit; default: 24"
     )
     command.add_argument(
         "--no-advice",
@@ -126,6 +135,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("plan.script: missing, give a script, or --from with a saved plan")
     elif arguments.world_size is None:
         raise ConfigError("plan.world_size: missing, give --world-size with the number of processes")
+    elif arguments.fit is not None and arguments.strategies != arguments.defaults["strategies"]:
+        raise ConfigError(f"plan.fit: {arguments.fit} was given with --strategies, give one of them")
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[MachineKind | None, Measured | None]:
@@ -142,10 +153,12 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     from rich.console import Console
     from rich.text import Text
 
+    from ..tools.planning.fit import axes_in
     from ..tools.planning.per_strategy import plan, rate_in_bytes, size_in_bytes
     from ..tools.strategy_options import names_in
 
     names = names_in(arguments.strategies, "plan.strategies")
+    axes = None if arguments.fit is None else axes_in(arguments.fit)
     memory = arguments.device_memory
     disk, of_all = (
         None if rate is None else rate_in_bytes(rate, f"plan.{key}")
@@ -164,6 +177,8 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
             disk=disk,
             disk_of_all=of_all,
             advice=not arguments.no_advice,
+            fit_axes=axes,
+            fit_limit=arguments.fit_limit,
             timeout_s=arguments.timeout,
             on_progress=lambda what: status.update(Text(f"Planning: {what}")),
         )

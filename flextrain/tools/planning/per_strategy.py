@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pickle
 import re
@@ -21,6 +22,7 @@ from .advice import advise
 from .calibrate import Measured, fit, strategy_in, with_times
 from .checkpoint import with_checkpoint, with_seconds
 from .child import RankAnswer, ask
+from .fit import LIMIT, ordered, search
 from .links import check_nodes
 from .machine_kind import MachineKind
 from .machines import check_devices, nodes_for
@@ -34,7 +36,7 @@ _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 
 def plan(
     script: str,
-    strategies: Sequence[str | Mapping[str, Any]],
+    strategies: Sequence[str | Mapping[str, Any]] = (),
     *,
     world_size: int,
     nodes: int | None = None,
@@ -46,6 +48,8 @@ def plan(
     disk: float | None = None,
     disk_of_all: float | None = None,
     advice: bool = False,
+    fit_axes: Sequence[str] | None = None,
+    fit_limit: int = LIMIT,
     timeout_s: float = 600.0,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> TrainingPlan:
@@ -63,6 +67,8 @@ def plan(
         measured: an update that was measured on this machine, to fit these times to.
         disk, disk_of_all: bytes per second that one process, and all together, write into a checkpoint; None: not known.
         advice: plan changes of strategies that do not fit on ``device_memory``, see ``advice.py``.
+        fit_axes: search over meshes of these axes for those that fit, in place of ``strategies``; see ``fit.py``.
+        fit_limit: number of meshes that are planned at most.
         timeout_s: largest number of seconds for one rank.
         on_progress: called with what is planned next.
 
@@ -78,6 +84,8 @@ def plan(
         device_memory = machine.memory if device_memory is None else device_memory
     elif measured is not None:
         raise ConfigError("plan.calibrate: has no meaning without a machine, give --machine")
+    if fit_axes is not None and measured is not None and measured.plan is None:
+        raise ConfigError("plan.calibrate: with --fit, give PLAN.json:ddp=1.84s, with the plan of what was measured")
     if not Path(script).is_file():
         raise ConfigError(f"script: {script} is not a file")
     jobs = []
@@ -92,6 +100,10 @@ def plan(
             fit(measured.plan, machine, measured)
     unseen = 0 if device_memory is None else int(device_memory * MARGIN)
     found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+    if fit_axes is not None:
+        job = PlannedJob(script, "", world_size, nodes, tuple(arguments), dict(changes or {}))
+        planner = functools.partial(plan_strategy, timeout_s=timeout_s)
+        found = search(found, job, fit_axes, planner, limit=fit_limit, on_progress=on_progress)
     for job in jobs:
         on_progress(job.name)
         planned = plan_strategy(job, timeout_s=timeout_s)
@@ -100,12 +112,13 @@ def plan(
                 planned,
                 job,
                 device_memory - unseen,
-                lambda changed: plan_strategy(changed, timeout_s=timeout_s),
+                functools.partial(plan_strategy, timeout_s=timeout_s),
                 lambda keys, job=job: on_progress(f"{job.name} with {keys}"),  # type: ignore[misc]
             )
             planned = dataclasses.replace(planned, advice=tried, notes=[*planned.notes, *notes])
         found.strategies.append(with_seconds(planned, disk, disk_of_all))
-    return found if machine is None else with_times(found, machine, measured)
+    found = found if machine is None else with_times(found, machine, measured)
+    return found if fit_axes is None else dataclasses.replace(found, strategies=ordered(found, found.strategies))
 
 
 def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:

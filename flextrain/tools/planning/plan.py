@@ -16,7 +16,7 @@ import pydantic
 
 from ...core.errors import ConfigError
 from .machine_kind import MachineKind
-from .recipe import Advice, Recipe
+from .recipe import Advice, MeshSearch, Recipe
 from .times import Calibration, PipelineOrder, StepTime
 
 SCHEMA = 1
@@ -278,6 +278,7 @@ class TrainingPlan:
         schema: version of the JSON.
         machine: on which ``StrategyPlan.time`` is; None: not given.
         calibration: what was fitted to a measured update; None: nothing.
+        search: the meshes that were looked at, if ``strategies`` are the planned ones of a search; None without.
     """
 
     script: str
@@ -291,6 +292,7 @@ class TrainingPlan:
     schema: int = SCHEMA
     machine: MachineKind | None = None
     calibration: Calibration | None = None
+    search: MeshSearch | None = None
 
     def fits(self, strategy: StrategyPlan) -> bool | None:
         """Whether a strategy's peak and ``unseen`` fit on the device; None if it was refused or no size was given."""
@@ -300,7 +302,12 @@ class TrainingPlan:
 
     @property
     def exit_status(self) -> int:
-        """0: all strategies are possible, and fit if a size was given; 1: one is refused or does not fit."""
+        """0: all strategies are possible, and fit if a size was given; 1: one is refused or does not fit.
+
+        Of a search, 0: at least one fits.
+        """
+        if self.search is not None:
+            return int(not any(self.fits(one) for one in self.strategies))
         return int(any(one.status == "refused" or self.fits(one) is False for one in self.strategies))
 
     def as_json(self) -> dict[str, Any]:

@@ -53,6 +53,25 @@ class Advice:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class MeshSearch:
+    """A search over meshes for plans that fit, see ``fit.py``.
+
+    Attributes:
+        axes: whose sizes were tried.
+        candidates: number of meshes of these axes.
+        skipped: by name, why a mesh was not planned: it is not possible, or cannot fit.
+        refused: by name, why a mesh is not possible for this script.
+        not_planned: those beyond the limit.
+    """
+
+    axes: list[str]
+    candidates: int
+    skipped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    not_planned: list[str] = field(default_factory=list)
+
+
 def as_arguments(changes: Mapping[str, Any]) -> str:
     """Return changes by dotted key as Python text of the runner's arguments: ``strategy=dict(wrap="blocks")``."""
     tree: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ..markup import add_row
 from ..tables import FittedTable
+from .fit import SHOWN, lines_on_search
 from .plan import UNSEEN, RankPlan, StrategyPlan, TrainingPlan
 from .recipe import Advice
 from .step_time import NOT_TIMED
@@ -35,10 +36,12 @@ def report(plan: TrainingPlan) -> Group:
     table.add_column(first, overflow="fold")
     for heading in others:
         table.add_column(heading, justify="right")
-    for strategy in plan.strategies:
+    shown = plan.strategies if plan.search is None else plan.strategies[:SHOWN]
+    for strategy in shown:
         add_row(table, strategy.strategy, *cells(plan, strategy))
     table.caption = Text(CAPTION)
-    lines = [Text(line, style=style) for strategy in plan.strategies for line, style in lines_on(strategy)]
+    lines = [Text(line, style=style) for strategy in shown for line, style in lines_on(strategy)]
+    lines += [Text(line) for line in lines_on_search(plan)]
     lines += [Text(line, style="dim") for line in (not_seen(plan), *about_times(plan))]
     return Group(table, *lines)
 
