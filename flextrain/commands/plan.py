@@ -167,7 +167,7 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     with Console(stderr=True, markup=False, emoji=False).status("Starting a process") as status:
         return plan(
             arguments.script,
-            names,
+            names if axes is None else [],
             world_size=arguments.world_size,
             nodes=arguments.nodes,
             arguments=arguments.script_arguments,

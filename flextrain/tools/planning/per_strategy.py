@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pickle
 import re
@@ -100,23 +99,26 @@ def plan(
             fit(measured.plan, machine, measured)
     unseen = 0 if device_memory is None else int(device_memory * MARGIN)
     found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+
+    def planner(job: PlannedJob) -> StrategyPlan:
+        return with_seconds(plan_strategy(job, timeout_s=timeout_s), disk, disk_of_all)
+
     if fit_axes is not None:
         job = PlannedJob(script, "", world_size, nodes, tuple(arguments), dict(changes or {}))
-        planner = functools.partial(plan_strategy, timeout_s=timeout_s)
         found = search(found, job, fit_axes, planner, limit=fit_limit, on_progress=on_progress)
     for job in jobs:
         on_progress(job.name)
-        planned = plan_strategy(job, timeout_s=timeout_s)
+        planned = planner(job)
         if advice and device_memory is not None and found.fits(planned) is False:
             tried, notes = advise(
                 planned,
                 job,
                 device_memory - unseen,
-                functools.partial(plan_strategy, timeout_s=timeout_s),
+                planner,
                 lambda keys, job=job: on_progress(f"{job.name} with {keys}"),  # type: ignore[misc]
             )
             planned = dataclasses.replace(planned, advice=tried, notes=[*planned.notes, *notes])
-        found.strategies.append(with_seconds(planned, disk, disk_of_all))
+        found.strategies.append(planned)
     found = found if machine is None else with_times(found, machine, measured)
     return found if fit_axes is None else dataclasses.replace(found, strategies=ordered(found, found.strategies))
 
