@@ -41,6 +41,7 @@ TERMS = {"_place", "in_place", "plain_value", "plain_values", "plain_type", "pla
 
 SAME_FILE_NAME = {
     "__init__",
+    "advice",  # what a user could change: when a run has failed, when a plan does not fit
     "base",  # the class that those of the folder derive from
     "build",  # makes what the folder has from a configuration
     "checkpoint",  # the command, the hook, and the class of that name

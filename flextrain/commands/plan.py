@@ -137,6 +137,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("plan.world_size: missing, give --world-size with the number of processes")
     elif arguments.fit is not None and arguments.strategies != arguments.defaults["strategies"]:
         raise ConfigError(f"plan.fit: {arguments.fit} was given with --strategies, give one of them")
+    elif arguments.fit is None and arguments.fit_limit != arguments.defaults["fit_limit"]:
+        raise ConfigError(f"plan.fit_limit: {arguments.fit_limit} has no effect without --fit, leave it out")
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[MachineKind | None, Measured | None]:
