@@ -7,7 +7,7 @@ what other processes have, ask ``rehearsing()``; then all processes are taken to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +53,12 @@ def aside() -> Iterator[None]:
 def is_aside() -> bool:
     """Whether such a computation is under way."""
     return bool(_asides)
+
+
+def announce(kind: str, tensors: Iterable[Tensor]) -> None:
+    """Say what the memory of tensors is for, one of the kinds of a plan, to those who keep books on it."""
+    for listen in listeners:
+        listen(kind, tensors)
 
 
 def mode_without_values() -> Any:
@@ -156,6 +162,8 @@ def _leaving_fakes_alone(function: Callable[..., Tensor]) -> Callable[..., Tenso
     return initialize
 
 
+listeners: list[Callable[[str, Iterable[Tensor]], object]] = []
+"""Called by ``announce``."""
 _current: list[WithoutValues] = []
 _asides: list[bool] = []
 _STRIPPED = "_flextrain_stripped"

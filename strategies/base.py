@@ -243,6 +243,15 @@ class Strategy(CanonicalState):
         """
         return batch
 
+    def for_rehearsal(self) -> Strategy | None:
+        """Return the strategy that a plan executes in place of this one; None if a plan is not possible.
+
+        By default itself, or None if ``needs.processes`` says that its ranks must be real processes. Such a strategy can
+        return one with the same options that makes the tensors and calls the collectives of a rank by formula, as plain
+        operations of torch, and that says by ``core.rehearsing.announce`` what memory is for. Plans say that it is so.
+        """
+        return None if self.needs.processes else self
+
     def explain(self, error: BaseException) -> str | None:
         """Return what to do about an error that follows from how the model is spread; None if it does not."""
         return None

@@ -32,6 +32,8 @@ from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
 from .optimizers import check_supported
 from .own_parallelism import check_layers
+from .package import deepspeed as _deepspeed
+from .rehearsed import RehearsedZero
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
 from .swap_files import SwapFiles
@@ -285,6 +287,10 @@ class DeepSpeedStrategy(Strategy):
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
         return fragments
 
+    def for_rehearsal(self) -> Strategy | None:
+        """See Strategy; the engine's tensors and collectives by formula."""
+        return RehearsedZero(self.config)
+
     def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
         return engine_config(
             self.config,
@@ -381,19 +387,3 @@ class DeepSpeedStrategy(Strategy):
         if self._wrapper:
             require(self._request.dtype, report.parameters, "parameters")
             require(torch.float32, report.masters or report.parameters, "master weights")
-
-
-def _deepspeed() -> Any:
-    """Import and return the package deepspeed.
-
-    Raises:
-        StrategyError: it is not installed, or cannot be imported.
-    """
-    try:
-        import deepspeed
-    except ModuleNotFoundError as error:
-        missing = "" if error.name == "deepspeed" else f" ({error})"
-        raise StrategyError(
-            f'strategy.type: "DeepSpeedStrategy" needs DeepSpeed, pip install flextrain[deepspeed]{missing}'
-        ) from None
-    return deepspeed

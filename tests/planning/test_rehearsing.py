@@ -7,6 +7,10 @@ from torch import nn
 from flextrain.core import rehearsing
 from flextrain.core.errors import StrategyError
 from flextrain.core.rehearsing_private import is_fake
+from flextrain.strategies.base import Strategy
+from flextrain.strategies.requirements import Needs
+from flextrain.tools.planning.ledger import Ledger
+from flextrain.tools.planning.links import Network
 
 
 def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
@@ -42,3 +46,21 @@ def test_a_model_is_built_and_stripped_with_its_ties():
     assert is_fake(model.mean)
     assert {name for name, _ in model.named_buffers()} == {"mean"}
     assert not is_fake(nn.Linear(2, 2).weight)
+
+
+def test_what_needs_real_processes_cannot_be_rehearsed():
+    class Threads(Strategy):
+        needs = Needs(processes="its ranks are real")
+
+    assert Threads().for_rehearsal() is None
+    ordinary = Strategy()
+    assert ordinary.for_rehearsal() is ordinary
+
+
+def test_memory_is_announced_to_books_that_are_open():
+    with Ledger(0, Network(1)) as ledger:
+        kept = torch.zeros(10)
+        rehearsing.announce("gradients", [kept])
+        assert ledger.memory.in_use() == {"gradients": 40}
+    rehearsing.announce("parameters", [kept])
+    assert ledger.memory.in_use() == {"gradients": 40}

@@ -236,6 +236,7 @@ CASES: list[Case] = [
         lambda kind: dict(strategy=kind()),
         {
             "drop_gradients": "no update of this life is interrupted, see test_interrupted",
+            "for_rehearsal": "flextrain plan calls it",
             "note_initialised": "code that fills weights itself calls it",
             "replicas": "several processes have replicas",
         },

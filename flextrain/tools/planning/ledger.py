@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from ...core.rehearsing import aside, is_aside
+from ...core.rehearsing import aside, is_aside, listeners
 from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward
 from ...core.torch_private import TorchDispatchMode, tree_flatten
 from .kinds import Memory, parts_of
@@ -132,6 +132,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.resized(storage)
             return storage
 
+        listeners.append(self.memory.mark)  # type: ignore[arg-type]
+        self._stack.callback(listeners.remove, self.memory.mark)
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         self._stack.enter_context(finding_shapes_in(aside))

@@ -150,6 +150,7 @@ def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
         notes=[*facts.notes, *notes],
         checkpoint=checkpoint,
         pipeline=facts.pipeline,
+        source=facts.source,
         seconds=seconds + time.process_time() - began,
         recipe=facts.recipe,
         resident=resident,

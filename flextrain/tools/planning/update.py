@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,7 @@ class Facts:
     Attributes:
         stages: one rank of each pipeline stage, in their order; empty without.
         share: what the planned rank saves in a checkpoint.
+        source: see StrategyPlan.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Facts:
     pipeline: PipelineOrder | None = None
     whole_parameters: int = 0
     share: Share | None = None
+    source: Literal["executed", "formula"] = "executed"
     notes: list[str] = field(default_factory=list)
     recipe: Recipe | None = None
 
@@ -97,8 +99,8 @@ class Training:
         if not checked.trains or checked.optim_wrapper is None:
             raise ConfigError("train_cfg: missing, a plan needs train_dataloader, train_cfg and optim_wrapper")
         self.strategy: Strategy = checked.strategy
-        if rehearsal is not None and (why := self.strategy.needs.processes):
-            raise ConfigError(f"strategy.type: {type(self.strategy).__name__} cannot be planned, {why}")
+        if rehearsal is not None:
+            self.strategy = self._rehearsed(checked.strategy)
         self._optim: OptimWrapper | OptimWrapperDict = checked.optim_wrapper
 
     def run(self) -> RankPlan:
@@ -131,6 +133,18 @@ class Training:
                 stepper.train(list(window))
             found = self._result(ledger, topology, window)
         self.facts.share = share_of(self.strategy, topology)
+        return found
+
+    def _rehearsed(self, asked: Strategy) -> Strategy:
+        found = asked.for_rehearsal()
+        if found is None:
+            raise ConfigError(f"strategy.type: {type(asked).__name__} cannot be planned, {asked.needs.processes}")
+        if found is not asked:
+            self.facts.source = "formula"
+            self.facts.notes.append(
+                f"memory and collectives of {type(asked).__name__} are by formula, the computation is executed"
+            )
+            found.example = asked.example
         return found
 
     def _without_values(self) -> AbstractContextManager[Any]:
