@@ -39,13 +39,13 @@ class _Sharded:
         self._memory = data.untyped_storage()
         self._size = self._memory.nbytes()
         parameter.data = data.narrow(0, 0, self.numel).view(parameter.shape)
-        announce("communication", [parameter.data])
         self._memory.resize_(0)
 
     def gather(self) -> None:
         """Give the parameter its memory."""
         self.is_gathered = True
         self._memory.resize_(self._size)
+        announce("communication", [self.parameter.data])
 
     def release(self) -> None:
         """Take it."""

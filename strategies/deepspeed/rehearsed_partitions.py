@@ -183,7 +183,6 @@ class WholeParameters(ZeroState):
             if parameter.grad is not None:
                 master.grad = parameter.grad.float()
                 announce("gradients", [master.grad])
-                parameter.grad = None
 
     def _reduce_at_once(self) -> None:
         trained = [parameter for flat in self._flats for parameter in flat.parameters]
@@ -202,6 +201,7 @@ class WholeParameters(ZeroState):
         if self.zero.stage == 0:
             for master, (parameter, *_) in self._updated if self.dtype is not torch.float32 else ():
                 parameter.data.copy_(master)
+                parameter.grad = None
             return
         for flat in self._flats:
             flat.master.grad = None

@@ -89,7 +89,7 @@ def save(folder, strategy, world_size, *arguments):
     job = PlannedJob(SCRIPT, strategy, world_size, 1, arguments)
     with runner_arguments(job.script, job.arguments) as given:
         set_seed()
-        training = Training(arguments_for(job, given), job)
+        training = Training(arguments_for(job, given)[0], job)
         training.run()
         trained, topology = training.strategy, training.strategy.topology
         save_checkpoint(

@@ -58,7 +58,7 @@ def both(strategy, *arguments, changes=None):
     job = PlannedJob(SCRIPT, strategy, 2, 1, arguments, changes or {})
     with runner_arguments(job.script, job.arguments) as given:
         set_seed()
-        training = Training(arguments_for(job, given), job)
+        training = Training(arguments_for(job, given)[0], job)
         real = training.run()
         held = held_by(training.strategy)
         training.strategy.teardown()
@@ -97,5 +97,5 @@ def check(results):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_states_of_every_stage(workers2, stage, half, model):
-    changes = {"strategy.activation_checkpointing": {"classes": ["LlamaDecoderLayer"]}} if "ac" in model else {}
+    changes = {"strategy.activation_checkpointing": {"classes": ["LlamaDecoderLayer"]}} if "ac" in model.split() else {}
     check(workers2.run(both, options(stage, half), *model.split(), changes=changes))

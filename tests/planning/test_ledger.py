@@ -100,3 +100,10 @@ def test_the_peak_says_where_it_is():
         ledger.begin()
         model(torch.randn(100, 4))
     assert (ledger.peak.phase, ledger.peak.module) == ("forward", "large")
+
+
+def test_tensors_on_the_meta_device_take_no_memory():
+    with books() as ledger:
+        ledger.begin()
+        kept = torch.zeros(100, device="meta")
+        assert ledger.memory.total == kept.sum().numel() - 1 == 0

@@ -19,7 +19,7 @@ _UNSETTLED: tuple[Kind, ...] = ("activations", "temporary")
 
 def parts_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors with memory that a tensor consists of; those inside of it, if it is a wrapper such as a DTensor."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.is_meta:
         return
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:

@@ -6,7 +6,7 @@ import collections
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -132,8 +132,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.resized(storage)
             return storage
 
-        listeners.append(self.memory.mark)  # type: ignore[arg-type]
-        self._stack.callback(listeners.remove, self.memory.mark)
+        listeners.append(listen := cast(Callable[[str, Iterable[Tensor]], object], self.memory.mark))
+        self._stack.callback(listeners.remove, listen)
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         self._stack.enter_context(finding_shapes_in(aside))
