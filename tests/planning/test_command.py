@@ -50,6 +50,20 @@ def test_wrong_configurations_are_one_line_each(capsys, strategy, says):
     assert "\n" not in found["message"]
 
 
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_pipeline_is_timed_with_its_schedule(capsys):
+    arguments = ["--world-size", "16", "--machine", "h100", "--strategies", "mesh:pp2", "--json"]
+    assert main(["plan", SCRIPT, *arguments, "--", "llama", "accumulate"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["strategies"]
+    assert found["pipeline"] == {"schedule": "1f1b", "stages_per_process": 1}
+    assert [rank["micro_batches"] for rank in found["ranks"]] == [2, 2]
+    assert found["fits"] is True  # in the memory of the machine
+    # Two micro-batches over two equal stages would wait a third of the time; the last one has the head as well.
+    assert 0.3 < found["time"]["waiting"] < 0.5
+    assert 0 < found["time"]["computing"] < found["time"]["lower"] < found["time"]["upper"]
+
+
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("12", 12)])
 def test_sizes(text, size):
     assert size_in_bytes(text, "plan.device_memory") == size

@@ -1,5 +1,6 @@
 """Books on operations that are known."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -107,3 +108,37 @@ def test_tensors_on_the_meta_device_take_no_memory():
         ledger.begin()
         kept = torch.zeros(100, device="meta")
         assert ledger.memory.total == kept.sum().numel() - 1 == 0
+
+
+@pytest.fixture
+def rounding():
+    """Set whether products and convolutions may use TF32."""
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, convolution.fp32_precision
+
+    def set_precision(*precision):
+        matmul.fp32_precision, convolution.fp32_precision = precision
+
+    yield set_precision
+    set_precision(*before)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9 has flags")
+def test_a_product_has_the_dtype_that_is_multiplied(rounding):
+    x, image = torch.randn(4, 8), torch.randn(1, 3, 8, 8)
+    convolution = nn.Conv2d(3, 4, 3)
+
+    def dtypes():
+        with books() as ledger:
+            ledger.begin()
+            torch.mm(x.bfloat16(), x.bfloat16().T)
+            torch.mm(x, x.T)
+            convolution(image)
+            return {row.dtype: row.operations for row in ledger.work() if row.kind == "matrix"}
+
+    rounding("ieee", "tf32")  # torch's defaults
+    assert dtypes() == {"bfloat16": 1, "float32": 1, "tfloat32": 1}
+    rounding("tf32", "tf32")
+    assert dtypes() == {"bfloat16": 1, "tfloat32": 2}
+    rounding("ieee", "ieee")
+    assert dtypes() == {"bfloat16": 1, "float32": 2}

@@ -13,6 +13,7 @@ def check(planned, real, tolerance):
     assert sent(planned) == sent(real)
     assert planned.flops == real.flops > 0
     assert planned.repeated_flops == real.repeated_flops
+    assert (planned.samples, planned.micro_batches) == (real.samples, real.micro_batches)
     # A parameter of which a rank has no row keeps a row of padding, which is one kind or the other.
     kinds = (("parameters", "communication"), ("optimizer_state",), ("gradients",))
     for several in kinds:

@@ -240,4 +240,6 @@ def _may_round(operation: Any) -> bool:
     """Whether torch allows TF32 for a product in float32 on a device that has it."""
     backends: Any = torch.backends
     is_convolution = "convolution" in operation.overloadpacket.__name__
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # torch before 2.9
+        return bool((backends.cudnn if is_convolution else backends.cuda.matmul).allow_tf32)
     return bool((backends.cudnn.conv if is_convolution else backends.cuda.matmul).fp32_precision == "tf32")
