@@ -24,7 +24,7 @@ the same numbers that gloo computes, added in the order of the ranks. Modules th
 variables, are then shared by all ranks. DeepSpeed cannot be simulated.
 
 The allowed relative difference is 1e-5 in float32, and a few roundings in bfloat16 and float16. It is larger where one
-device with the same batches in parts, which sums in another order, differs too: up to 4 times that difference.
+device with the same batches in parts, or in float64, differs too: up to 10 times that difference.
 
 Exit status: 0 all strategies agree, 1 one differs, 2 one could not run."""
 

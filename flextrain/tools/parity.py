@@ -81,15 +81,16 @@ class ProcessTrace:
     left_out: list[str] = field(default_factory=list)
 
 
-Order = Literal["usual", "parts", "backwards"]
-"""In which order one device adds what the samples of a global batch give: part by part, or from the last sample."""
+Way = Literal["usual", "in parts", "exact"]
+"""How one device computes a global batch: at once, one process's part after another, or in float64."""
 
 
-def train_alone(job: Job, order: Order) -> ProcessTrace | None:
-    """The reference, trained on a single device by rank 0; or the same batches added up in another order, compared with it.
+def train_alone(job: Job, way: Way) -> ProcessTrace | None:
+    """The reference, trained on a single device by rank 0; or the same batches in another way, compared with it.
 
-    They differ only in the order of summation, so their difference shows the effect of rounding. None in the other
-    processes; in "parts", also for an optim_wrapper whose accumulation cannot be changed.
+    The ways differ only in rounding. None in the other processes, and where a way is not possible: "in parts" for an
+    optim_wrapper whose accumulation cannot be changed, "exact" for a model that does not compute in float64, or that shall
+    compute in bfloat16 or float16.
     """
     is_first = os.environ["RANK"] == "0"
     # The script runs as under a strategy: its batch size may depend on the number of processes.
@@ -99,10 +100,20 @@ def train_alone(job: Job, order: Order) -> ProcessTrace | None:
             return None
         for name in job.strategies:  # the script may register some; a mistyped name must raise at once
             _spec(name, given, job)
-        if order == "parts" and not _is_one_optimizer(given["optim_wrapper"]):
+        if way == "in parts" and not _is_one_optimizer(given["optim_wrapper"]):
             return None
         strategy = build_strategy(_spec(REFERENCE, given, job))
-        return _train(job, given, strategy, None if order == "usual" else Reference(Path(job.folder)), order)
+        reference = None if way == "usual" else Reference(Path(job.folder))
+        before = torch.get_default_dtype()
+        try:
+            trace = _train(job, given, strategy, reference, way)
+        except (RuntimeError, TypeError, ValueError):
+            if way != "exact":
+                raise
+            return None  # such as a model with a float32 of its own; the usual way has shown that it trains
+        finally:
+            torch.set_default_dtype(before)
+        return trace if way != "exact" or trace.dtype == "float32" else None
 
 
 def train_with(job: Job, name: str) -> ProcessTrace | None:
@@ -136,13 +147,13 @@ def _spec(name: str, given: Mapping[str, Any], job: Job) -> dict[str, Any]:
 
 
 def _train(
-    job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, order: Order = "usual"
+    job: Job, given: dict[str, Any], strategy: Strategy, reference: Reference | None, way: Way = "usual"
 ) -> ProcessTrace:
     trace = ProcessTrace()
-    observer = _Observer(job.steps, trace, reference, Path(job.folder))
+    observer = _Observer(job.steps, trace, reference, Path(job.folder), is_exact=way == "exact")
     try:
         strategy.setup_environment()
-        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, order))
+        runner = FlexibleRunner(**_arguments(job, given, strategy, observer, way))
         with contextlib.suppress(_EnoughError):
             runner.train()
         if len(trace.losses) < job.steps:
@@ -155,7 +166,7 @@ def _train(
     return trace
 
 
-def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, order: Order) -> dict[str, Any]:
+def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, way: Way) -> dict[str, Any]:
     """The runner's arguments for the user's training: shared batches, and no hooks, logs or checkpoints of the user's."""
     if given["train_dataloader"] is None or given["optim_wrapper"] is None:
         raise ConfigError(
@@ -168,8 +179,8 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         without_workers(given["train_dataloader"]),
         processes=job.processes,
         shard=strategy.topology.shard,
-        one_by_one=order == "parts",
-        backwards=order == "backwards",
+        one_by_one=way == "in parts",
+        exact=way == "exact",
         seed=seed,
         logger=logging.getLogger("flextrain"),
     )
@@ -182,7 +193,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
         work_dir=str(Path(job.folder) / "work_dir"),
         train_dataloader=loader,
         train_cfg={**given["train_cfg"], **validation},
-        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if order == "parts" else 1),
+        optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if way == "in parts" else 1),
         default_hooks={**dict.fromkeys(set(DEFAULT_HOOKS) - {"param_scheduler", "sampler_seed"}), **kept},
         custom_hooks=[observer],
         randomness=randomness,
@@ -254,7 +265,10 @@ class _Observer(Hook):
 
     priority = "VERY_LOW"
 
-    def __init__(self, steps: int, trace: ProcessTrace, reference: Reference | None, folder: Path) -> None:
+    def __init__(
+        self, steps: int, trace: ProcessTrace, reference: Reference | None, folder: Path, *, is_exact: bool
+    ) -> None:
+        self.is_exact = is_exact
         self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
         self._batch_norms: list[nn.Module] = []
         self._random_states: dict[str, Tensor] = {}
@@ -265,6 +279,9 @@ class _Observer(Hook):
         dropouts = _without_dropout(module)
         trace.parameters = [name for name, _ in module.named_parameters()]
         trace.dtype, trace.eps = _coarsest(runner.strategy)
+        if self.is_exact:
+            module.double()
+            torch.set_default_dtype(torch.float64)  # for tensors that forward makes
         if dropouts:
             trace.notes.append(f"Dropout: set to 0 in {dropouts} modules, in all trainings")
         if self._batch_norms:

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.errors import ConfigError
 from ..core.generators import RandomStream
+from ..core.precision import cast_tensors
 from ..runner.data.dataloaders import build_dataloader
 from ..runner.data.epochs import tell_epoch
 from ..runner.data.user_loaders import goes_its_own_way, name_of
@@ -23,7 +25,7 @@ def shared_loader(
     processes: int,
     shard: tuple[int, int],
     one_by_one: bool = False,
-    backwards: bool = False,
+    exact: bool = False,
     seed: int,
     logger: logging.Logger,
 ) -> DataLoader[Any]:
@@ -36,7 +38,7 @@ def shared_loader(
         cfg: the runner's ``train_dataloader``.
         shard: (index, count) of the part; (0, 1) is the whole.
         one_by_one: give the configured batches one by one instead, in the order of the processes that would get them.
-        backwards: collate the samples in reverse order; they are read in the usual one.
+        exact: give floating-point numbers in float64.
 
     Raises:
         ConfigError: the data cannot be divided.
@@ -57,7 +59,7 @@ def shared_loader(
         batch_sampler=GlobalBatches(
             single.batch_sampler, processes, one_by_one, size * processes if size and whole else size
         ),
-        collate_fn=ShardOf(single.collate_fn, (0, 1) if one_by_one else shard, backwards),
+        collate_fn=ShardOf(single.collate_fn, (0, 1) if one_by_one else shard, exact),
     )
 
 
@@ -116,15 +118,16 @@ class GlobalBatches(Sampler[list[Any]]):
 class ShardOf:
     """Collates one part of the samples of a global batch."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int], backwards: bool = False) -> None:
-        self.collate, self.shard, self.backwards = collate, shard, backwards
+    def __init__(self, collate: Callable[[list[Any]], Any], shard: tuple[int, int], exact: bool = False) -> None:
+        self.collate, self.shard, self.exact = collate, shard, exact
 
     def __call__(self, samples: list[Any]) -> Any:
         index, count = self.shard
         size = len(samples) // count
         # Fewer samples than parts are a look at the data, not a global batch.
         part = samples[index * size : (index + 1) * size] if size else samples
-        return self.collate(part[::-1] if self.backwards else part)
+        batch = self.collate(part)
+        return cast_tensors(batch, torch.float64) if self.exact else batch
 
 
 def without_workers(cfg: Any) -> Any:
