@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .commands import checkpoint, doctor, list_names, plan, run_script, verify
+from .commands import checkpoint, configurations, doctor, list_names, plan, run_script, train_config, verify
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
 
-COMMANDS = (checkpoint, doctor, list_names, plan, run_script, verify)
+COMMANDS = (checkpoint, configurations, doctor, list_names, plan, run_script, train_config, verify)
 _TAKES_ALL = "run"
 """The command that reads its own arguments, because those of a script follow them; only ``--help`` is argparse's."""
 

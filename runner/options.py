@@ -14,6 +14,7 @@ from ..core.checkpoint.directory import replaced
 from ..core.checkpoint.foreign.download import check_download, is_download, shown
 from ..core.checkpoint.paths import reaching
 from ..core.config import Config, PositiveInt, validate
+from ..core.config_files import Config as ConfigFile
 from ..core.errors import CheckpointError, ConfigError, suggest
 from .watchdog.limits import WatchdogOptions
 
@@ -197,6 +198,8 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
         ConfigError: an invalid argument; the message names it.
     """
     data = {**given, "randomness": given["randomness"] or {}, "env_cfg": given["env_cfg"] or {}}
+    if isinstance(data["cfg"], ConfigFile):
+        data["cfg"] = data["cfg"].to_dict()
     if isinstance(data["env_cfg"], Mapping):
         nested: dict[str, type[Config]] = {"preemption": PreemptionOptions, "watchdog": WatchdogOptions}
         # With messages of their own: after that of a dict, pydantic would give that of True or False.

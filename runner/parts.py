@@ -26,6 +26,7 @@ from .data.dataloaders import build_dataloader
 from .data.example import example_batch
 from .data.user_loaders import batch_size
 from .doubts import doubts
+from .from_files import recorded
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
 from .loops.base import BaseLoop
@@ -52,6 +53,7 @@ class Parts(MissingNames):
     timestamp: str
     work_dir: str
     log_dir: str
+    config_text: str = ""
     seed: int
     logger: logging.Logger
     message_hub: MessageHub
@@ -87,7 +89,7 @@ class Parts(MissingNames):
     def cfg(self) -> dict[str, Any]:
         """The runner's arguments and the seed in use, for the record."""
         own = {key: value for key, value in self._given.items() if value is not None and key != "cfg"}
-        return {**own, **(self._given["cfg"] or {}), "seed": self.seed}
+        return recorded(own, self._given["cfg"], self.seed)
 
     @property
     def rank(self) -> int:

@@ -84,6 +84,8 @@ class Run(Protocol):
     """
 
     seed: int
+    config_text: str
+    """The configuration file with all that it inherits, as Python; empty for a run that was not made from one."""
     stop_check: Callable[[str], None] | None
     """Called after every update ("update") and every batch of an evaluation ("batch"), once somebody asks for the end."""
     late_parameters: list[str]

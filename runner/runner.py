@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from ..core.checkpoint import make_writable
 from ..core.comm.joint_errors import raising_together
 from ..core.config import check_call, check_keywords, known_keywords
+from ..core.config_files import Config, located
 from ..core.errors import ConfigError
 from ..core.seed import set_seed
 from ..strategies.base import Strategy
@@ -21,6 +23,7 @@ from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
+from .from_files import arguments_of, text_of, write_record
 from .options import early_preemption
 from .oversight import Oversight
 from .reporting import MessageHub, build_log_processor, setup_logger
@@ -71,7 +74,8 @@ class FlexibleRunner(Checkpoints):
         default_scope: None or "flextrain"; registries have no scopes.
         randomness: ``dict(seed=None, diff_rank_seed=False, deterministic=False)``.
         compile: True or arguments of ``torch.compile``; also as ``cfg=dict(compile=...)``.
-        cfg: the whole configuration, for the record; only its ``compile`` is read.
+        cfg: the whole configuration, for the record; only its ``compile`` is read. A Config is also written to
+            ``config.py`` in ``work_dir``, and into checkpoints.
 
     Raises:
         ConfigError: an argument is invalid; all checks that need no process group and no model come first.
@@ -110,7 +114,7 @@ class FlexibleRunner(Checkpoints):
         default_scope: str | None = None,
         randomness: Mapping[str, Any] | None = None,
         compile: bool | dict[str, Any] | None = None,
-        cfg: dict[str, Any] | None = None,
+        cfg: dict[str, Any] | Config | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()
@@ -142,6 +146,11 @@ class FlexibleRunner(Checkpoints):
         )
         if left_alone := self.oversight.preemption.left_alone:
             self.logger.info(left_alone)
+        self.config_text, why_not = text_of(cfg)
+        if why_not:
+            self.logger.info(why_not)
+        if self.config_text and self.rank == 0:
+            write_record(self.config_text, self.work_dir, self.log_dir)
         self.message_hub.topology = self.strategy.topology
         self.message_hub.belong_to(self.experiment_name)
         self.log_processor = build_log_processor(log_processor, checked.by_epoch)
@@ -154,12 +163,23 @@ class FlexibleRunner(Checkpoints):
         self._depth = 0  # nesting depth of runs: a hook may evaluate
 
     @classmethod
-    def from_cfg(cls, cfg: Mapping[str, Any]) -> FlexibleRunner:
+    def from_cfg(cls, cfg: Mapping[str, Any] | Config) -> FlexibleRunner:
         """Build a runner from one dict with the arguments as keys; the dict is kept as ``cfg`` for the record.
 
+        A Config may have other names too, which ``runner.cfg`` keeps: ``runner.cfg.num_classes``.
+
         Raises:
-            ConfigError: a key is not an argument, or a value is invalid.
+            ConfigError: a key is not an argument, or a value is invalid; for a Config with file and line.
         """
+        if isinstance(cfg, Config):
+            with located(cfg):
+                cfg.import_custom_modules()
+                given, lines = arguments_of(cfg, inspect.signature(cls.__init__).parameters.keys() - {"self"})
+                check_keywords(set(cfg) & ELSEWHERE.keys(), (), ELSEWHERE)
+                runner = cls(**{"cfg": cfg, **given})
+            for line in lines:
+                runner.logger.warning(line)
+            return runner
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give a dict with the arguments as keys")
         check_keywords(cfg.keys() & ELSEWHERE, (), ELSEWHERE)
@@ -250,11 +270,13 @@ class FlexibleRunner(Checkpoints):
     def _watched(self) -> Iterator[None]:
         """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
         if self.watchdog is None:
-            yield
+            with located(self._given["cfg"]):
+                yield
             return
         with self.watchdog.watching(self):
             try:
-                yield
+                with located(self._given["cfg"]):
+                    yield
             except BaseException as error:
                 if not self.watchdog.has_told:
                     tell_others(self, error, self.watchdog)

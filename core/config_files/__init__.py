@@ -6,6 +6,7 @@ from .cfg_options import DictAction, parse_option, parse_options
 from .config_dict import ConfigDict
 from .config_file import Config, read_base
 from .located_errors import located
+from .merging import path_text
 from .origins import Origins, ValueOrigin
 from .reading import SUFFIXES
 
@@ -19,5 +20,6 @@ __all__ = [
     "located",
     "parse_option",
     "parse_options",
+    "path_text",
     "read_base",
 ]

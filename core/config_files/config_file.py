@@ -204,7 +204,8 @@ class Config:
 
     def origin(self, *path: Key) -> ValueOrigin | None:
         """Where a value was written: ``config.origin("optim_wrapper", "optimizer", "lr")``; None: not known."""
-        return self._origins.at(path) if path and path[0] in self._origins.below else None
+        found = self._origins.below.get(path[0]) if path else None
+        return None if found is None else found.at(path[1:])
 
     def to_dict(self, keep_imported: bool = False) -> dict[str, Any]:
         """A built-in dict of built-in dicts; what new-style files import is text: "torch.optim.SGD".

@@ -20,6 +20,8 @@ def located(config: Any) -> Iterator[None]:
         yield
     except ConfigError as error:
         path = error.path
+        if path[:1] == ("cfg",) and isinstance(config, Config) and "cfg" not in config:
+            path = path[1:]  # the runner's argument, which is the configuration itself
         origin = config.origin(*path) if isinstance(config, Config) and path else None
         if origin is None or error.origin is not None:
             raise

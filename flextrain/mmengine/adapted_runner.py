@@ -16,6 +16,8 @@ from mmengine.visualization import Visualizer as TheirVisualizer
 from torch import nn
 
 from ..core.config import check_keywords
+from ..core.config_files import Config as Ours
+from ..core.config_files import located
 from ..core.errors import ConfigError
 from ..runner.build import build_model
 from ..runner.configuration import ELSEWHERE
@@ -92,6 +94,10 @@ class AdaptedRunner(Native):
         Raises:
             ConfigError: a name is almost that of an argument, or a value is invalid.
         """
+        if isinstance(cfg, Ours):
+            with located(cfg):
+                cfg.import_custom_modules()
+                return cls.from_cfg(cfg.imported())
         config, given = split(cfg, _ARGUMENTS)
         if "model" not in given:
             raise ConfigError("model: missing, it must be given")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import inspect
 import io
 import sys
@@ -11,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.config_files import Config, located
 from ..core.errors import ConfigError
 from ..core.registry import registrations_undone
+from ..runner.arguments import check_everything
 from ..runner.runner import FlexibleRunner
+from .configured import is_config_file, load, runner_class
 
 
 class _RunnerMade(BaseException):
@@ -28,6 +33,8 @@ class _RunnerMade(BaseException):
 def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """The arguments that ``python SCRIPT ARGUMENTS`` would give to its first FlexibleRunner, by parameter.
 
+    A configuration file stands for ``flextrain train SCRIPT ARGUMENTS``, see ``configured.is_config_file``.
+
     The script ends at that call: no runner is made. A script that makes no runner defines a dict of these arguments as
     ``cfg``, or a function without arguments named ``config`` that returns the dict. Inside the context the script is
     ``__main__``. Names that it registered are removed afterwards, so that it can run again.
@@ -38,11 +45,53 @@ def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dic
     path = Path(script).absolute()
     if not path.is_file():
         raise ConfigError(f"script: {script} is not a file")
+    if is_config_file(path):
+        yield _of_config(str(path), arguments)
+        return
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
     # Modules that the script imports do not run again, so names that they registered stay.
     with _as_main(module, [str(path), *arguments]), registrations_undone("__main__"):
         yield _found(module, path)
+
+
+def _of_config(path: str, arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog=f"flextrain train {Path(path).name}", add_help=False, exit_on_error=False)
+    parser.add_argument("--cfg-options", nargs="+", action="extend", default=[])
+    parser.add_argument("--work-dir")
+    try:
+        options, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"script: {Path(path).name}: {error}") from None
+    if unknown:
+        raise ConfigError(
+            f"script: {Path(path).name} is a configuration, {unknown[0]} is none of its options, "
+            "--cfg-options KEY=VALUE and --work-dir DIR"
+        )
+    config = load(path, options.cfg_options, work_dir=options.work_dir)
+    return arguments_given_by(lambda: runner_class(config).from_cfg(config))
+
+
+def arguments_given_by(make: Callable[[], Any]) -> dict[str, Any]:
+    """The arguments, by parameter, that ``make`` gives to a FlexibleRunner; no runner is made."""
+    try:
+        with _constructor_replaced():
+            make()
+    except _RunnerMade as made:
+        return made.arguments
+    raise ConfigError("script: makes no FlexibleRunner")
+
+
+def check_config(config: Config) -> None:
+    """Check all that a runner checks before it trains.
+
+    Raises:
+        ConfigError: something is wrong, with the file and line.
+    """
+    runner = runner_class(config)
+    with located(config):
+        given = arguments_given_by(lambda: runner.from_cfg(config))
+        check_everything(given, takes_mmengines_models=runner._takes_mmengines_models)
 
 
 def _found(module: types.ModuleType, path: Path) -> dict[str, Any]:
@@ -78,6 +127,7 @@ def _by_parameter(*args: Any, **kwargs: Any) -> dict[str, Any]:
 def _constructor_replaced() -> Iterator[None]:
     original: Callable[..., None] = FlexibleRunner.__init__
 
+    @functools.wraps(original)  # for its signature
     def take(self: FlexibleRunner, *args: Any, **kwargs: Any) -> None:
         FlexibleRunner.__init__ = original  # type: ignore[method-assign]
         raise _RunnerMade(_by_parameter(*args, **kwargs))

@@ -78,6 +78,7 @@ def save(
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
         **{key: state["loop"][key] for key in ("epoch", "iter")},
         **({"job": job()} if job() else {}),
+        **({"cfg": runner.config_text} if runner.config_text else {}),
         **(meta or {}),
     }
     hooks = hook_states(runner)
