@@ -140,7 +140,7 @@ class FSDPStrategy(Strategy):
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
-        if self.config.skip_init_weights and not any(parameter.is_meta for parameter in model.parameters()):
+        if self.config.skip_init_weights and not (rehearsing() or any(p.is_meta for p in model.parameters())):
             raise StrategyError(
                 "strategy.skip_init_weights: has no effect on a model that is given as an instance, give dict(type=...) or a class, or "
                 "leave it out"

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from unittest import mock
 
+from torch.utils.flop_counter import FlopCounterMode
+
 from flextrain import __version__
 from flextrain.core.checkpoint import save_checkpoint
 from flextrain.core.random_state import rng_state
@@ -64,6 +66,17 @@ def compared(strategy, world_size, *arguments, changes=None):
     """The plan of this rank, the books of a real run, and the allocator's peak in another real run."""
     peak = allocated(strategy, world_size, *arguments, changes=changes)
     return *both(strategy, world_size, *arguments, changes=changes), peak
+
+
+def counted_by_torch(strategy, world_size, *arguments, changes=None):
+    """Floating-point operations of an update by torch's own counter, and those of a plan."""
+    job = job_of(strategy, world_size, arguments, changes)
+    with mock.patch.object(update, "Ledger", Unwatched), FlopCounterMode(display=False) as counter:
+        measure(job)
+    own = {name: os.environ[name] for name in OWN}
+    with environ(**own):
+        plan, _ = rehearse(job, int(own["RANK"]))
+    return counter.get_total_flops() / update.REAL_UPDATES, plan.flops
 
 
 class Unwatched(Ledger):

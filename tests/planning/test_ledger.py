@@ -142,3 +142,14 @@ def test_a_product_has_the_dtype_that_is_multiplied(rounding):
     assert dtypes() == {"bfloat16": 1, "tfloat32": 2}
     rounding("ieee", "ieee")
     assert dtypes() == {"bfloat16": 1, "float32": 2}
+
+
+def test_grouped_products_of_experts_are_counted():
+    rows, experts = torch.randn(12, 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    ends = torch.tensor([5, 6, 12], dtype=torch.int32)
+    with books() as ledger:
+        ledger.begin()
+        torch.nn.functional.grouped_mm(rows, experts, offs=ends).square().sum().backward()
+        flops = {row.phase: row.flops for row in ledger.work() if row.kind == "matrix"}
+    each = 2 * 12 * 8 * 16
+    assert flops == {"forward": each, "backward": 2 * each}

@@ -2,9 +2,10 @@
 
 import pytest
 
-from .accuracy import GRID, LIMIT, LIMITS, run
+from .accuracy import GRID, LIMIT, LIMITS, MODELS, changes_for, run
 from .allocator import COMPILER
-from .real_runs import both, sent
+from .real_runs import both, counted_by_torch, sent
+from .zoo import LENGTH
 
 
 def check(planned, real, tolerance):
@@ -40,3 +41,20 @@ def test_every_strategy_and_model(workers2, strategy, model):
         if strategy.startswith("mesh:"):
             axis = strategy[len("mesh:") : -1]
             assert axis in {traffic.axis for traffic in planned.traffic}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "mixtral"])
+def test_operations_are_those_of_torchs_own_counter(workers2, model):
+    """It counts no grouped products, which mixtures of experts have; whole DTensors; and what pipelines try at set-up."""
+    found = workers2.run(counted_by_torch, "fsdp", 2, *model.split(), changes=changes_for("fsdp", model))
+    for counted, planned in found:
+        assert planned == counted > 0
+
+
+@pytest.mark.full
+def test_operations_of_experts_are_added_to_torchs(workers2):
+    rows, hidden, inner = 8 * LENGTH * 4, 64, 128  # each token goes to 4 experts, in 2 layers
+    experts = 2 * 3 * 2 * rows * (hidden * 2 * inner + inner * hidden)  # forward, and twice as much in backward
+    for counted, planned in workers2.run(counted_by_torch, "fsdp", 2, "mixtral"):
+        assert planned == counted + experts

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import flop_registry
 
 from ...core.rehearsing import aside, is_aside, listeners
 from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward
 from ...core.torch_private import TorchDispatchMode, tree_flatten
+from .flops import flops_of
 from .kinds import Memory, parts_of
 from .links import Network
 from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
@@ -177,7 +177,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if func.is_view:
             return
-        formula = flop_registry.get(func.overloadpacket)
+        formula = flops_of(func)
         # A product is as fast as what is multiplied allows, whatever the dtype of its result.
         ordered = (*leaves, *given) if formula is None else (*given, *leaves)
         dtype = next((leaf.dtype for leaf in ordered if leaf.is_floating_point()), None)

@@ -124,9 +124,9 @@ class Work:
 
     Attributes:
         dtype: such as "bfloat16"; of a product, the one that is multiplied, "tfloat32" where torch allows it for float32.
-        kind: "matrix" for operations that torch's flop counter counts, "other" for all others.
+        kind: "matrix" for operations that are counted, "other" for all others.
         operations: their number.
-        flops: floating-point operations, as torch.utils.flop_counter counts them; 0 for others.
+        flops: floating-point operations, as torch.utils.flop_counter counts them, and grouped products of experts; 0 for others.
         moved: bytes that they read and write, if each tensor is read and written once.
     """
 

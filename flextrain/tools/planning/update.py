@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 from collections.abc import Mapping
@@ -128,6 +129,7 @@ class Training:
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(lambda _: ledger.update())
             called.train()
+            gc.collect()  # the layers of other stages are in cycles, which Python would free at some time
             for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
                 ledger.begin()
                 stepper.train(list(window))
