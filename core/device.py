@@ -266,6 +266,17 @@ def memory_mb(device: torch.device) -> float:
     return float(module.max_memory_allocated(device)) / 2**20 if hasattr(module, "max_memory_allocated") else 0.0
 
 
+def counts_memory(device: torch.device) -> bool:
+    """Whether torch counts what it allocates on this device, and can begin to count anew."""
+    names = ("max_memory_allocated", "reset_peak_memory_stats")
+    return device.type != "cpu" and all(hasattr(DEVICES[device.type].module, name) for name in names)
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let ``memory_mb`` count from now on, on a device for which ``counts_memory`` is true; the device need not wait."""
+    DEVICES[device.type].module.reset_peak_memory_stats(device)
+
+
 @contextmanager
 def peak_apart(device: torch.device) -> Iterator[None]:
     """Context whose memory ``memory_mb`` does not count; a device that it drove to a new peak counts from then on anew."""

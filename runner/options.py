@@ -116,6 +116,14 @@ class Environment(Config):
 
     watchdog: bool | WatchdogOptions | None = True
     """What ends a run of several processes that stands still; True: the defaults of WatchdogOptions, False: nothing."""
+    plan: str | Path | dict[str, Any] | None = None
+    """A plan of this run: a file that `flextrain plan --json` has written, what is in it, or a TrainingPlan. The log has the
+    peak of the third to the fifth update beside the planned one, and warns if they differ by more than 10 %."""
+
+    @pydantic.field_validator("plan", mode="before")
+    @classmethod
+    def _as_values(cls, given: Any) -> Any:
+        return given.as_json() if hasattr(given, "as_json") else given
 
     @property
     def preemption_options(self) -> PreemptionOptions | None:

@@ -24,6 +24,7 @@ from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
 from .from_files import arguments_of, text_of, write_record
+from .hooks.memory_against_plan import planned_memory_hook
 from .options import early_preemption
 from .oversight import Oversight
 from .reporting import MessageHub, build_log_processor, setup_logger
@@ -65,8 +66,9 @@ class FlexibleRunner(Checkpoints):
         launcher: the program that started the processes; None detects it.
         env_cfg: ``dict(cudnn_benchmark=False, mp_cfg=..., dist_cfg=..., resource_limit=4096, nonfinite="warn",
             dry_run=True, preemption=dict(signals=("TERM", "USR1"), save=True, status=143, requeue=False,
-            max_time=None))``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or "ignore".
-            ``dry_run`` is the number of validation batches tried before training, see DryPass; True: 2.
+            max_time=None), plan=None)``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or
+            "ignore". ``dry_run`` is the number of validation batches tried before training, see DryPass; True: 2. With
+            ``plan="plan.json"``, from `flextrain plan --json`, the log compares memory with the plan, see docs/planning.md.
         log_processor: the LogProcessor, or its arguments as a dict.
         log_level: level of the logger, such as "INFO".
         visualizer: reporters that store scalars, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON
@@ -134,6 +136,7 @@ class FlexibleRunner(Checkpoints):
             self.strategy.meet("FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(given, checked)
+        hooks = [*checked.hooks, *planned_memory_hook(options.env_cfg.plan, self.strategy)]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
@@ -158,7 +161,7 @@ class FlexibleRunner(Checkpoints):
         self.visualizer.belong_to_run(
             self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
         )
-        for hook, priority in checked.hooks:
+        for hook, priority in hooks:
             self.register_hook(hook, priority)
         self._depth = 0  # nesting depth of runs: a hook may evaluate
 

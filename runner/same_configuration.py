@@ -47,6 +47,7 @@ def _described(given: Mapping[str, Any], checked: Checked) -> Iterator[tuple[str
         yield from _flat(key, given[key])
     for key in _PRESENT:
         yield key, "not given" if given[key] is None else "given"
+    yield "env_cfg.plan", "not given" if checked.options.env_cfg.plan is None else "given"
     for mode in ("val", "test"):
         evaluator = given[f"{mode}_evaluator"]
         for i, metric in enumerate(evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]):
