@@ -157,6 +157,13 @@ def test_the_slowest_stage_decides_and_sending_delays():
     assert time.inside == pytest.approx(0.8)
 
 
+def test_the_update_comes_after_the_pipeline():
+    work = [matrix("forward", 2), matrix("update", 3)]
+    stages = [a_rank(*work, index={"pp": i}, micro_batches=2) for i in range(2)]
+    plan = a_plan(*stages, axes={"pp": 2}, pipeline=PipelineOrder("gpipe", 1))
+    assert step_time(plan, ROUND).lower == pytest.approx(3 + 3)
+
+
 def test_stages_that_were_not_planned_are_as_the_second():
     def stage(index, seconds):
         return a_rank(matrix("forward", seconds), index={"pp": index}, micro_batches=1)
