@@ -24,6 +24,31 @@ def test_one_of_1024_ranks(capsys, tmp_path):
     assert gathered == 4 * 4 * (1024 * 256 + 1024 + 1024 * 1000 + 1024)
 
 
+NO_CUDA = """
+import torch
+
+def called(*_):
+    raise SystemExit("CUDA was called")
+
+torch.cuda._lazy_init = called
+for name in ("_cuda_init", "_cuda_setDevice", "_cuda_getDevice"):
+    if hasattr(torch._C, name):  # wheels without CUDA have none
+        setattr(torch._C, name, called)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_cuda_is_not_called(capsys, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{NO_CUDA}\nimport runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
+    strategies = "ddp,fsdp,zero2,zero3,mesh:tp2,mesh:pp2,mesh:cp2"
+    arguments = ["--world-size", "8", "--machine", "h100", "--disk", "2GB/s", "--strategies", strategies, "--json"]
+    main(["plan", str(script), *arguments, "--", "llama"])
+    plans = json.loads(capsys.readouterr().out)["strategies"]
+    assert {plan["strategy"]: plan["message"] for plan in plans} == dict.fromkeys(strategies.split(","), "")
+
+
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
