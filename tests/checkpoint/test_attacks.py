@@ -459,7 +459,7 @@ def cut_in(*ranks: int, cut: str = "S0") -> Callable[[Any], None]:
         ),
         (cut_in(0, 0), "its mesh has a rank twice"),
         (cut_in(0, 1), "model.w is in rank-00001.safetensors, which is not listed"),
-        (cut_in(0, 10**9), "model.w is on processes that cannot be"),
+        (cut_in(0, 10**9), "its mesh has a rank that cannot be"),
         (cut_in(0, -1), "model.w is on processes that cannot be"),
         (cut_in(*range(50_000), cut="S0/50000"), "it cuts into more pieces than any tensor"),
     ],

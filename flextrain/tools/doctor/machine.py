@@ -21,7 +21,16 @@ from .package_probe import STRATEGIES, Facts, ask
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 TIMEOUT_S = 120.0  # a cold import on a busy machine
 # Each with the oldest allowed version; tests/test_doctor.py compares them with pyproject.toml.
-REQUIRED = {"torch": "2.6", "numpy": "1.24", "pydantic": "2.3", "safetensors": "0.4.5", "xxhash": "3", "rich": "13"}
+REQUIRED = {
+    "torch": "2.6",
+    "numpy": "1.24",
+    "pydantic": "2.3",
+    "safetensors": "0.4.5",
+    "xxhash": "3",
+    "rich": "13",
+    "pyyaml": "6.0.1",
+}
+_MODULES = {"pyyaml": "yaml"}  # those of another name than their package
 OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.19.8", "torchvision": "0", "torchmetrics": "1.1"}
 OWN_DEVICES = ("cpu", "cuda", "npu", "xpu", "mps")
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
@@ -130,7 +139,7 @@ def _strategy_names() -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(_MODULES.get(package, package)) is None:
         return None
     try:
         return importlib.metadata.version(package)
