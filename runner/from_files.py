@@ -14,7 +14,7 @@ RESOLVED = "config.py"
 """Name of the file in the work directory."""
 _NEAR = 0.86
 # Names that MMEngine's configurations have beside the runner's arguments, some of them spelled like these.
-NO_MISTAKES = {
+_NO_MISTAKES = {
     "custom_imports",
     "data_preprocessor",
     "dataset_type",
@@ -38,17 +38,29 @@ def arguments_of(config: Config, names: Collection[str]) -> tuple[dict[str, Any]
     """
     given = config.imported()
     lines = []
-    for name, value in given.items():
-        if name in names or name in NO_MISTAKES or callable(value) or inspect.ismodule(value):
-            continue
-        meant = nearest(name, names, _NEAR)
-        if meant is not None:
-            raise ConfigError(f'{name}: unknown key, did you mean "{meant}"? Else give it another name')
+    for name in other_names(given, names):
         if start := next((each for each in names if name.startswith(each)), None):
             lines.append(f"{name} is no argument of the runner, as {start} is; only runner.cfg.{name} has it")
     if "model" not in given:
         raise ConfigError(f"model: missing in {config.filename or 'the configuration'}, it must be given")
     return {name: given[name] for name in given if name in names}, lines
+
+
+def other_names(given: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Return the names of values in a configuration that are neither arguments nor imports.
+
+    Raises:
+        ConfigError: one is almost that of an argument.
+    """
+    others = []
+    for name, value in given.items():
+        if name in names or name in _NO_MISTAKES or callable(value) or inspect.ismodule(value):
+            continue
+        meant = nearest(str(name), names, _NEAR)
+        if meant is not None:
+            raise ConfigError(f'{name}: unknown key, did you mean "{meant}"? Else give it another name')
+        others.append(name)
+    return others
 
 
 def recorded(own: Mapping[str, Any], cfg: Config | Mapping[str, Any] | None, seed: int) -> dict[str, Any]:

@@ -255,6 +255,8 @@ def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None
 @pytest.mark.distributed
 def test_the_first_step_and_parameter_are_named(script: str, group: WorkerGroup) -> None:
     report = verify(script, ["WrongLater", "strays"], arguments=["--optimizer", "AdamW"], steps=4, workers=group)
+    assert report.rounding_of == ["in parts", "exact"]
+    assert "(rounding): one device, the same batches in 2 parts and in float64" in str(report)
     later, strays = (row.first for row in report.rows)
     assert later is not None
     assert (later.step, later.parameter) == (3, "net.3.weight")
@@ -338,6 +340,8 @@ def test_bfloat16_has_its_own_tolerance(script: str, group: WorkerGroup) -> None
     )
     good, bad = report.rows
     assert (good.status, good.dtype, bad.status) == ("same", "bfloat16", "differs")
+    assert report.rounding_of == ["in parts"]  # float64 says nothing about rounding to bfloat16
+    assert "float64" not in str(report)
     assert 5e-3 < good.tolerance < 5e-2
 
 
