@@ -17,7 +17,7 @@ from .fast_tier import FastTier
 from .hook import Hook
 from .kept_checkpoints import KeptCheckpoints, remove
 from .other_runs import keep_others
-from .save_interval import beyond_the_end, when_saved
+from .save_interval import beyond_the_end, has_no_epochs, when_saved
 from .unsupported import refuse
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ class CheckpointHook(Hook):
         self._is_training, self._has_ended, self._last = True, False, None
         how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
         if doubt := beyond_the_end(runner, self.interval, self.save_begin, **how):
+            runner.logger.warning(doubt)
+        if doubt := has_no_epochs(runner, self.interval, **how):
             runner.logger.warning(doubt)
         when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
         runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")

@@ -20,6 +20,17 @@ def beyond_the_end(run: Run, interval: int, save_begin: int, *, by_epoch: bool, 
     return f"CheckpointHook.{key}: {value} is beyond the {counted(end, unit)} of training, {then}; give at most {end}"
 
 
+def has_no_epochs(run: Run, interval: int, *, by_epoch: bool, save_last: bool) -> str | None:
+    """Return a line for the log if the interval counts epochs, and a training by iterations passes over more of them."""
+    if run.train_loop.by_epoch or not by_epoch or not 0 < interval < run.max_epochs:
+        return None
+    then = "one checkpoint is saved, at its end" if save_last else "no checkpoint is saved"
+    return (
+        f"CheckpointHook.by_epoch: True counts epochs, of which training by iterations has only one, so {then}; "
+        "checkpoint=dict(by_epoch=False, interval=...) counts iterations"
+    )
+
+
 def when_saved(interval: int, *, save_last: bool, saves_best: bool) -> str:
     """What the log adds to the folder if there are no checkpoints at an interval: ``, at the end only``."""
     if interval > 0:

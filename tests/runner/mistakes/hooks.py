@@ -54,6 +54,7 @@ ROWS = [
     warns("checkpoints after the end, and none there", saving(interval=50, save_last=False), "CheckpointHook.interval: 50 is beyond the 2 epochs of training, no checkpoint is saved"),
     warns("checkpoints by iteration after the end", saving(interval=1000, by_epoch=False), "CheckpointHook.interval: 1000 is beyond the 6 iterations of training"),
     warns("checkpoints begin after the end", saving(interval=1, save_begin=50), "CheckpointHook.save_begin: 50 is beyond the 2 epochs"),
+    warns("checkpoints by epoch in training by iterations", {"train_cfg": dict(by_epoch=False, max_iters=12), **saving(interval=1)}, "CheckpointHook.by_epoch: True counts epochs, of which training by iterations has only one, so one checkpoint is saved, at its end"),
     Row("kept checkpoints 0", saving(interval=1, max_keep_ckpts=0), "default_hooks.checkpoint.max_keep_ckpts: 0 is not allowed, give 1 or more, or -1 for all"),
     Row("names without a number", saving(interval=1, filename_tmpl="model"), "default_hooks.checkpoint.filename_tmpl"),
     Row("names in folders", saving(interval=1, filename_tmpl="a/{}"), "default_hooks.checkpoint.filename_tmpl"),
