@@ -163,6 +163,9 @@ def register_device(spec: DeviceSpec) -> DeviceSpec:
 
     An installed package needs no call: it has an entry point in the group ``flextrain.devices``, with the type as its
     name and the DeviceSpec as its value.
+
+    Args:
+        spec: the description of the kind.
     """
     return DEVICES.register(spec)
 

@@ -58,6 +58,7 @@ class BaseModel(nn.Module):
 
     Args:
         data_preprocessor: a module, or ``dict(type=...)``; default: BaseDataPreprocessor.
+        init_cfg: MMEngine's, not supported; initialise in the constructor, or override ``init_weights``.
     """
 
     def __init__(self, data_preprocessor: dict[str, Any] | nn.Module | None = None, init_cfg: None = None) -> None:

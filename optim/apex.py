@@ -49,6 +49,9 @@ class ApexOptimWrapper(OptimWrapper):
         keep_batchnorm_fp32: normalisation layers stay in float32; default True at O2, False at O3.
         master_weights: only the level's own value is possible: True at O2, False elsewhere.
         num_losses: only 1.
+        verbosity: how much Apex prints; has no effect here.
+        cast_model_type, patch_torch_functions, cast_model_outputs: only None, the level says it.
+        min_loss_scale, max_loss_scale: only None, torch's GradScaler has no bounds.
 
     Source: https://nvidia.github.io/apex/amp.html
     """

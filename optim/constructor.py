@@ -20,19 +20,28 @@ class CustomKey(Config):
 
     model_config = {**Config.model_config, "extra": "allow"}
     lr_mult: float | int = 1.0
+    """Factor of the learning rate."""
     decay_mult: float | int = 1.0
+    """Factor of the weight decay."""
 
 
 class ParamwiseConfig(Config):
     """The keys of ``paramwise_cfg``, with MMEngine's meaning; None leaves the optimizer's own value."""
 
     custom_keys: dict[str, dict[str, Any]] | None = None
+    """Settings by a part of the parameter's name: ``{"head": dict(lr_mult=10, decay_mult=0)}``; they come first."""
     bias_lr_mult: float | int | None = None
+    """Factor of the learning rate of biases, except in normalisation layers."""
     bias_decay_mult: float | int | None = None
+    """Factor of the weight decay of biases, except in normalisation layers."""
     norm_decay_mult: float | int | None = None
+    """Factor of the weight decay in normalisation layers."""
     flat_decay_mult: float | int | None = None
+    """Factor of the weight decay of other parameters with one dimension."""
     dwconv_decay_mult: float | int | None = None
+    """Factor of the weight decay in depth-wise convolutions."""
     dcn_offset_lr_mult: float | int | None = None
+    """Factor of the learning rate of the offsets of deformable convolutions."""
     bypass_duplicate: bool = False
     """If the names of a tied parameter give different settings, use those of its first name."""
 
@@ -58,7 +67,8 @@ class DefaultOptimWrapperConstructor:
 
     Args:
         optim_wrapper_cfg: holds the optimizer's configuration under "optimizer", with the values to multiply.
-        paramwise_cfg: see ParamwiseConfig.
+        paramwise_cfg: factors of learning rates and weight decay by kind and name of parameter; the keys are those of
+            ParamwiseConfig.
 
     Attributes:
         optimizer_cfg: the optimizer's configuration.

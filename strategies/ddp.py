@@ -66,7 +66,7 @@ class DDPWrapperConfig(WrapperOptions):
     type: Any = None
     """Must name DistributedDataParallel or MMEngine's subclass, if given."""
     detect_anomalous_params: bool | None = None
-    """See DDPConfig."""
+    """The same as the strategy's own detect_anomalous_params."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -78,7 +78,11 @@ class DDPWrapperConfig(WrapperOptions):
 
 
 class DDPConfig(StrategyConfig, WrapperOptions):
-    """Options of DDPStrategy."""
+    """Options of DDPStrategy.
+
+    Example:
+        strategy=dict(type="DDPStrategy", find_unused_parameters=True)
+    """
 
     model_wrapper: DDPWrapperConfig | None = None
     """MMEngine's key for the arguments of DistributedDataParallel."""

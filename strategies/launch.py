@@ -28,6 +28,12 @@ def launch(
     For notebooks and scripts without torchrun. With "spawn", ``fn`` must be importable by the new processes; a function
     defined in a notebook needs "fork", and the accelerator must not have been used before.
 
+    Args:
+        fn: the function.
+        nprocs: number of processes.
+        args, kwargs: its arguments; with "spawn" they must be picklable.
+        start_method: how Python starts the processes.
+
     Raises:
         LaunchError: a process failed; the message has its rank and traceback, the other processes are stopped.
     """

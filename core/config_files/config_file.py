@@ -291,6 +291,7 @@ class Config:
         return f"Config (path: {self.filename}): {dict(dict.items(self._contents))!r}"
 
     def __copy__(self) -> Config:
+        """A copy with top-level values of its own; deeper ones are shared, deepcopy copies these too."""
         other = Config.__new__(Config)
         other.__dict__.update(self.__dict__, _contents=self._contents.copy())
         return other

@@ -25,6 +25,7 @@ class CheckResult:
         title: the requirement, as a sentence.
         status: "refused" means that the strategy refused the request in ``setup``, which this check allows.
         message: the difference that was found; one line, then details.
+        seconds: how long the check took.
     """
 
     name: str
@@ -36,7 +37,13 @@ class CheckResult:
 
 @dataclass
 class ConformanceReport:
-    """The results of all checks. Printing it with rich gives a table, ``str`` the same table without colours."""
+    """The results of all checks. Printing it with rich gives a table, ``str`` the same table without colours.
+
+    Attributes:
+        strategy: name of the class.
+        world_size: number of processes.
+        results: one for each check.
+    """
 
     strategy: str
     world_size: int

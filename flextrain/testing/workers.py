@@ -248,7 +248,14 @@ class WorkerGroup:
 def run_distributed(
     function: Callable[..., T], world_size: int, timeout_s: float, *args: Any, **kwargs: Any
 ) -> list[T]:
-    """The results of ``function`` on every process, in new processes that end after this call; see ``WorkerGroup.run``."""
+    """The results of ``function`` on every process, in new processes that end after this call; see ``WorkerGroup.run``.
+
+    Args:
+        function: a function that the new processes can import.
+        world_size: number of processes.
+        timeout_s: seconds after which a process that has not answered counts as hung.
+        args, kwargs: arguments of the function.
+    """
     with WorkerGroup(world_size, timeout_s) as group:
         return group.run(function, *args, **kwargs)
 

@@ -15,7 +15,11 @@ from .base import ParamScheduler
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ConstantParamScheduler(ParamScheduler):
-    """Multiplies the value by ``factor`` inside the window; the last step of the window removes the factor."""
+    """Multiplies the value by ``factor`` inside the window; the last step of the window removes the factor.
+
+    Args:
+        factor: from 0 to 1; default 1/3.
+    """
 
     factor: float = 1.0 / 3
 
@@ -34,7 +38,12 @@ class ConstantParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class LinearParamScheduler(ParamScheduler):
-    """Multiplies the value by a factor that changes linearly from ``start_factor`` to ``end_factor``."""
+    """Multiplies the value by a factor that changes linearly from ``start_factor`` to ``end_factor``.
+
+    Args:
+        start_factor: the factor at the window's first step, from 0 to 1; default 1/3.
+        end_factor: the factor at the window's last step and from then on, from 0 to 1.
+    """
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0
@@ -58,7 +67,12 @@ class LinearParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class StepParamScheduler(ParamScheduler):
-    """Multiplies the value by ``gamma`` every ``step_size`` steps."""
+    """Multiplies the value by ``gamma`` every ``step_size`` steps.
+
+    Args:
+        step_size: steps between two changes: epochs, or updates with ``by_epoch=False``.
+        gamma: the factor of each change, 0 or more.
+    """
 
     step_size: int
     gamma: float = 0.1
@@ -77,7 +91,12 @@ class StepParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class MultiStepParamScheduler(ParamScheduler):
-    """Multiplies the value by ``gamma`` at each of ``milestones``, in steps since ``begin``; duplicates count twice."""
+    """Multiplies the value by ``gamma`` at each of ``milestones``, in steps since ``begin``; duplicates count twice.
+
+    Args:
+        milestones: the steps of the changes: epochs, or updates with ``by_epoch=False``.
+        gamma: the factor of each change, 0 or more.
+    """
 
     milestones: list[int]
     gamma: float = 0.1
@@ -96,7 +115,11 @@ class MultiStepParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ExponentialParamScheduler(ParamScheduler):
-    """Multiplies the value by ``gamma`` at every step."""
+    """Multiplies the value by ``gamma`` at every step.
+
+    Args:
+        gamma: the factor of each step, 0 or more.
+    """
 
     gamma: float
 
@@ -111,7 +134,12 @@ class ExponentialParamScheduler(ParamScheduler):
 @PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class PolyParamScheduler(ParamScheduler):
-    """Lowers the value to ``eta_min`` at the window's last step, by (remaining share of the window) ** ``power``."""
+    """Lowers the value to ``eta_min`` at the window's last step, by (remaining share of the window) ** ``power``.
+
+    Args:
+        eta_min: the value at the end.
+        power: 1 is a straight line; a larger one falls faster at first.
+    """
 
     eta_min: float = 0.0
     power: float = 1.0
@@ -133,6 +161,11 @@ class CosineAnnealingParamScheduler(ParamScheduler):
     """Moves the value between its initial value and the minimum, half a cosine in ``T_max`` steps (default: window).
 
     The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value.
+
+    Args:
+        T_max: steps from the initial value to the minimum; default: the window's.
+        eta_min: the minimum; default 0. Give it or ``eta_min_ratio``.
+        eta_min_ratio: the minimum as a share of each group's initial value.
     """
 
     T_max: int | None = None
@@ -164,6 +197,12 @@ class CosineRestartParamScheduler(ParamScheduler):
 
     The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value. After the last period
     the value does not change.
+
+    Args:
+        periods: steps of each half cosine.
+        restart_weights: for each period the factor of the initial value at its start.
+        eta_min: the minimum; default 0. Give it or ``eta_min_ratio``.
+        eta_min_ratio: the minimum as a share of each group's initial value.
     """
 
     periods: list[int]
@@ -202,6 +241,8 @@ class OneCycleParamScheduler(ParamScheduler):
         total_steps: length of the cycle (default: the window).
         pct_start: share of the cycle in which the value rises.
         anneal_strategy: "cos" for half cosines, "linear" for straight lines.
+        div_factor: the peak over the start value.
+        final_div_factor: the start value over the end value.
         three_phase: return to the start value as fast as it rose, then fall to the end value.
     """
 

@@ -10,7 +10,11 @@ from ...core.registry import FUNCTIONS
 
 @FUNCTIONS.register_module()
 def pseudo_collate(samples: Sequence[Any]) -> Any:
-    """Gather the fields of the samples into lists, without stacking; MMEngine's default."""
+    """Gather the fields of the samples into lists, without stacking; MMEngine's default.
+
+    Args:
+        samples: what the dataset gives: dicts, tuples, lists or anything else, all alike.
+    """
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: pseudo_collate([sample[key] for sample in samples]) for key in first}

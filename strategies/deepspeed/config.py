@@ -182,7 +182,11 @@ class EngineCheckpointing(Config):
 
 
 class DeepSpeedConfig(StrategyConfig):
-    """Options of DeepSpeedStrategy."""
+    """Options of DeepSpeedStrategy.
+
+    Example:
+        strategy=dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2), bf16=dict(enabled=True))
+    """
 
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """ZeRO's stage and its details."""

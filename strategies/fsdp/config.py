@@ -63,7 +63,11 @@ _REFUSED = {
 
 
 class FSDPConfig(StrategyConfig):
-    """Options of FSDPStrategy."""
+    """Options of FSDPStrategy.
+
+    Example:
+        strategy=dict(type="FSDPStrategy", wrap="blocks", mixed_precision=dict(param_dtype="bfloat16"))
+    """
 
     model_wrapper: FSDPWrapperConfig | None = None
     """MMEngine's key for ``auto_wrap_policy`` and other arguments of FSDP."""

@@ -44,10 +44,15 @@ class FSDPWrapperConfig(Config):
     )
 
     type: Any = None
+    """Must name FullyShardedDataParallel or MMEngine's subclass, if given."""
     auto_wrap_policy: Any = None
+    """Chooses the units: a policy of torch.distributed.fsdp.wrap, by name, as dict or as function; see ``wrap``."""
     sharding_strategy: Any = None
+    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or _HYBRID_SHARD_ZERO2; see ``reshard_after_forward``."""
     cpu_offload: Any = None
+    """True, or torch's CPUOffload; see ``cpu_offload`` of the strategy."""
     mixed_precision: Any = None
+    """Torch's MixedPrecision, or a dict of its arguments; see ``mixed_precision`` of the strategy."""
 
     @pydantic.model_validator(mode="after")
     def _translatable(self) -> FSDPWrapperConfig:

@@ -24,6 +24,10 @@ class Axis:
     Subclass it for another kind, and name the subclass in ``MeshStrategy.axes``. An object exists only where the axis has
     several processes.
 
+    Args:
+        config: the options of the strategy.
+        layout: the sizes of all axes, and this process's index along each.
+
     Attributes:
         name: the name of the axis, and of the option that has its size.
         outer: the axis is outside the data axes, so that its neighbours are the farthest ranks; otherwise inside.

@@ -22,7 +22,11 @@ _OTHER_NAMES = {
 
 
 class MeshConfig(FSDPConfig):
-    """Options of MeshStrategy; a size is a positive number, or -1 for the processes that the other axes leave."""
+    """Options of MeshStrategy; a size is a positive number, or -1 for the processes that the other axes leave.
+
+    Example:
+        strategy=dict(type="MeshStrategy", tp=2, dp_shard=-1, wrap="blocks")
+    """
 
     pp: int = 1
     """Pipeline parallelism: stages of layers that follow each other."""

@@ -1,0 +1,139 @@
+"""Examples in the form of a configuration, for names whose docstring has none."""
+
+from __future__ import annotations
+
+from .entry import Entry
+from .registry_kinds import KINDS
+
+_ARGUMENTS = {
+    # Hooks
+    "CheckReplicasHook": "interval=100",
+    "EMAHook": "momentum=0.0002",
+    "EarlyStoppingHook": 'monitor="accuracy", patience=3, min_delta=0.001',
+    "EmptyCacheHook": "after_epoch=True",
+    "PrepareTTAHook": "tta_cfg=dict(type=MyTTAModel)",
+    # Loops
+    "EpochBasedTrainLoop": "max_epochs=10, val_interval=1",
+    "IterBasedTrainLoop": "max_iters=10_000, val_interval=1000",
+    # Optimizers and what is around them
+    "OptimWrapper": 'optimizer=dict(type="AdamW", lr=1e-3), clip_grad=dict(max_norm=1.0)',
+    "AmpOptimWrapper": 'dtype="bfloat16", optimizer=dict(type="AdamW", lr=1e-3)',
+    "ApexOptimWrapper": 'opt_level="O1", optimizer=dict(type="AdamW", lr=1e-3)',
+    "SGD": "lr=0.1, momentum=0.9",
+    "Muon": "lr=1e-3",
+    # Schedules
+    "ConstantLR": "factor=0.1, end=5",
+    "LinearLR": "start_factor=0.01, by_epoch=False, end=500",
+    "StepLR": "step_size=30",
+    "MultiStepLR": "milestones=[30, 60]",
+    "ExponentialLR": "gamma=0.95",
+    "CosineAnnealingLR": "T_max=100",
+    "CosineRestartLR": "periods=[10, 20], restart_weights=[1.0, 0.5]",
+    "PolyLR": "power=0.9, eta_min=1e-5",
+    "OneCycleLR": "eta_max=0.1, total_steps=1000, by_epoch=False",
+    "ReduceOnPlateauLR": 'monitor="accuracy", rule="greater", patience=3',
+    "CosineAnnealingWarmRestarts": "T_0=10",
+    "CyclicLR": "base_lr=0.001, max_lr=0.1",
+    "LambdaLR": "lr_lambda=lambda epoch: 0.95**epoch",
+    "MultiplicativeLR": "lr_lambda=lambda epoch: 0.95",
+    # Data
+    "DefaultSampler": "shuffle=True",
+    "InfiniteSampler": "shuffle=True",
+    "RepeatDataset": "dataset=train_set, times=3",
+    "ClassBalancedDataset": "dataset=train_set, oversample_thr=0.01",
+    "ConcatDataset": "datasets=[train_set, more_data]",
+    # Metrics, reporters, preprocessors
+    "DumpResults": 'out_file_path="predictions.pkl"',
+    "Evaluator": 'metrics=[dict(type="Accuracy", task="multiclass", num_classes=10)]',
+    "Visualizer": 'vis_backends=[dict(type="TensorboardReporter")]',
+    "ImgDataPreprocessor": "mean=[123.7, 116.3, 103.5], std=[58.4, 57.1, 57.4], bgr_to_rgb=True",
+    "MlflowReporter": 'exp_name="digits"',
+    "WandbReporter": 'init_kwargs=dict(project="digits")',
+}
+"""Arguments by type; those of a schedule of the learning rate serve for its other forms too."""
+
+_WHOLE = {
+    "OptimWrapperDict": 'optim_wrapper=dict(generator=dict(optimizer=dict(type="Adam", lr=1e-4)), '
+    'discriminator=dict(optimizer=dict(type="Adam", lr=1e-4)))',
+    "DefaultOptimWrapperConstructor": 'optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.05), '
+    'constructor="DefaultOptimWrapperConstructor", paramwise_cfg=dict(norm_decay_mult=0.0))',
+    "DeepSpeedOptimWrapper": 'strategy="zero2", '
+    'optim_wrapper=dict(type="DeepSpeedOptimWrapper", optimizer=dict(type="AdamW", lr=1e-3))',
+    "TestLoop": "test_cfg=dict()",
+    "ValLoop": "val_cfg=dict()",
+}
+
+_PUBLIC = {
+    "AmpOptimWrapper": 'optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=dict(type="AdamW", lr=1e-3))',
+    "Axis": 'class Rows(Axis):\n    name = "rows"  # examples/custom_axis.py has the whole class',
+    "BaseDataPreprocessor": "class Scale(BaseDataPreprocessor):\n    def forward(self, data, training=False):\n"
+    "        images, labels = self.cast_data(data)\n        return images / 255, labels",
+    "BaseLoop": "class Evaluation(BaseLoop):\n    def run(self):\n        for batch in self.dataloader:\n"
+    "            self.runner.model.val_step(batch)",
+    "BaseMetric": "class Accuracy(BaseMetric):\n    def process(self, data_batch, data_samples):\n"
+    "        scores, labels = data_samples\n        self.results.append((scores.argmax(1) == labels).float().mean().item())\n\n"
+    '    def compute_metrics(self, results):\n        return {"accuracy": sum(results) / len(results)}',
+    "BaseModel": "class Net(BaseModel):\n    def __init__(self):\n        super().__init__()\n"
+    '        self.layer = nn.Linear(64, 10)\n\n    def forward(self, images, labels, mode="tensor"):\n'
+    '        scores = self.layer(images)\n        if mode == "loss":\n'
+    '            return {"loss": F.cross_entropy(scores, labels)}\n        return (scores, labels) if mode == "predict" else scores',
+    "BaseTTAModel": "class Mean(BaseTTAModel):\n    def merge_preds(self, data_samples_list):\n"
+    "        return [torch.stack(samples).mean(0) for samples in data_samples_list]",
+    "Config": 'cfg = Config.fromfile("config.py")\ncfg.merge_from_dict({"optim_wrapper.optimizer.lr": 3e-4})\n'
+    "FlexibleRunner.from_cfg(cfg).train()",
+    "ConfigDict": "options = ConfigDict(optimizer=dict(lr=0.1))\noptions.optimizer.lr = 0.01",
+    "DataShard": "Topology(data=DataShard(index=rank, count=world_size))",
+    "DeviceSpec": 'register_device(DeviceSpec("xpu", backend="xccl"))',
+    "DictAction": 'parser.add_argument("--cfg-options", nargs="+", action=DictAction)',
+    "Evaluator": 'val_evaluator=dict(type="Evaluator", metrics=[dict(type="DumpResults", out_file_path="predictions.pkl")])',
+    "FlexibleRunner": "runner = FlexibleRunner(\n    model=Net(),\n"
+    '    train_dataloader=dict(batch_size=64, dataset=train_set, collate_fn="default_collate"),\n'
+    '    optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),\n    train_cfg=dict(max_epochs=5),\n)\nrunner.train()',
+    "HistoryBuffer": 'loss = runner.message_hub.get_scalar("train/loss")\nloss.mean(10)',
+    "Hook": "class Shout(Hook):\n    def after_train_epoch(self, runner):\n"
+    '        runner.logger.info("Epoch %d is done", runner.epoch + 1)',
+    "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',
+    "Registry": 'AUGMENTATIONS = Registry("augmentation")\n\n\n@AUGMENTATIONS.register_module()\nclass Flip: ...',
+    "Strategy": "@STRATEGIES.register_module()\nclass Mine(Strategy):\n    def _wrap(self, model):\n        return model",
+    "Topology": "runner.strategy.topology.data.count  # processes that train on different data",
+    "Visualizer": 'runner.visualizer.add_image("sample", picture, step=runner.iter)',
+    "heartbeat": "for part in long_work:\n    part.do()\n    heartbeat()",
+    "launch": "launch(main, nprocs=2)",
+    "read_base": "with read_base():\n    from .base import *",
+    "register_device": 'register_device(DeviceSpec("xpu", backend="xccl"))',
+    "stack_batch": "batch = stack_batch(pictures, pad_size_divisor=32)",
+    "RayReportHook": "custom_hooks=[RayReportHook()]",
+    "train_loop": "TorchTrainer(train_loop(config), scaling_config=ScalingConfig(num_workers=4)).fit()",
+    "CheckResult": "report = check_strategy(MyStrategy)\nprint([result.name for result in report.results])",
+    "ConformanceReport": "report = check_strategy(MyStrategy)\nprint(report.passed, report.failed)",
+    "WorkerGroup": "with WorkerGroup(2) as group:\n    results = group.run(train, learning_rate)",
+    "check_strategy": "check_strategy(MyStrategy)",
+    "run_distributed": "results = run_distributed(train, 2, 60.0)",
+}
+
+
+def example_of(entry: Entry) -> str:
+    """The keywords of FlexibleRunner that use a registered type, or Python that uses a public name."""
+    kind = KINDS.get(entry.group)
+    if kind is None:
+        return _of_public(entry)
+    name = entry.name
+    if name in _WHOLE:
+        return _WHOLE[name]
+    other = name.replace("Momentum", "LR").replace("ParamScheduler", "LR")
+    arguments = [_ARGUMENTS.get(name, _ARGUMENTS.get(other, ""))]
+    if name.endswith("ParamScheduler"):
+        arguments.insert(0, 'param_name="lr"')
+    if entry.group == "optimizers" and not arguments[0]:
+        arguments = ["lr=1e-3"]
+    given = ", ".join([f'type="{name}"', *filter(None, arguments)])
+    return kind.pattern.replace("{}", f"dict({given})")
+
+
+def _of_public(entry: Entry) -> str:
+    name = entry.name.rpartition(".")[2]
+    if name in _PUBLIC:
+        return _PUBLIC[name]
+    if entry.kind == "exception":
+        return f"try:\n    runner.train()\nexcept {name} as error:\n    print(error)"
+    return ""
