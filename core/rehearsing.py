@@ -55,6 +55,12 @@ def is_aside() -> bool:
     return bool(_asides)
 
 
+def not_checked(what: str) -> None:
+    """Say in a rehearsal what a real run checks by values, and a rehearsal cannot: one line, which the plan has as a note."""
+    for found in _current:
+        found.not_checked[what] = None
+
+
 def announce(kind: str, tensors: Iterable[Tensor]) -> None:
     """Say what the memory of tensors is for, one of the kinds of a plan, to those who keep books on it."""
     for listen in listeners:
@@ -92,9 +98,14 @@ def rehearsal(rank: int, world_size: int) -> Iterator[WithoutValues]:
 
 
 class WithoutValues:
-    """Makes tensors without values; made by ``rehearsal``."""
+    """Makes tensors without values; made by ``rehearsal``.
+
+    Attributes:
+        not_checked: what a real run would have checked, as keys.
+    """
 
     def __init__(self) -> None:
+        self.not_checked: dict[str, None] = {}
         self._mode = fake_mode()
 
     def without_values(self) -> AbstractContextManager[Any]:

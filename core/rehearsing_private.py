@@ -60,11 +60,14 @@ def value_errors() -> tuple[type[Exception], ...]:
 def indexing_with_values() -> Iterator[None]:
     """Context in which torch reads who has what from tensors with values, whatever mode calls it. 2.15.
 
-    The constructor of DeviceMesh reads ranks, in the mode in which ``fully_shard`` makes one; the layout of interleaved
-    shards reads indices, which are counted as in a real run.
+    The constructor of DeviceMesh reads ranks, in the mode in which ``fully_shard`` makes one, and so does what makes the mesh of
+    smaller groups for ``reshard_after_forward``; the layout of interleaved shards reads indices, which are counted as in a
+    real run.
     """
     strided: Any = importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard
+    sharding: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     replaced: list[tuple[Any, str]] = [(DeviceMesh, "__init__"), (strided, "local_shard_size_and_offset")]
+    replaced.append((sharding, "_get_post_forward_mesh_info"))
     before = [getattr(owner, name) for owner, name in replaced]
     for (owner, name), function in zip(replaced, before, strict=True):
         setattr(owner, name, _inside(outside_fake_mode, function))

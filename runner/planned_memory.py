@@ -29,8 +29,8 @@ _HOME = Path(__file__).resolve().parents[1]
 class PlannedPeak(BaseModel):
     """The memory of a rank at its peak, in bytes, and how much of it is of which kind."""
 
-    total: int
-    by_kind: dict[str, int]
+    total: pydantic.PositiveInt
+    by_kind: dict[str, int] = pydantic.Field(min_length=1)
 
 
 class _Rank(BaseModel):

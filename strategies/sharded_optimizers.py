@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core.comm import collectives as dist
 from ..core.errors import StrategyError
-from ..core.rehearsing import rehearsing
+from ..core.rehearsing import not_checked, rehearsing, with_values
 from ..optim.adapters.trial import Samples, why_not_dtensors, why_not_flat_shards
 from ..optim.wrapper import OptimWrapper
 
@@ -38,7 +38,13 @@ class ShardedOptimizers:
         Raises:
             StrategyError: on every process, if the result on any differs from that of whole parameters.
         """
-        if wrapper.adapter.is_elementwise or rehearsing():  # values are compared, with those of other processes
+        if wrapper.adapter.is_elementwise:
+            return
+        if rehearsing():  # values are compared, with those of other processes
+            not_checked(
+                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} was not tried on shards; a real run tries it before "
+                "training, and may refuse it"
+            )
             return
         # Not divisible by the number of processes, as parameters may be, but with a shard for every process.
         samples = Samples.like(wrapper.optimizer, rows=_ROWS_EACH * self._mesh.size(-1) - 1)
@@ -84,7 +90,8 @@ def check_divided(wrapper: OptimWrapper, what: str, instead: str) -> None:
     """
     if wrapper.adapter.is_elementwise:
         return
-    reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))
+    with with_values():
+        reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))
     if reason is not None:
         raise StrategyError(
             f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} {reason}; {what}, choose AdamW, or {instead}"

@@ -291,6 +291,38 @@ def test_simulated_ranks(script: str, workers: WorkerFactory) -> None:
     )
 
 
+UNSEEDED = """
+import torch
+from torch import nn
+from flextrain import FlexibleRunner
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"loss": self.net(x).square().mean()}
+
+samples = [{"x": torch.arange(4.0) + i} for i in range(8)]
+FlexibleRunner(
+    model=Net(),
+    train_dataloader=dict(dataset=samples, batch_size=2, collate_fn="default_collate"),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+).train()
+"""
+
+
+@pytest.mark.distributed
+def test_simulated_ranks_draw_the_weights_of_one_device(tmp_path: Path, workers: WorkerFactory) -> None:
+    """The script makes its model before there is a runner, which would seed."""
+    script = tmp_path / "unseeded.py"
+    script.write_text(UNSEEDED)
+    report = verify(str(script), ["ddp"], steps=1, simulate=True, workers=workers(1))
+    assert [row.status for row in report.rows] == ["same"], report
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "name, says", [("ddpp", 'did you mean "ddp"?'), ("no.such:Strategy", '"no.such:Strategy" cannot be imported')]

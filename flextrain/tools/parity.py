@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.comm.collectives import destroy_process_group
 from ..core.errors import ConfigError, StrategyError
 from ..core.normalisation_layers import BATCH_NORM
-from ..core.random_state import torch_states
+from ..core.random_state import kept_random_state, torch_states
 from ..core.registry import OPTIM_WRAPPERS
 from ..runner.hooks import DEFAULT_HOOKS, Hook
 from ..runner.runner import FlexibleRunner
@@ -133,7 +133,8 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
 
 def train_simulated(job: Job, name: str) -> list[ProcessTrace | None]:
     """Training under a strategy in as many simulated ranks as the job has processes, in this process."""
-    with runner_arguments(job.script, job.arguments) as given:
+    # Each rank runs the script again, and draws the same weights as one device only if nothing was drawn before.
+    with kept_random_state(torch.device("cpu")), runner_arguments(job.script, job.arguments) as given:
         kind = _spec(name, given, job)["type"]
         if kind is _spec(REFERENCE, given, job)["type"]:
             return [train_with(job, name)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
+from ...core.rehearsing import with_values
 from ...optim.adapters.trial import Samples, why_not_flat_shards, why_not_usable
 from ...optim.wrapper import OptimWrapper
 
@@ -78,11 +79,14 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
             raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
     if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):
         return
-    samples = Samples.like(optimizer, lambda parameter: getattr(parameter, "ds_shape", parameter.shape))
-    if stage == 0:
-        if reason := why_not_usable(wrapper.make_another, samples):
-            raise StrategyError(f"{wrapper.where}.optimizer: {kind.__name__} {reason}")
-    elif reason := why_not_flat_shards(wrapper.make_another, samples):
+    samples = Samples.like(
+        optimizer, lambda parameter: getattr(parameter, "ds_shape", getattr(parameter, "whole_shape", parameter.shape))
+    )
+    with with_values():
+        reason = (why_not_flat_shards if stage else why_not_usable)(wrapper.make_another, samples)
+    if reason and stage == 0:
+        raise StrategyError(f"{wrapper.where}.optimizer: {kind.__name__} {reason}")
+    if reason:
         raise StrategyError(
             f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it shards of flattened parameters, choose "
             "AdamW, stage 0, or DDPStrategy"

@@ -25,6 +25,7 @@ from ..state import Optim
 from .config import DeepSpeedConfig
 from .engine_config import Request, check_wrapper, resolve
 from .half_precision import cast_inputs_and_outputs
+from .optimizers import check_supported
 from .rehearsed_gathering import ZeroPartitions
 from .rehearsed_partitions import WholeParameters, ZeroState
 from .running_statistics import keep_running_statistics
@@ -50,6 +51,7 @@ class RehearsedWrapper(OptimWrapper):
     def build(self, model: nn.Module) -> None:
         """See OptimWrapper; the optimizer gets this rank's masters in place of the parameters."""
         super().build(model)
+        check_supported(self, self._zero.zero.stage)
         self._zero.shard(self.optimizer)
 
     def backward(self, loss: Tensor) -> None:

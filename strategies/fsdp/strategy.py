@@ -36,7 +36,7 @@ from ..steps import EvalStep
 from .config import FSDPConfig
 from .lost_writes import watch_first_forward
 from .nodes import replicas_by_node
-from .units import check_one_dtype, choose_roots, choose_units, described, prefetch
+from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .without_memory import ModelWithoutMemory
 
 _logger = logging.getLogger("flextrain")
@@ -175,11 +175,8 @@ class FSDPStrategy(Strategy):
             options = self._options(outermost=unit in roots)
             if any(parameter in self._scalars for parameter in unit.parameters()):
                 options["ignored_params"] = self._scalars
-            # Resolved here, because torch 2.6 does not accept None.
-            after = unit not in roots if reshard is None else reshard
             over = others.get(unit, mesh)
-            if not isinstance(after, bool) and over.size(-1) % after:
-                after = True  # groups of that many processes are not possible over this mesh
+            after = freed_after_forward(reshard, over.size(-1), is_root=unit in roots, is_own_mesh=unit in others)
             with chunks_on_demand():
                 fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]

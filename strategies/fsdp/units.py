@@ -145,3 +145,28 @@ def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def freed_after_forward(given: bool | int | None, size: int, *, is_root: bool, is_own_mesh: bool) -> bool | int:
+    """Return what ``fully_shard`` gets as ``reshard_after_forward``; torch 2.6 does not accept None.
+
+    Args:
+        given: the option.
+        size: number of processes that shard the unit.
+        is_root: the unit is called directly, and backward begins with it.
+        is_own_mesh: the unit is sharded over other processes than the model. Groups that are not possible over them are
+            those of all of them.
+
+    Raises:
+        ConfigError: ``size`` processes are no groups of ``given``.
+    """
+    if given is None:
+        return not is_root
+    if isinstance(given, bool) or (given > 0 and size % given == 0):
+        return given
+    if is_own_mesh and given > 0:
+        return True
+    raise ConfigError(
+        f"strategy.reshard_after_forward: {given} does not divide the {size} processes that shard the model; give a divisor, "
+        "True or False"
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from .real_runs import planned, refusal
-from .test_refusals import AMP, MESH
+from .test_refusals import AMP, FSDP, MESH
 
 
 def test_a_plan_found_by_tracing_divides_the_matrices(workers1):
@@ -12,6 +12,43 @@ def test_a_plan_found_by_tracing_divides_the_matrices(workers1):
     assert plan.parameters == 4 * ((256 * 1000 + 1000) // 4 + 1000 * 256 // 4 + 256)
     (row,) = [row for row in plan.traffic if row.axis == "tp" and row.phase == "forward"]
     assert (row.collective, row.payload) == ("all_reduce", 4 * 8 * 256 * 4)
+
+
+def test_a_later_stage_of_a_given_plan_gets_dtensors(workers1):
+    """In a real run the stage before says so; its activations and their gradients are sent as ordinary tensors."""
+    plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+    found = workers1.run(planned, {**MESH, "tp": 2, "pp": 2, "plan": plan}, 8, "mlp", rank=4)[0]
+    assert not found.problem
+    sent = {(row.collective, row.payload) for row in found.plan.traffic if row.axis == "pp"}
+    assert {("receive", 8 * 256 * 4), ("send", 8 * 256 * 4)} <= sent
+
+
+def test_parameters_that_stay_sharded_over_groups_are_planned(workers1):
+    given = {**FSDP, "wrap": ["Sequential"], "reshard_after_forward": 4}
+    found = workers1.run(planned, given, 8, "mlp")[0]
+    assert not found.problem
+    again = {row.ranks for row in found.plan.traffic if (row.collective, row.phase) == ("all_gather", "backward")}
+    assert again == {4}
+    assert {row.ranks for row in found.plan.traffic if row.phase == "forward"} == {8}
+
+
+def test_what_a_plan_has_no_values_for_is_said_or_tried_with_values(workers1):
+    whole = {"optim_wrapper.optimizer": {"type": f"{__name__.rpartition('.')[0]}.zoo:NormedSGD", "lr": 0.1}}
+    found = workers1.run(planned, "fsdp", 8, "mlp", changes=whole)[0]
+    assert found.facts.notes == [
+        "optim_wrapper.optimizer: NormedSGD was not tried on shards; a real run tries it before training, and may refuse it"
+    ]
+    for strategy in ({**MESH, "tp": 2, "dp_shard": 4}, "zero1"):
+        (says,) = workers1.run(refusal, strategy, 8, "mlp", changes=whole)
+        assert says.startswith("optim_wrapper.optimizer: NormedSGD computes with a parameter as a whole"), says
+    assert not workers1.run(refusal, "ddp", 8, "mlp", changes=whole)[0]
+
+
+def test_what_is_compared_in_a_real_run_is_said(workers1):
+    given = {**MESH, "tp": 2, "tp_kind": "local", "plan": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}
+    found = workers1.run(planned, given, 8, "mlp")[0]
+    assert not found.problem
+    assert [note.partition(" was not compared")[0] for note in found.facts.notes] == ['strategy.tp_kind: "local"']
 
 
 def test_a_refusal_of_another_rank_than_0_is_told(workers1):

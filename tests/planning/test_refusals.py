@@ -15,6 +15,10 @@ ROWS = {
     ),
     "zero-size": ("mlp", {**MESH, "tp": 0}, {}, "strategy.tp: 0 is not allowed, give a positive number"),
     "replicas": ("mlp", {**FSDP, "replicate_size": 3}, {}, "strategy.replicate_size: 3 does not divide the 1024"),
+    "groups": (
+        *("mlp", {**FSDP, "reshard_after_forward": 3}, {}),
+        "strategy.reshard_after_forward: 3 does not divide the 1024 processes that shard the model; give a divisor",
+    ),
     "name": ("mlp", "fdsp", {}, 'strategies: "fdsp" is no known strategy, did you mean "fsdp"?'),
     "option": ("mlp", {**FSDP, "warp": ["Linear"]}, {}, 'strategy.warp: unknown key, did you mean "wrap"?'),
     "class": (

@@ -39,6 +39,12 @@ def mesh(**options):
     return strategy
 
 
+def with_peak(total, by_kind):
+    found = a_plan(ONE)
+    found["strategies"][0]["ranks"][0]["peak"] |= {"total": total, "by_kind": by_kind}
+    return found
+
+
 MESH = {"type": "MeshStrategy", "tp": 2, "pp": 4, "device": "cpu"}
 AXES = {"pp": 4, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
 
@@ -86,9 +92,11 @@ REFUSED = StrategyPlan("mesh:tp2xpp4", "refused", "strategy.pp: 4 stages need as
         (a_plan(world_size=16), "has no strategy, and this run has MeshStrategy"),
         ({**a_plan(ONE), "schema": 9}, " has version 9, this flextrain reads 1; plan again"),
         ({"schema": 1}, " is no plan, script: Field required"),
+        (with_peak(0, {"activations": 0}), " is no plan, strategies.0.ranks.0.peak.total: Input should be greater than 0"),
+        (with_peak(1, {}), " is no plan, strategies.0.ranks.0.peak.by_kind: Dictionary should have at least 1 item"),
         ("none.json", "none.json cannot be read, No such file or directory"),
     ],
-    ids=["size", "strategy", "axes", "refused", "empty", "version", "values", "file"],
+    ids=["size", "strategy", "axes", "refused", "empty", "version", "values", "peak", "kinds", "file"],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(plan, says):
     with pytest.raises(ConfigError) as caught:

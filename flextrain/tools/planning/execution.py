@@ -34,7 +34,9 @@ def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
         arguments, notes = arguments_for(job, given)
         training = Training(arguments, job, found)
         training.facts.notes += notes
-        return training.run(), training.facts
+        plan = training.run()
+        training.facts.notes += found.not_checked
+        return plan, training.facts
 
 
 def measure(job: PlannedJob) -> RankPlan:

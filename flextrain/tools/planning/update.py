@@ -109,6 +109,7 @@ class Training:
         self.strategy.setup_environment()
         topology = self.strategy.topology
         window, model = self._window(), self._model()
+        samples = sum(_samples(batch) for batch in window)  # now: of a divided batch, what comes first may be anything
         self._note_whole(topology, model)
         self.facts.recipe = self._recipe(topology, model)
         whole = all(_rows_are_whole(batch) for batch in window)
@@ -133,7 +134,7 @@ class Training:
             for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
                 ledger.begin()
                 stepper.train(list(window))
-            found = self._result(ledger, topology, window)
+            found = self._result(ledger, topology, samples, len(window))
         self.facts.share = share_of(self.strategy, topology)
         return found
 
@@ -249,7 +250,7 @@ class Training:
             {axis: size for axis, size in overlays.items() if size > 1},
         )
 
-    def _result(self, ledger: Ledger, topology: Topology, window: list[Any]) -> RankPlan:
+    def _result(self, ledger: Ledger, topology: Topology, samples: int, micro_batches: int) -> RankPlan:
         module = self.strategy.module
         held = [part for parameter in module.parameters() for part in parts_of(parameter)]
         return RankPlan(
@@ -260,8 +261,8 @@ class Training:
             moments=ledger.moments(),
             traffic=ledger.traffic(),
             work=ledger.work(),
-            samples=sum(_samples(batch) for batch in window),
-            micro_batches=len(window),
+            samples=samples,
+            micro_batches=micro_batches,
             parameters=sum(part.numel() for part in held),
         )
 

@@ -13,7 +13,7 @@ from ....core.comm import collectives as dist
 from ....core.device import DEVICES
 from ....core.errors import ConfigError, StrategyError
 from ....core.random_state import torch_states
-from ....core.rehearsing import rehearsing, with_values
+from ....core.rehearsing import not_checked, rehearsing, with_values
 from ....core.torch_private import is_compiled
 from ...base import NOTHING
 from ...state import Optim
@@ -110,6 +110,10 @@ class Context(Axis):
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
         if rehearsing():  # without values, nothing can be compared
+            not_checked(
+                "strategy.cp: the first batch was not compared with one process that has all positions; a real run compares it, and "
+                "refuses a model that cannot be cut"
+            )
             self._intercepts = not self._adapted
         elif not self._is_compared["training"]:
             self._comparison.of_training(window[0], step)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ....core.comm.collectives import group_with_this_process
 from ....core.errors import StrategyError
 from ....core.rehearsing import rehearsing
 from ..layout import Layout
+from ..tensor.replaced_functions import computes_on_dtensors
 from .orders import Message, Route
 
 _DTYPES = (
@@ -155,7 +155,7 @@ class Transfers:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             dist.recv(header, self._ranks[source], group=group)
             if like is not None and rehearsing():
-                self._forms[boundary] = Form.of(found := like(), isinstance(found, DTensor))
+                self._forms[boundary] = Form.of(like(), computes_on_dtensors())
             else:
                 self._forms[boundary] = Form.decoded(header)
         form = self._forms[boundary]

@@ -33,6 +33,15 @@ class DTensorFunctions(TorchFunctionMode):
         super().__init__()
         self._sequence = sequence
 
+    def __enter__(self) -> DTensorFunctions:
+        _entered.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _entered.pop()
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
@@ -56,6 +65,14 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def computes_on_dtensors() -> bool:
+    """Whether a model runs whose layers give each other DTensors."""
+    return bool(_entered)
+
+
+_entered: list[DTensorFunctions] = []
 
 
 def _writes_to_table(
