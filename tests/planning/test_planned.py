@@ -1,6 +1,9 @@
 """What reads values, or asks other processes, in a real run is planned without."""
 
 import pytest
+import torch
+
+from flextrain.tools.planning.update import samples_in
 
 from .real_runs import planned, refusal
 from .test_refusals import AMP, FSDP, MESH
@@ -12,15 +15,6 @@ def test_a_plan_found_by_tracing_divides_the_matrices(workers1):
     assert plan.parameters == 4 * ((256 * 1000 + 1000) // 4 + 1000 * 256 // 4 + 256)
     (row,) = [row for row in plan.traffic if row.axis == "tp" and row.phase == "forward"]
     assert (row.collective, row.payload) == ("all_reduce", 4 * 8 * 256 * 4)
-
-
-def test_a_later_stage_of_a_given_plan_gets_dtensors(workers1):
-    """In a real run the stage before says so; its activations and their gradients are sent as ordinary tensors."""
-    plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
-    found = workers1.run(planned, {**MESH, "tp": 2, "pp": 2, "plan": plan}, 8, "mlp", rank=4)[0]
-    assert not found.problem
-    sent = {(row.collective, row.payload) for row in found.plan.traffic if row.axis == "pp"}
-    assert {("receive", 8 * 256 * 4), ("send", 8 * 256 * 4)} <= sent
 
 
 def test_parameters_that_stay_sharded_over_groups_are_planned(workers1):
@@ -44,6 +38,36 @@ def test_what_a_plan_has_no_values_for_is_said_or_tried_with_values(workers1):
     assert not workers1.run(refusal, "ddp", 8, "mlp", changes=whole)[0]
 
 
+def test_a_batch_that_is_a_list_of_tensors_has_their_samples(workers1):
+    changes = {"train_dataloader.collate_fn": f"{__name__.rpartition('.')[0]}.zoo:as_list"}
+    plan = workers1.run(planned, "ddp", 8, "mlp", "accumulate", changes=changes)[0].plan
+    assert (plan.samples, plan.micro_batches) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.zeros(3, 7), "y": torch.zeros(3)},
+        {"scale": torch.tensor(1.0), "x": torch.zeros(3, 7)},
+        [torch.zeros(3, 7), torch.zeros(3)],
+        (torch.zeros(3, 7), torch.zeros(3)),
+        torch.zeros(3, 7),
+        [{"x": torch.zeros(7)}] * 3,
+        {"inputs": [torch.zeros(7)] * 3, "data_samples": [None] * 3},
+    ],
+    ids=["dict", "scalar", "list", "tuple", "tensor", "samples", "unstacked"],
+)
+def test_samples_of_a_batch(batch):
+    assert samples_in(batch) == 3
+
+
+def test_hooks_that_are_left_out_are_named(workers1):
+    changes = {"custom_hooks": [{"type": "EMAHook"}]}
+    found = workers1.run(planned, "fsdp", 8, "mlp", changes=changes)[0]
+    says = "custom_hooks of the script: EMAHook is left out, and so is what it keeps in memory and in checkpoints"
+    assert found.facts.notes == [says]
+
+
 def test_what_is_compared_in_a_real_run_is_said(workers1):
     given = {**MESH, "tp": 2, "tp_kind": "local", "plan": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}
     found = workers1.run(planned, given, 8, "mlp")[0]
@@ -62,6 +86,25 @@ def test_scaled_losses_are_planned(workers1):
     (found,) = workers1.run(planned, "ddp", 1024, "mlp", changes={**AMP, "optim_wrapper.dtype": "float16"})
     assert {row.dtype for row in found.plan.work if row.kind == "matrix"} == {"float16"}
     assert found.plan.between_updates["optimizer_state"] > 2 * found.plan.between_updates["parameters"]  # the steps too
+
+
+LAYERS = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+    "self_attn.o_proj": "rowwise",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.full
+def test_a_later_stage_of_a_given_plan_gets_dtensors(workers1):
+    """In a real run the stage before says so; its activations and their gradients are sent as ordinary tensors."""
+    plan = {f"model.layers.*.{name}": style for name, style in LAYERS.items()}
+    found = workers1.run(planned, {**MESH, "tp": 2, "pp": 2, "plan": plan}, 8, "llama", rank=4)[0]
+    assert not found.problem
+    sent = {(row.collective, row.payload) for row in found.plan.traffic if row.axis == "pp"}
+    assert {("receive", 8 * 64 * 128 * 4), ("send", 8 * 64 * 128 * 4)} <= sent
 
 
 @pytest.mark.full

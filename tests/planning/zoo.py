@@ -92,6 +92,11 @@ BLOCKS = {
 }
 
 
+def as_list(samples):
+    """A batch for positional arguments, as default_collate makes it of tuples."""
+    return [torch.stack([sample["x"] for sample in samples])]
+
+
 class Samples(Dataset):
     def __init__(self, name):
         self.name = name

@@ -29,7 +29,7 @@ from ...runner.build import build_model
 from ...runner.data.dataloaders import build_dataloader
 from ...runner.data.example import example_batch
 from ...runner.data.first_batches import first_batches
-from ...runner.data.user_loaders import goes_its_own_way
+from ...runner.data.user_loaders import batch_size, goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
 from ...runner.loops.step import Stepper
 from ...strategies.base import Strategy
@@ -94,7 +94,11 @@ class Training:
         left_out = dict.fromkeys((*_UNUSED, "default_hooks"), None)
         self._given = {**given, **left_out, "default_hooks": dict.fromkeys(DEFAULT_HOOKS), "resume": False}
         self._job, self._rehearsal = job, rehearsal
-        left = [f"{key} of the script: left out" for key in ("compile", "custom_hooks") if given[key]]
+        left = ["compile of the script: left out"] if given["compile"] else []
+        left += [
+            f"custom_hooks of the script: {name_of(hook)} is left out, and so is what it keeps in memory and in checkpoints"
+            for hook in given["custom_hooks"] or ()
+        ]
         self.facts = Facts(options=values_for_json(given["strategy"]), notes=left)
         checked = check_everything(self._given)
         if not checked.trains or checked.optim_wrapper is None:
@@ -109,7 +113,8 @@ class Training:
         self.strategy.setup_environment()
         topology = self.strategy.topology
         window, model = self._window(), self._model()
-        samples = sum(_samples(batch) for batch in window)  # now: of a divided batch, what comes first may be anything
+        # Before batches are divided, after which what comes first may be anything.
+        samples = sum(self._batch_size or samples_in(batch) for batch in window)
         self._note_whole(topology, model)
         self.facts.recipe = self._recipe(topology, model)
         whole = all(_rows_are_whole(batch) for batch in window)
@@ -166,6 +171,7 @@ class Training:
         if isinstance(loader, DataLoader):
             names = SimpleNamespace(train_dataloader=loader)
             self.strategy.example = lambda: example_batch(names, ["train_dataloader"])
+        self._batch_size = batch_size(loader)
         count = self._optim.accumulate
         if goes_its_own_way(loader):
             batches = [*itertools.islice(loader, count)]
@@ -291,6 +297,14 @@ def values_for_json(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
+def name_of(hook: Any) -> str:
+    """The name of a hook's class, from the hook or its configuration."""
+    kind = (
+        hook.get("type", hook) if isinstance(hook, Mapping) else hook if isinstance(hook, (str, type)) else type(hook)
+    )
+    return str(getattr(kind, "__name__", kind))
+
+
 def _rows_are_whole(batch: Any) -> bool:
     """Whether the positions of a batch, if it has any, are those of one sequence in each row."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
@@ -301,10 +315,21 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _samples(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first tensor, or of the list that it is."""
-    found = next((leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim), None)
-    return len(batch) if isinstance(batch, list) else 1 if found is None else found.shape[0]
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch of which no dataloader says it: the length of the first tensor or list in it.
+
+    A list with anything but tensors and lists is taken for one of samples.
+    """
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    elif isinstance(batch, list) and not all(isinstance(part, (Tensor, list, tuple)) for part in batch):
+        return len(batch)
+    for part in batch if isinstance(batch, (list, tuple)) else [batch]:
+        if isinstance(part, Tensor) and part.ndim:
+            return part.shape[0]
+        if isinstance(part, (list, tuple)):
+            return len(part)
+    return 1
 
 
 def set_seed() -> None:
