@@ -10,7 +10,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest \
 	bench format clean distclean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
+	@echo "make docs    the documentation site, into build/site; a wrong link is an error"
 	@echo "make unit    pytest only (PYTEST_ARGS='-k name' to choose)"
 	@echo "make bench   measure the loop's overhead beside other libraries'"
 	@echo "make format  let ruff rewrite the sources"
@@ -32,10 +33,10 @@ help:
 demo: $(VENV)/.installed-examples
 	$(PY) examples/demo.py
 
-# Two at a time: a download beside the installation, mypy on one core beside tests that sometimes wait.
+# Two at a time: a download beside the installation, mypy and the site on one core beside tests that sometimes wait.
 test: $(VENV)/pyvenv.cfg
 	@$(MAKE) --no-print-directory --jobs=2 lint npu-sources
-	@$(MAKE) --no-print-directory --jobs=2 types pytest
+	@$(MAKE) --no-print-directory --jobs=2 types-and-docs pytest
 
 test-fast: PYTEST_ARGS += -m "not full and not processes and not slow"
 test-fast: $(VENV)/.installed-dev
@@ -43,7 +44,7 @@ test-fast: $(VENV)/.installed-dev
 
 # An expression for the marker replaces that of pyproject.toml. The cluster tests stand apart: one session of pytest makes them.
 test-full: PYTEST_ARGS += -m "not cluster"
-test-full: lint types async-io unit
+test-full: lint types docs async-io unit
 	$(MAKE) test-cluster PYTEST_ARGS=
 
 # Real launchers on pretended machines. What cannot be installed or made here (packages, network namespaces) skips its tests.
@@ -73,6 +74,13 @@ types: $(VENV)/.installed-dev
 	@rm -rf build/lib build/types
 	@$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flextrain
+
+types-and-docs: types
+	@$(MAKE) --no-print-directory docs
+
+# NO_MKDOCS_2_WARNING: a notice about other products, on every build.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 unit: npu-sources pytest
 

@@ -38,8 +38,11 @@ LIBRARY_VARIABLES = (
 )
 THREAD_GRACE_S = 2.0
 # Imported once, in the process that all workers are forked from. Any optimizer imports torch._dynamo, and DeepSpeed's engine
-# torch's compiler: each new worker would need most of a second for it.
-IMPORTS = ["torch._inductor.compile_fx", *(name for name in ("deepspeed",) if importlib.util.find_spec(name))]
+# torch's compiler: each new worker would need most of a second for it. Digits are what examples and pages train on.
+IMPORTS = [
+    "torch._inductor.compile_fx",
+    *(name for name in ("deepspeed", "sklearn.datasets") if importlib.util.find_spec(name.partition(".")[0])),
+]
 
 # Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
 PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"})

@@ -1,0 +1,38 @@
+"""Every block of code in the documentation runs; what cannot run here is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flextrain.testing import WorkerGroup
+
+from ..conftest import IMPORTS
+from .pages import blocks, name, pages
+from .running import go_through
+
+pytestmark = pytest.mark.processes
+PAGES = [path for path in pages() if blocks(path)]
+FULL = [path for path in PAGES if any(block.mode == "full" for block in blocks(path))]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WorkerGroup]:
+    """A process that has imported all and runs nothing: a page's processes are forked from it."""
+    with WorkerGroup(1, 900, imports=IMPORTS) as group:
+        yield group
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_page(warm: WorkerGroup, page: Path) -> None:
+    (found,) = warm.run(go_through, blocks(page), False)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", FULL, ids=name)
+def test_all_of_a_page(warm: WorkerGroup, page: Path) -> None:
+    (found,) = warm.run(go_through, blocks(page), True)
+    assert not found, "\n".join(found)
