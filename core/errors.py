@@ -57,6 +57,10 @@ class CheckpointError(FlexTrainError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the object that loads it."""
 
 
+class TrialPruned(FlexTrainError):  # noqa: N818 - searches call it so
+    """A search has no use for this run, which has ended in order; see PruningHook."""
+
+
 class StorageError(CheckpointError):
     """Storage failed while a checkpoint was written. If a save raises it, it does so on every process."""
 

@@ -29,18 +29,37 @@ def set_seed(
     Args:
         seed: None draws one from the operating system; the call is a collective then.
         diff_rank_seed: add the index of this process's shard of the data, so that dropout differs between the shards.
-        deterministic: use deterministic kernels only; torch raises if an operation has none.
+        deterministic: use deterministic kernels only; torch raises if an operation has none. If False, the settings are
+            again those of before the first run in this process that used True.
         topology: the strategy's; default: every process has its own shard of the data.
     """
     run_seed = draw_seed() if seed is None else seed
     _seed(run_seed + (topology or Topology()).data.index if diff_rank_seed else run_seed)
-    if deterministic:
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
+    _use_deterministic(deterministic)
+    return run_seed
+
+
+_before: tuple[bool, bool, bool] | None = None
+"""The program's settings of determinism, while those of a run that asked for it hold."""
+
+
+def _use_deterministic(wanted: bool) -> None:
+    """Use deterministic kernels only; without ``wanted``, as the program had it before a run in this process wanted that."""
+    global _before
+    cudnn = torch.backends.cudnn
+    if wanted:
+        if _before is None:
+            algorithms = torch.are_deterministic_algorithms_enabled()
+            _before = (algorithms, torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic)
+        cudnn.deterministic = True
+        cudnn.benchmark = False
         # cuBLAS reads this variable when it creates its first handle; torch raises if it is missing.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    return run_seed
+    elif _before is not None:
+        algorithms, warns, cudnn.deterministic = _before
+        torch.use_deterministic_algorithms(algorithms, warn_only=warns)
+        _before = None
 
 
 def seed_process(*numbers: int) -> None:

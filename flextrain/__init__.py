@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .core.errors import LaunchError as LaunchError
     from .core.errors import NonFiniteError as NonFiniteError
     from .core.errors import StrategyError as StrategyError
+    from .core.errors import TrialPruned as TrialPruned
     from .core.heartbeat import heartbeat as heartbeat
     from .core.image_preprocessor import ImgDataPreprocessor as ImgDataPreprocessor
     from .core.image_preprocessor import stack_batch as stack_batch
@@ -154,6 +155,7 @@ _HOMES = {
         "NonFiniteError",
         "StrategyError",
         "CheckpointError",
+        "TrialPruned",
     ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

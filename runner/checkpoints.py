@@ -34,10 +34,20 @@ class Checkpoints(BuildMethods):
         self._has_begun = False  # True after before_run
         self._has_weights = False  # True once load_checkpoint has run
         self._started = False  # True once training has loaded its start or resumed
+        self._ending: Exception | None = None  # what train() raises once the run has ended in order
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at the hook point ``fn_name``."""
         self.hook_calls.call(fn_name, self, **kwargs)
+
+    def end_with(self, error: Exception) -> None:
+        """Stop training after the current epoch or iteration; ``train()`` raises ``error`` when the run has been closed.
+
+        For hooks, during training and on every process. The run ends in order: hooks are told of its end and not of an
+        exception, logs are closed, and checkpoints complete. An error of that end is raised in place of ``error``.
+        """
+        self._ending = error
+        self.train_loop.stop_training = True
 
     def save_checkpoint(
         self,

@@ -258,6 +258,9 @@ class Run(Protocol):
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a hook point."""
 
+    def end_with(self, error: Exception) -> None:
+        """Stop training after the current epoch or iteration; train() raises ``error`` when the run has been closed."""
+
     # Checkpoints
 
     def save_checkpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .from_files import arguments_of, text_of, write_record
 from .hooks.memory_against_plan import planned_memory_hook
 from .options import early_preemption
 from .oversight import Oversight
-from .reporting import MessageHub, build_log_processor, setup_logger
+from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
 from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
@@ -164,6 +164,7 @@ class FlexibleRunner(Checkpoints):
         for hook, priority in hooks:
             self.register_hook(hook, priority)
         self._depth = 0  # nesting depth of runs: a hook may evaluate
+        self._is_closed = False
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any] | Config) -> FlexibleRunner:
@@ -208,6 +209,8 @@ class FlexibleRunner(Checkpoints):
                 with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
             self._end_workers()
+        if self._ending is not None:
+            raise self._ending
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
@@ -230,6 +233,42 @@ class FlexibleRunner(Checkpoints):
             reason: one line for the log.
         """
         self.oversight.preemption.ask(reason)
+
+    def close(self) -> None:
+        """Release what the run holds beyond memory: reporters, log files, threads, process groups; may be called again.
+
+        For programs that make several runners. ``with FlexibleRunner(...) as runner:`` calls it at the end. A process
+        group that the program has made itself stays. After ``close()`` the runner is no longer used.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with ExitStack() as parts:  # what comes last is released first, and all of it even if something raises
+            parts.callback(close_logger, self.log_dir)
+            parts.callback(self.strategy.teardown)
+            parts.callback(self.oversight.stop)
+            parts.callback(self._end_workers)
+            parts.callback(self.visualizer.close)
+            self.finish_saving()
+        self._model = self._stepper = self.optim_wrapper = self._ending = None
+        self.schedulers = {}
+
+    def __enter__(self) -> FlexibleRunner:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:  # logged, because it must not hide the first error
+            self.logger.error(f"close(): {second}")
+
+    def _setup_model(self) -> None:
+        if self._is_closed:
+            raise ConfigError("FlexibleRunner: this run is closed, make another runner")
+        super()._setup_model()
 
     def _check_initialised(self) -> None:
         with raising_together():  # a process may hold other parameters than the next

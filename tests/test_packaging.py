@@ -98,6 +98,7 @@ PUBLIC = {
     "NonFiniteError",
     "StrategyError",
     "CheckpointError",
+    "TrialPruned",
 }
 
 

@@ -19,6 +19,7 @@ from .points import POINTS
 from .prepare_tta import PrepareTTAHook
 from .priority import Priority, get_priority
 from .profiler import ProfilerHook
+from .pruning import PruningHook
 from .runtime_info import RuntimeInfoHook
 from .sampler_seed import DistSamplerSeedHook
 from .sync_buffers import SyncBuffersHook
@@ -52,6 +53,7 @@ __all__ = [
     "PrepareTTAHook",
     "Priority",
     "ProfilerHook",
+    "PruningHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
     "get_priority",

@@ -142,10 +142,18 @@ def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = No
     return logger
 
 
-def close_logger() -> None:
-    """Remove and close the handlers that ``setup_logger`` added; other handlers stay."""
+def close_logger(folder: str | Path | None = None) -> None:
+    """Remove and close the handlers that ``setup_logger`` added; other handlers stay.
+
+    Args:
+        folder: only those of the run whose log is in this folder; nothing happens if a later run has replaced them.
+    """
     logger = logging.getLogger(NAME)
-    for handler in [handler for handler in logger.handlers if handler.get_name() == NAME]:
+    own = [handler for handler in logger.handlers if handler.get_name() == NAME]
+    files = [Path(handler.baseFilename) for handler in own if isinstance(handler, logging.FileHandler)]
+    if folder is not None and files and Path(folder).absolute() not in {file.parent for file in files}:
+        return
+    for handler in own:
         logger.removeHandler(handler)
         handler.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
 from flextrain.core.checkpoint.save import saving
 from flextrain.core.errors import CheckpointError
+from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
 from .training import Watch, make_runner, validation, whole_state
@@ -19,6 +22,7 @@ from .training import Watch, make_runner, validation, whole_state
 pytestmark = pytest.mark.usefixtures("quick")
 
 EPOCHS = dict(max_epochs=4)
+write_shard = saving.write_shard
 
 
 def hooks(**options: Any) -> dict[str, Any]:
@@ -153,3 +157,44 @@ def test_on_two_processes_with_resuming(workers2: WorkerGroup, tmp_path: Path, s
     found = workers2.run(trained_in_parts, tmp_path / "b", strategy, True)[0]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class ChecksMeanwhile(Hook):
+    """Compares replicas while the first save is being written: rank 0 has written its shard, rank 1 begins after this."""
+
+    def __init__(self) -> None:
+        self.has_written, self.has_compared = threading.Event(), threading.Event()
+
+    def write(self, *args: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            assert self.has_compared.wait(60)
+        written = write_shard(*args)
+        self.has_written.set()
+        return written
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == 1:
+            if runner.rank == 0:
+                assert self.has_written.wait(60)
+                time.sleep(0.2)  # for the message of the thread that writes, with which this one must not be mixed up
+            runner.strategy.check_replicas()
+            self.has_compared.set()
+
+
+def compared_while_saving(folder: str) -> list[int]:
+    hook = ChecksMeanwhile()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_shard", hook.write)
+        cfg = dict(by_epoch=False, max_iters=3)
+        checkpoint = dict(by_epoch=False, interval=1, async_save=True)
+        runner = make_runner(
+            folder, train_cfg=cfg, strategy="ddp", default_hooks=dict(checkpoint=checkpoint), custom_hooks=[hook]
+        )
+        runner.train()
+        runner.strategy.teardown()
+    return [Checkpoint.open(Path(folder) / f"iter_{done}").values["loop"]["iter"] for done in (1, 2, 3)]
+
+
+@pytest.mark.distributed
+def test_messages_of_training_and_of_a_save_are_not_mixed_up(workers2: WorkerGroup, tmp_path: Path) -> None:
+    assert workers2.run(compared_while_saving, str(tmp_path)) == [[1, 2, 3]] * 2

@@ -164,7 +164,7 @@ class _Save:
         finite: Collection[str],
     ) -> None:
         self.path = self._folder = as_path(path)
-        self._is_latest, self._verify = is_latest, verify
+        self._is_latest, self._verify, self._timeout_s = is_latest, verify, timeout_s
         if rows.KEY in state:
             raise CheckpointError(f"{rows.KEY}: cannot be saved, checkpoints have a tensor of this name")
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -209,6 +209,8 @@ class _Save:
                     self._participants.round(self._copy, lambda copied: None)
         if copy:
             self._tensors.clear()
+            # The thread that writes sends messages while this one may send others; all processes are here.
+            self._participants.group = side_group(self._timeout_s, "saves in the background")
 
     def _offer(self, copy: bool) -> tuple[str | None, Own, int, RowFacts]:
         """The mark of the old plan if it is still valid here, own values, the keys' fingerprint, and the own row."""
