@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Trial(Protocol):
+class SearchTrial(Protocol):
     """What the hook needs of a trial; ``optuna.Trial`` fits."""
 
     def report(self, value: float, step: int) -> None:
@@ -50,7 +50,7 @@ class PruningHook(Hook):
 
     priority = "LOWEST"  # after the hook that saves the best checkpoint
 
-    def __init__(self, trial: Trial | None, monitor: str, error: type[Exception] | None = None) -> None:
+    def __init__(self, trial: SearchTrial | None, monitor: str, error: type[Exception] | None = None) -> None:
         missing = [name for name in ("report", "should_prune") if not callable(getattr(trial, name, None))]
         if trial is not None and missing:
             raise ConfigError(
@@ -137,7 +137,7 @@ class PruningHook(Hook):
         return f"{self.monitor} = {value:.6g} after {counted(int(step or 0), noun)}, {folder}", _home_of(self._trial)
 
 
-def _home_of(trial: Trial) -> str:
+def _home_of(trial: SearchTrial) -> str:
     """Return the module that has the TrialPruned of the trial's search: "optuna", or ours."""
     homes = {kind.__module__.partition(".")[0] for kind in type(trial).__mro__}
     return "optuna" if "optuna" in homes else TrialPruned.__module__
