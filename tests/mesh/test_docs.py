@@ -1,4 +1,4 @@
-"""What docs/parallelism.md shows as Python are options that the strategy takes."""
+"""What docs/parallelism.md and docs/axes.md show as Python are options that the strategy takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flextrain import MeshStrategy, Strategy
 from flextrain.core.registry import STRATEGIES
 from flextrain.strategies.mesh.tensor.styles import STYLES, style_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+PAGE = "\n".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in ("parallelism.md", "axes.md"))
 RECIPES = re.findall(r"strategy ?= ?(dict\(type=\"MeshStrategy\".*\))", PAGE)
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/mmengine.md: the names of MMEngine, and what stands beside them."""
+"""The tables of docs/mmengine_keywords.md and docs/mmengine_names.md: the names of MMEngine, and what stands beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PAGE = (Path(__file__).parents[2] / "docs" / "mmengine.md").read_text()
+PAGE = "\n".join(
+    (Path(__file__).parents[2] / "docs" / f"mmengine_{part}.md").read_text() for part in ("keywords", "names")
+)
 MODULES = [
     "runner",
     "model",

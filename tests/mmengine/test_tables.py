@@ -1,4 +1,4 @@
-"""The tables of docs/mmengine.md against both packages: complete, and true where a test can tell."""
+"""The tables of docs/mmengine_keywords.md and docs/mmengine_names.md against both packages: complete, and true where a test can tell."""
 
 from __future__ import annotations
 

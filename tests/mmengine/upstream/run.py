@@ -42,7 +42,7 @@ AREAS = {
 """The files of each part; test_logger.py is about MMLogger, for which there is Python's logging."""
 EXPECTED = HERE / "expected.txt"
 KINDS = ("differs", "refused", "instead", "internals", "newer", "needs")
-"""Kinds of reasons in expected.txt; docs/mmengine.md explains them."""
+"""Kinds of reasons in expected.txt; docs/mmengine_keywords.md explains them."""
 NOT_AVAILABLE = 77
 """The exit status if the sources cannot be downloaded."""
 
