@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .commands import checkpoint, configurations, doctor, list_names, plan, run_script, train_config, verify
+from .commands import checkpoint, configurations, doctor, list_names, plan, run_script, show, train_config, verify
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
 
-COMMANDS = (checkpoint, configurations, doctor, list_names, plan, run_script, train_config, verify)
+COMMANDS = (checkpoint, configurations, doctor, list_names, plan, run_script, show, train_config, verify)
+DESCRIPTION = "Train PyTorch models, check and plan trainings, look into checkpoints, and find what there is."
+EPILOG = "flextrain COMMAND --help says more of each."
 _TAKES_ALL = "run"
 """The command that reads its own arguments, because those of a script follow them; only ``--help`` is argparse's."""
 
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     own, script_arguments = _split(argv)
-    parser = _Parser(prog="flextrain", description="Tools around flextrain.")
+    parser = _Parser(prog="flextrain", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"flextrain {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -46,12 +46,17 @@ class FlexibleRunner(Checkpoints):
         model: a module, ``dict(type=...)``, or a function without arguments that returns a module.
         work_dir: folder for logs and checkpoints.
         experiment_name: name for reporters and the log; default: the work directory's name and the time.
-        train_dataloader, optim_wrapper, train_cfg: training; give all three or none. ``train_cfg`` is
-            ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``. A
-            dataloader is ``dict(dataset=..., batch_size=...)``, a DataLoader, a list of batches, another iterable of
-            batches, or a function that returns such an iterable for every pass.
-        val_dataloader, val_cfg, val_evaluator: validation; give all three or none.
-        test_dataloader, test_cfg, test_evaluator: testing; give all three or none.
+        train_dataloader: the training data: ``dict(dataset=..., batch_size=...)``, a DataLoader, a list of batches, another
+            iterable of batches, or a function that returns such an iterable for every pass. Training needs it,
+            ``optim_wrapper`` and ``train_cfg``.
+        optim_wrapper: ``dict(optimizer=dict(type="AdamW", lr=1e-3))``, an OptimWrapper, or several by name.
+        train_cfg: ``dict(by_epoch=True, max_epochs=..., val_interval=1)`` or ``dict(by_epoch=False, max_iters=...)``.
+        val_dataloader: the validation data, as ``train_dataloader``. Validation needs it, ``val_cfg`` and ``val_evaluator``.
+        val_cfg: ``dict()``, or arguments of the ValLoop.
+        val_evaluator: the metrics of validation: one or a list, each ``dict(type=...)`` or an object.
+        test_dataloader: the test data, as ``train_dataloader``. Testing needs it, ``test_cfg`` and ``test_evaluator``.
+        test_cfg: ``dict()``, or arguments of the TestLoop.
+        test_evaluator: the metrics of testing, as ``val_evaluator``.
         strategy: a Strategy, ``dict(type=...)``, or None: one device for one process, DDP for several.
         auto_scale_lr: ``dict(base_batch_size=...)`` scales learning rates by the number of samples per update.
         param_scheduler: one or a list; for several optimizers a dict of them by the optimizer's name.

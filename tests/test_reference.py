@@ -36,6 +36,15 @@ class Net(torch.nn.Module):
         return {"loss": self.generator(inputs).sum()}
 
 
+class Trial:
+    """Of the example of PruningHook."""
+
+    def report(self, value: float, step: int) -> None: ...
+
+    def should_prune(self) -> bool:
+        return False
+
+
 class Gan(Net):
     """Of the example of OptimWrapperDict."""
 
@@ -117,7 +126,7 @@ def test_examples_of_public_names_are_python() -> None:
 def test_a_runner_takes_the_examples(group: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     train_set = Categories(torch.zeros(8, 2))
-    known = {"train_set": train_set, "more_data": train_set, "MyTTAModel": MyTTAModel}
+    known = {"train_set": train_set, "more_data": train_set, "MyTTAModel": MyTTAModel, "trial": Trial()}
     loader = DataLoader(train_set, batch_size=2)
     for entry in catalogue():
         if entry.group != group or entry.unavailable:
@@ -139,7 +148,9 @@ def test_a_runner_takes_the_examples(group: str, tmp_path: Path) -> None:
         bound.apply_defaults()
         if (why := refusal(dict(bound.arguments))) and not any(package in why for package in NOT_HERE):
             pytest.fail(f"{entry.name}: {entry.example}: {why}")
-        is_default = entry.example.endswith("_cfg=dict()") or entry.name == "OptimWrapperDict"
+        is_default = (
+            re.match(r"default_hooks|env_cfg|\w+_cfg=dict\(\)$", entry.example) or entry.name == "OptimWrapperDict"
+        )
         assert is_default or f'"{entry.name}"' in entry.example, entry.example
 
 
@@ -184,7 +195,7 @@ def test_arguments_of_a_strategy_are_its_options() -> None:
         ("train_dataloader.batch_size", "int", "1"),
         ("optim_wrapper.clip_grad", "dict | None", "None"),
         ("optim_wrapper.paramwise_cfg.bias_lr_mult", "float | None", "None"),
-        ("train_cfg.max_epochs", "int, 1 or more", None),
+        ("train_cfg.max_epochs", "int, 1 or more", ""),
         ("default_hooks.checkpoint", "dict | None", 'dict(type="CheckpointHook")'),
         ("work_dir", "str | Path", '"work_dirs"'),
     ],

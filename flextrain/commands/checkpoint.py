@@ -26,17 +26,21 @@ _PARTS = {"model": "model.", "optimizer": "optim."}
 
 def add(commands: Any) -> None:
     """Add the command to argparse's."""
-    command = commands.add_parser("checkpoint", help="list, show, verify, export and compare checkpoints")
+    command = commands.add_parser(
+        "checkpoint",
+        help="list, show, verify, export and compare checkpoints",
+        description="List, show, verify, export and compare checkpoints. A path may be a URL such as s3://bucket/run/epoch_3.",
+    )
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION")
     listing = _action(actions, "ls", _list, "list the checkpoints in a directory")
     listing.add_argument("folder", metavar="DIR", help="a work directory, or a URL that fsspec knows")
     show = _action(actions, "show", _show, "show tensors and values of a checkpoint, or of a file of weights")
-    show.add_argument("checkpoint", metavar="CHECKPOINT")
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or weights that load_from takes")
     show.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
     verify = _action(
         actions, "verify", _verify, "check that a checkpoint is complete and finite; exit status 1: it is damaged"
     )
-    verify.add_argument("checkpoint", metavar="CHECKPOINT")
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder")
     export = _action(
         actions,
         "export",
@@ -62,8 +66,8 @@ def add(commands: Any) -> None:
     export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
     export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
     diff = _action(actions, "diff", _diff, "compare two checkpoints; exit status 1: they differ")
-    diff.add_argument("a", metavar="A")
-    diff.add_argument("b", metavar="B")
+    diff.add_argument("a", metavar="A", help="a checkpoint's folder, or weights that load_from takes")
+    diff.add_argument("b", metavar="B", help="the other one")
     diff.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
     diff.add_argument("--part", choices=_PARTS, help="only the tensors of this part; `show` lists the parts")
 

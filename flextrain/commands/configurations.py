@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import FlexTrainError
+from .formatting import FoldedHelp
 from .output import console, print_json
 from .train_config import add_config_options
 
@@ -32,13 +33,17 @@ Exit status: 0 it is right, 1 it is not, which is said in one line."""
 
 def add(commands: Any) -> None:
     """Add the command to argparse's."""
-    command = commands.add_parser("config", help="show, compare and check configuration files")
+    command = commands.add_parser(
+        "config",
+        help="show, compare and check configuration files",
+        description="Show, compare and check configuration files; docs/configuration.md describes them.",
+    )
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, description, run in (("show", SHOW, _show), ("diff", DIFF, _diff), ("check", CHECK, _check)):
         action = actions.add_parser(
             name,
             help=description.partition(".")[0].partition(":")[0].lower(),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=FoldedHelp,
             description=description,
         )
         action.add_argument("config", metavar="CONFIG", help="a configuration file")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,18 @@ if TYPE_CHECKING:
     from ..tools.tables import FittedTable
 
 SHOWN_CHARACTERS = 120
+
+
+class FoldedHelp(argparse.HelpFormatter):
+    """Folds the paragraphs of a description to the terminal's width; indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # A private method: argparse's own formatters change a description in this way, and there is no public one.
+        found = []
+        for stays, group in itertools.groupby(text.splitlines(), lambda line: not line or line.startswith(" ")):
+            lines = list(group)
+            found.append("\n".join(lines) if stays else textwrap.fill(" ".join(lines), width))
+        return textwrap.indent("\n".join(found), indent)
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -1,35 +1,50 @@
-"""`flextrain list`: show the names that a configuration may use as `type`, and the machines of `flextrain plan`."""
+"""`flextrain list`: show the names that a configuration may use as `type`, and other names, each with one line."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
-import re
-from dataclasses import is_dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError, suggest
-from .formatting import fitted_table
+from .formatting import FoldedHelp, fitted_table
 from .output import console, print_json
 
 if TYPE_CHECKING:
     from ..core import registry
     from ..tools.planning.machine_kind import MachineKind
-
+    from ..tools.reference import Entry
 
 _MACHINES = "machines"
+_OTHERS = {
+    "options": "arguments of FlexibleRunner and the keys in them",
+    "strategy-options": "options of strategies",
+    "launchers": "programs that start processes",
+    "public-names": "what `from flextrain import` gives",
+    _MACHINES: "those of `flextrain plan`",
+}
+"""Kinds that no registry has."""
+_CAPTIONS = {"metrics": "and every metric of torchmetrics, by name: flextrain show MeanMetric"}
+DESCRIPTION = """\
+Show the names that a configuration may use as `type`, or with KIND those of one kind, each with one line.
+`flextrain show NAME` says what a name means, with its arguments.
+
+KIND is
+  strategies, hooks, optimizers, param-schedulers, metrics, loops, ...
+"""
+DESCRIPTION += "\n".join(f"  {name:<18}{what}" for name, what in _OTHERS.items())
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's."""
-    command = commands.add_parser("list", help="show the names that a configuration may use as `type`")
-    command.add_argument(
-        "kind",
-        nargs="?",
-        metavar="KIND",
-        help="strategies, optimizers, hooks, ..., or machines, those of `flextrain plan`; default: all kinds",
+    command = commands.add_parser(
+        "list",
+        help="show the names of strategies, hooks, optimizers, options and so on",
+        formatter_class=FoldedHelp,
+        description=DESCRIPTION,
     )
+    command.add_argument("kind", nargs="?", metavar="KIND", help="see above; default: the names of all types, by kind")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
@@ -42,44 +57,56 @@ def registries() -> dict[str, registry.Registry]:
     return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
 
 
+def kinds() -> list[str]:
+    """What KIND may be."""
+    return [*registries(), *_OTHERS]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the names of one kind with descriptions, or the names of all kinds."""
-    kinds = registries()
-    if arguments.kind == _MACHINES:
-        _print_machines(arguments.json)
-        return 0
     if arguments.kind is None:
-        names = {kind: [*found, *found.short_names()] for kind, found in kinds.items()}
+        names = {kind: [*found, *found.short_names()] for kind, found in registries().items()}
         print_json(names) if arguments.json else _print_overview(names)
-        return 0
-    if arguments.kind not in kinds:
-        known = [*kinds, _MACHINES]
+    elif arguments.kind not in kinds():
         raise ConfigError(
-            f'list: "{arguments.kind}" is not allowed, give {", ".join(known)}{suggest(arguments.kind, known)}'
+            f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds())}{suggest(arguments.kind, kinds())}'
         )
-    found = kinds[arguments.kind]
-    descriptions = {name: describe(found, name) for name in found}
-    descriptions |= {short: _as_call(meant) for short, meant in found.short_names().items()}
-    print_json(descriptions) if arguments.json else _print_table(arguments.kind, descriptions)
+    else:
+        print_kind(arguments.kind, arguments.json)
     return 0
+
+
+def print_kind(kind: str, as_json: bool) -> None:
+    """Print the names of one kind with descriptions."""
+    if kind == _MACHINES:
+        _print_machines(as_json)
+        return
+    descriptions = {entry.name: entry.summary for entry in _entries(kind)} if kind in _OTHERS else _types(kind)
+    print_json(descriptions) if as_json else _print_table(kind, descriptions)
+
+
+def _types(kind: str) -> dict[str, str]:
+    found = registries()[kind]
+    descriptions = {name: describe(found, name) for name in found}
+    return descriptions | {short: _as_call(meant) for short, meant in found.short_names().items()}
+
+
+def _entries(kind: str) -> Iterator[Entry]:
+    from ..tools.reference import launchers, public_names, runner_options, strategy_options
+
+    sources = {"options": runner_options, "strategy-options": strategy_options, "launchers": launchers}
+    yield from sources.get(kind, public_names)()
 
 
 def describe(found: registry.Registry, name: str) -> str:
     """The first sentence of the docstring behind a registered name, or why it cannot be loaded."""
+    from ..tools.reference import documentation
+
     try:
         target = found.get(name)
     except Exception as error:  # an entry point of a third party may fail in any way, and must not hide the other names
         return f"cannot be loaded: {error}"
-    paragraph = _documentation(target).partition("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
-
-
-def _documentation(target: Any) -> str:
-    """The own docstring of a class or function; that of its base where ``dataclass`` has written only the signature."""
-    text = inspect.cleandoc(target.__doc__ or "")
-    if inspect.isclass(target) and is_dataclass(target) and text.startswith(f"{target.__name__}("):
-        return _documentation(target.__bases__[-1])  # mixins come first
-    return text
+    return documentation(target).summary
 
 
 def _as_call(meant: dict[str, Any]) -> str:
@@ -96,16 +123,20 @@ def _print_overview(names: dict[str, list[str]]) -> None:
             for name in members or ["(none registered)"]:
                 out.print(f"{kind:<{width}}  {name}")
         return
-    table = fitted_table("kind", "names", title="flextrain list KIND shows one kind with descriptions")
+    table = fitted_table(
+        "kind", "names", title="flextrain list KIND: with descriptions; flextrain show NAME: all of one"
+    )
     for kind, members in names.items():
         table.add_row(kind, ", ".join(members) or "(none registered)")
+    table.caption = f"Further kinds: {', '.join(_OTHERS)}"
     out.print(table)
 
 
 def _print_table(kind: str, descriptions: dict[str, str]) -> None:
-    table = fitted_table("type", "description", title=kind)
+    table = fitted_table("name" if kind in _OTHERS else "type", "description", title=kind)
     for name, description in descriptions.items():
-        table.add_row(name, description)
+        table.add_row(name, description.replace("``", ""))
+    table.caption = _CAPTIONS.get(kind)
     console().print(table)
 
 

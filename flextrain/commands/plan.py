@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError
+from .formatting import FoldedHelp
 from .output import console, print_json
 
 if TYPE_CHECKING:
@@ -33,13 +34,15 @@ def add(commands: Any) -> None:
         "plan",
         help="tell what a training on many processes needs, without them",
         usage="flextrain plan SCRIPT --world-size N [options] [-- SCRIPT_ARGUMENT ...]\n"
-        "       flextrain plan --from PLAN.json [--machine NAME] [--calibrate ...] [--json] [--html PATH]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "       flextrain plan --from PLAN.json [options]",
+        formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
     command.add_argument("script", metavar="SCRIPT", nargs="?", help="a Python file, see above")
-    command.add_argument("--world-size", type=int, help="number of processes")
-    command.add_argument("--nodes", type=int, help="number of machines; default: as many as --machine needs, or 1")
+    command.add_argument("--world-size", type=int, metavar="N", help="number of processes")
+    command.add_argument(
+        "--nodes", type=int, metavar="N", help="number of machines; default: as many as --machine needs, or 1"
+    )
     command.add_argument(
         "--device-memory", metavar="SIZE", help="memory of one device, such as 80GiB; default: that of --machine"
     )

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from ..tools.elastic.command_line import DEFAULT_RESTARTS, GROUPS, read_options
+from .formatting import FoldedHelp
 
 DESCRIPTION = f"""\
 Start SCRIPT in several processes by torchrun's own agent, and start them again when one fails.
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
         "run",
         help="train in several processes, and come back after failures",
         usage="flextrain run [options] SCRIPT [SCRIPT_ARGUMENT ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
     for title, options in GROUPS.items():

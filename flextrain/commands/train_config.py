@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .formatting import FoldedHelp
+
 DESCRIPTION = """\
 Train what CONFIG describes: Python, YAML, JSON or TOML with the arguments of FlexibleRunner, as docs/configuration.md
 explains; MMEngine's files are read without MMEngine. A Python file is executed.
 
 The launchers that start scripts start it too:
-  flextrain train config.py --cfg-options strategy=fsdp optim_wrapper.optimizer.lr=3e-4
+  flextrain train config.py --cfg-options strategy=fsdp train_cfg.max_epochs=5
   torchrun --nproc-per-node 8 -m flextrain train config.py
   flextrain run --nproc-per-node 8 --module flextrain train config.py
 
@@ -38,7 +40,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "train",
         help="train what a configuration file describes",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
     command.add_argument("config", metavar="CONFIG", help="a file, see above")

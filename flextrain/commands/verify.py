@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..core.errors import ConfigError
+from .formatting import FoldedHelp
 from .output import console, print_json
 
 DESCRIPTION = """\
@@ -35,7 +36,7 @@ def add(commands: Any) -> None:
         "verify",
         help="check that strategies train a script's model as one device does",
         usage="flextrain verify SCRIPT [options] [-- SCRIPT_ARGUMENT ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
     command.add_argument("script", metavar="SCRIPT", help="a Python file, see above")
@@ -44,7 +45,7 @@ def add(commands: Any) -> None:
         default="ddp,fsdp",
         help="names with commas: those of `flextrain list strategies`, or package.module:Name; default: ddp,fsdp",
     )
-    command.add_argument("--processes", type=int, help="default: 2")
+    command.add_argument("--processes", type=int, metavar="N", help="number of processes; default: 2")
     command.add_argument(
         "--simulate",
         type=int,
@@ -52,7 +53,7 @@ def add(commands: Any) -> None:
         help="instead of processes: threads of one process that take turns, many more than the machine has room for; on "
         "the CPU",
     )
-    command.add_argument("--steps", type=int, default=20, help="number of updates; default: 20")
+    command.add_argument("--steps", type=int, metavar="N", default=20, help="number of updates; default: 20")
     command.add_argument(
         "--device", default="cpu", help="cpu, or a type of accelerator, with one device per process; default: cpu"
     )

@@ -41,7 +41,7 @@ class ParamScheduler:
         optimizer: an OptimWrapper or a torch optimizer.
         param_name: key in the groups; "momentum" stands for the first of ``betas`` where a group has no momentum.
         begin: first step at which the values are set.
-        end: first step after the window, at which the values are no longer set.
+        end: first step after the window, at which the values are no longer set; default: the window has no end.
         last_step: the last step made inside the window, to continue without a saved state.
         by_epoch: steps are epochs; otherwise iterations, which are updates of the optimizer.
         verbose: log every value that is set.

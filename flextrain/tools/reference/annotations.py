@@ -48,7 +48,7 @@ def default_text(value: Any) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000_000:
         return f"{value:,}".replace(",", "_")
-    text = repr(value)
+    text = f"{value:.6g}" if isinstance(value, float) and len(repr(value)) > 8 else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 

@@ -13,10 +13,13 @@ from typing import Any
 from ...core import registry
 from ...core.errors import FlexTrainError, nearest
 from ...core.import_paths import import_path
+from ...runner.hooks.priority import Priority
+from .annotations import default_text
 from .describe import describe, home_of, methods_of
-from .entry import Entry
-from .examples import example_of
+from .entry import Argument, Entry
+from .examples import example_of, folded
 from .foreign import REFUSED
+from .launchers import launchers
 from .option_keys import runner_options, strategy_options
 from .registry_kinds import KINDS
 
@@ -27,7 +30,7 @@ PUBLIC_GROUP = "public-names"
 @functools.cache
 def catalogue() -> tuple[Entry, ...]:
     """Every entry: registered types by kind, then public names, then options. Made once in a process."""
-    return (*registered_types(), *public_names(), *runner_options(), *strategy_options())
+    return (*registered_types(), *public_names(), *runner_options(), *strategy_options(), *launchers())
 
 
 def groups() -> dict[str, list[Entry]]:
@@ -57,8 +60,17 @@ def of_registry(group: str, name: str) -> Entry:
     short = tuple(short for short, meant in found.short_names().items() if meant["type"] == name)
     also = (*aliases, *short, *([kind.base] if kind.base and home_of(_public(kind.base)) != entry.home else []))
     example = "" if name in REFUSED else entry.example or example_of(entry)
+    if group == "hooks":
+        entry = replace(entry, arguments=(*entry.arguments, _priority(target)))
     why = f"Every runner refuses it: {REFUSED[name]}." if name in REFUSED else ""
-    return replace(entry, example=example, see_also=also, unavailable=why)
+    return replace(entry, example=folded(example), see_also=also, unavailable=why)
+
+
+def _priority(hook: Any) -> Argument:
+    """The key that the configuration of every hook may have besides its arguments."""
+    own = getattr(hook, "priority", None)
+    meaning = f"when it is called, among the hooks of one point: {', '.join(Priority.__members__)}, or a number from 0, the first, to 100"
+    return Argument("priority", "str | int", None if own is None else default_text(own), meaning)
 
 
 def public_names() -> Iterator[Entry]:
@@ -124,7 +136,7 @@ def find(name: str) -> list[Entry]:
         own = name.removeprefix(f"{package}.")
         if own in module.__all__:
             return [_of_public(f"{package}.{own}", getattr(module, own))]
-    options = [*runner_options(), *strategy_options()]
+    options = [*runner_options(), *strategy_options(), *launchers()]
     if found := [each for each in options if each.name == name]:
         return found
     if ":" in name:
@@ -169,10 +181,9 @@ def all_names() -> Iterator[str]:
     for package in _PUBLIC:
         module = importlib.import_module(package)
         yield from (name if package == "flextrain" else f"{package}.{name}" for name in sorted(set(module.__all__)))
-    yield from dict.fromkeys(each.name for each in (*runner_options(), *strategy_options()))
+    yield from dict.fromkeys(each.name for each in (*runner_options(), *strategy_options(), *launchers()))
 
 
-@functools.cache
 def _listed(group: str) -> frozenset[str]:
     return frozenset(_registry(group))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .entry import Entry
+from .entry import Argument, Entry
 from .registry_kinds import KINDS
 
 _ARGUMENTS = {
@@ -12,6 +12,7 @@ _ARGUMENTS = {
     "EarlyStoppingHook": 'monitor="accuracy", patience=3, min_delta=0.001',
     "EmptyCacheHook": "after_epoch=True",
     "PrepareTTAHook": "tta_cfg=dict(type=MyTTAModel)",
+    "PruningHook": 'trial=trial, monitor="accuracy"',
     # Loops
     "EpochBasedTrainLoop": "max_epochs=10, val_interval=1",
     "IterBasedTrainLoop": "max_iters=10_000, val_interval=1000",
@@ -59,6 +60,13 @@ _WHOLE = {
     'constructor="DefaultOptimWrapperConstructor", paramwise_cfg=dict(norm_decay_mult=0.0))',
     "DeepSpeedOptimWrapper": 'strategy="zero2", '
     'optim_wrapper=dict(type="DeepSpeedOptimWrapper", optimizer=dict(type="AdamW", lr=1e-3))',
+    "CheckpointHook": 'default_hooks=dict(checkpoint=dict(interval=1, max_keep_ckpts=3, save_best="accuracy"))',
+    "DistSamplerSeedHook": 'default_hooks=dict(sampler_seed=dict(type="DistSamplerSeedHook"))',
+    "IterTimerHook": 'default_hooks=dict(timer=dict(type="IterTimerHook"))',
+    "LoggerHook": "default_hooks=dict(logger=dict(interval=50))",
+    "NonFiniteHook": 'env_cfg=dict(nonfinite="raise")',
+    "ParamSchedulerHook": 'default_hooks=dict(param_scheduler=dict(type="ParamSchedulerHook"))',
+    "RuntimeInfoHook": 'default_hooks=dict(runtime_info=dict(type="RuntimeInfoHook"))',
     "TestLoop": "test_cfg=dict()",
     "ValLoop": "val_cfg=dict()",
 }
@@ -137,3 +145,41 @@ def _of_public(entry: Entry) -> str:
     if entry.kind == "exception":
         return f"try:\n    runner.train()\nexcept {name} as error:\n    print(error)"
     return ""
+
+
+def option_example(name: str, argument: Argument) -> str:
+    """Where an option stands: ``env_cfg=dict(watchdog=dict(stall_s=600.0))``, with its default or another value of its type."""
+    *outer, last = name.split(".")
+    value = argument.default
+    if value in (None, "None"):
+        first = argument.type.partition(" | ")[0]
+        value = {"int": "1", "float": "1.0", "bool": "True", "dict": "dict(...)"}.get(first.partition(",")[0], "...")
+        value = first if first.startswith('"') else value
+    return f"{'=dict('.join(outer)}=dict({last}={value}{')' * len(outer)}"
+
+
+def folded(example: str, width: int = 74) -> str:
+    """A configuration of one line that is longer than ``width``, with the parts of its outermost brackets on lines of their own."""
+    if len(example) <= width or "\n" in example:
+        return example
+    parts = _split(example)
+    if len(parts) > 1:  # several keywords of FlexibleRunner
+        return ",\n".join(folded(part, width) for part in parts)
+    begin = min((at for at in (example.find("("), example.find("[")) if at >= 0), default=-1)
+    inner = [
+        f"    {line}" for part in _split(example[begin + 1 : -1]) for line in f"{folded(part, width - 4)},".splitlines()
+    ]
+    return "\n".join([example[: begin + 1], *inner, example[-1]])
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that are in no brackets and no string."""
+    parts, depth, quoted = [""], 0, False
+    for character in text:
+        quoted ^= character == '"'
+        depth += 0 if quoted else (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0 and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]

@@ -13,6 +13,7 @@ from ...core.registry import STRATEGIES
 from .dataloader import DATALOADER_KEYS
 from .describe import arguments_of, home_of, keys_of
 from .entry import Argument, Entry
+from .examples import folded, option_example
 
 OPTIONS_GROUP = "options"
 STRATEGY_OPTIONS_GROUP = "strategy-options"
@@ -37,17 +38,11 @@ def runner_options() -> Iterator[Entry]:
         "env_cfg": options.Environment,
         "resume": options.Resume,
     }
-    by_epoch = Argument(
-        "by_epoch", "bool", "True", "train for epochs, with max_epochs; False: for updates, with max_iters"
-    )
-    kind = Argument("type", "str | class", None, "the loop; left out: by_epoch says which")
     keys: dict[str, tuple[Argument, ...]] = {
         **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), DATALOADER_KEYS),
         "log_processor": _free(LogProcessor),
         "optim_wrapper": _free(OptimWrapper),
-        "train_cfg": _merged(
-            (by_epoch, replace(kind, default="None")), _free(EpochBasedTrainLoop), _free(IterBasedTrainLoop)
-        ),
+        "train_cfg": _of_training(_free(EpochBasedTrainLoop), _free(IterBasedTrainLoop)),
         **dict.fromkeys(("val_cfg", "test_cfg"), _free(ValLoop)),
         "default_hooks": tuple(
             Argument(
@@ -88,7 +83,9 @@ def strategy_options() -> Iterator[Entry]:
             strategies.setdefault(key, []).append(name)
     for key, entry in found.items():
         names = strategies[key]
-        yield replace(entry, kind=f"option of {', '.join(names)}", see_also=tuple(names))
+        example = entry.example.replace("strategy=dict(", f'strategy=dict(type="{names[0]}", ')
+        options_of = f"option of {', '.join(names)}"
+        yield replace(entry, kind=options_of, see_also=tuple(names), example=folded(example))
 
 
 def _free(kind: type[Any]) -> tuple[Argument, ...]:
@@ -96,9 +93,23 @@ def _free(kind: type[Any]) -> tuple[Argument, ...]:
     return tuple(each for each in arguments_of(kind) if each.name not in ("runner", "dataloader", "evaluator"))
 
 
-def _merged(*parts: Sequence[Argument]) -> tuple[Argument, ...]:
-    """Arguments once each, by name."""
-    return tuple({each.name: each for part in reversed(parts) for each in reversed(part)}.values())[::-1]
+def _of_training(epochs: Sequence[Argument], iterations: Sequence[Argument]) -> tuple[Argument, ...]:
+    """The keys of ``train_cfg``: those of both loops, and the two that choose one of them."""
+    of_iterations = {each.name: each for each in iterations}
+    first = Argument("by_epoch", "bool", "True", "count epochs, with max_epochs; False: count updates, with max_iters")
+    kind = Argument("type", "str | class", "None", "the loop; None: by_epoch says which")
+    limits = (("by_epoch=True", epochs[0]), ("by_epoch=False", iterations[0]))
+    counts = (
+        replace(each, default="", meaning=f"{each.meaning} Must be given with {which}.") for which, each in limits
+    )
+    return (first, kind, *counts, *(_both(each, of_iterations[each.name]) for each in epochs[1:]))
+
+
+def _both(of_epochs: Argument, of_iterations: Argument) -> Argument:
+    """An argument that both loops have, with other units."""
+    default = f", default {of_iterations.default}" if of_iterations.default != of_epochs.default else ""
+    meaning = f"{of_epochs.meaning} With by_epoch=False{default}: {of_iterations.meaning}"
+    return replace(of_epochs, meaning=meaning)
 
 
 def _below(model: type[Config], path: str, group: str) -> Iterator[Entry]:
@@ -128,5 +139,6 @@ def _entry(argument: Argument, name: str, group: str, home: str, keys: tuple[Arg
         type=argument.type,
         default=argument.default,
         arguments=keys,
+        example=option_example(name, argument) if "." in name else "",
         see_also=() if "." in name else ("flextrain.FlexibleRunner",),
     )
