@@ -111,6 +111,11 @@ class Checkpoints(BuildMethods):
         """True if this run saved the checkpoint ``path``, and it was complete."""
         return self._saver.has_saved(path)
 
+    @property
+    def saving_s(self) -> float:
+        """Seconds that training has waited for saves so far."""
+        return self._saver.seconds
+
     def save_failed(self, path: str | Path) -> bool:
         """True if the last save of the checkpoint ``path`` failed; one before may have been complete."""
         return path in self._saver.failed

@@ -36,6 +36,7 @@ from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .missing_names import MissingNames
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
+from .reporting.model_outline import ModelOutline, outline
 from .watchdog import Watchdog
 
 _logger = logging.getLogger("flextrain")
@@ -368,6 +369,7 @@ class Parts(MissingNames):
         module = module_to_set_up(model, trains=self._trains)
         loaders = ["train_dataloader"] if self._trains else ["val_dataloader", "test_dataloader"]
         self.strategy.example = partial(example_batch, self, loaders)
+        self.outline: ModelOutline = outline(module, self.strategy.shape_of)  # later, a process may have a part of it
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

@@ -16,6 +16,7 @@ from .data.dataloaders import TrainData
 from .loops.step import Stepper
 from .options import FixedOptions
 from .reporting.message_hub import MessageHub
+from .reporting.model_outline import ModelOutline
 from .reporting.visualizer import Visualizer
 
 
@@ -158,6 +159,10 @@ class Run(Protocol):
         """The strategy, which distributes the model over devices."""
 
     @property
+    def outline(self) -> ModelOutline:
+        """How many parameters the parts of the model have; after the model was set up."""
+
+    @property
     def rank(self) -> int:
         """Index of this process, from 0."""
 
@@ -284,6 +289,10 @@ class Run(Protocol):
 
     def has_saved(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path``, and it was complete."""
+
+    @property
+    def saving_s(self) -> float:
+        """Seconds that training has waited for saves."""
 
     def save_failed(self, path: str | Path) -> bool:
         """True if the last save of the checkpoint ``path`` failed."""

@@ -26,6 +26,7 @@ from .names import Names
 from .preparing import prepare
 from .requirements import Needs
 from .state import CanonicalState, Optim
+from .state_memory import StateMemory, size_of, state_of_optimizer
 from .steps import EvalStep, TrainStep
 
 
@@ -104,7 +105,7 @@ class Strategy(CanonicalState):
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
         self.setup_environment()
         check_sizes(model)
-        if found := first_difference(description(model, self._shape_of)):
+        if found := first_difference(description(model, self.shape_of)):
             raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
             optim.attach(self.device, self.autocast)
@@ -166,8 +167,8 @@ class Strategy(CanonicalState):
         """
         return prepare(self, model, optim_wrapper, param_scheduler, dispatch_kwargs)
 
-    def _shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """Return the whole shape of a parameter or buffer, which may be sharded since ``init_context``."""
+    def shape_of(self, tensor: Tensor) -> Sequence[int]:
+        """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``init_context``."""
         return tensor.shape
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
@@ -294,7 +295,27 @@ class Strategy(CanonicalState):
         """Give every process the means of the floating-point buffers over the data shards; a collective."""
         self.topology.data.average(floating_buffers(self.module))
 
-    # Precision
+    # Memory and precision
+
+    def state_memory(self) -> StateMemory:
+        """Return the bytes of the parameters, gradients and optimizer state that this process keeps; after ``setup``.
+
+        They follow from shapes and dtypes: nothing is computed on the device, and no process waits for another.
+        """
+        kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        wrappers = self.optim.wrappers.values() if self.optim else ()
+        states = [state_of_optimizer(wrapper.optimizer) for wrapper in wrappers]
+        masters = [master for p in trained if self.optim and (master := self.optim.master(p)) is not p]
+        elsewhere = {p.device.type for p in trained} - {self.device.type}
+        return StateMemory(
+            parameters=sum(map(size_of, kept.values())),
+            gradients=sum(map(size_of, trained)) if self.optim else 0,
+            optimizer_state=None
+            if None in states
+            else sum(state or 0 for state in states) + sum(map(size_of, masters)),
+            note="kept in host memory" if elsewhere == {"cpu"} else "",
+        )
 
     def precision_report(self) -> PrecisionReport:
         """Return the dtypes in use, read from the tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ...core.checkpoint import find_latest, is_checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.errors import CheckpointError, ConfigError, counted
+from ...core.events import EVENTS, read_events
 from ..reporting.progress import samples_per_iteration
+from ..reporting.tables import Table
 from .checkpoint import CheckpointHook
+from .iter_timer import IterTimerHook
 from .metric_rules import infer_rule, is_better, worst
 
 if TYPE_CHECKING:
@@ -40,15 +44,19 @@ class ClosingSummary:
         self._runner = runner
         self._begun, self._iter, self._epoch = time.monotonic(), runner.iter, runner.epoch
         self._validated_s = self._validates_since = 0.0
+        self._is_validating = False
+        self._saved_s = getattr(runner, "saving_s", 0.0)  # of a training before this one
         self._best: _Best | None = None  # of the first metric that a validation gives
 
     def validation_begins(self) -> None:
         """Stop the clock of training."""
         self._validates_since = time.monotonic()
+        self._is_validating = True
 
     def validation_ends(self, metrics: Mapping[str, Any] | None) -> None:
         """Start the clock again, and compare the first metric whose name says what is better."""
         self._validated_s += time.monotonic() - self._validates_since
+        self._is_validating = False
         for name, value in (metrics or {}).items():
             try:
                 rule = infer_rule(name, "")
@@ -59,6 +67,45 @@ class ClosingSummary:
             if is_better(rule, score, best) and (self._best is None or self._best.name == name):
                 self._best = _Best(name, score, self._position())
             return
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update was made."""
+        return bool(self._runner.iter > self._iter)
+
+    def last_validation_s(self) -> float:
+        """Seconds since the present validation began, or that the one took which has just ended."""
+        return time.monotonic() - self._validates_since
+
+    def table(self, ending: str = "") -> Table:
+        """Return the table of a run that is over.
+
+        Args:
+            ending: what has ended it early; empty: nothing has.
+        """
+        runner = self._runner
+        rows = [("ended", ending or "as configured"), ("time", self._times())]
+        rows += [("starts", text)] if (text := _starts(runner)) else []
+        log = Path(runner.log_dir) / f"{runner.timestamp}.log"
+        rows += [("log", str(log)), ("events", str(Path(runner.work_dir) / EVENTS))]
+        rows += [("checkpoints", str(runner.checkpoint_dir))]
+        rows += [("report", f"flextrain report {shlex.quote(runner.work_dir)}")]
+        return Table("The run", ("", ""), rows)
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of the training by what they went into; the sum is ``all``."""
+        whole = time.monotonic() - self._begun
+        now = time.monotonic() - self._validates_since if self._is_validating else 0.0
+        timers = [hook.waited_s for hook in self._runner.hooks if isinstance(hook, IterTimerHook)]
+        parts = {"validation": self._validated_s + now, "saving": self._runner.saving_s - self._saved_s}
+        parts |= {"waiting for data": timers[0]} if timers else {}
+        return {"training": max(whole - sum(parts.values()), 0.0), **parts, "all": whole}
+
+    def _times(self) -> str:
+        times = self.times()
+        whole = times.pop("all")
+        text = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in times.items())
+        return f"{_duration(whole)} in all: {text}"
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the summary."""
@@ -111,6 +158,30 @@ class ClosingSummary:
     def _position(self) -> str:
         runner = self._runner
         return f" at epoch {runner.epoch}" if runner.train_loop.by_epoch else f" at iteration {runner.iter}"
+
+
+def how_it_ended(error: BaseException) -> str:
+    """Return in a line what has ended a run early."""
+    said = str(getattr(error, "what", "") or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else ""))
+    saved = str(getattr(error, "saved", ""))
+    if not said:
+        said = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
+    return f"{said}{f'; {saved}' if saved else ''}"
+
+
+def _duration(seconds: float) -> str:
+    """``0:01:00``, below ten seconds ``1.23 s``."""
+    return f"{seconds:.2f} s" if seconds < 10 else str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _starts(run: Run) -> str:
+    """How often training has begun since its first update, if that is more than once."""
+    begun = [event.get("iter") for event in read_events(run.work_dir) if event["event"] == "started"]
+    if 0 in begun:
+        begun = begun[len(begun) - 1 - begun[::-1].index(0) :]
+    if len(begun) < 2:
+        return ""
+    return f"{len(begun)}, resumed after iteration {', '.join(str(each) for each in begun[1:][-5:])}"
 
 
 def _place(best: _Best) -> str:

@@ -32,11 +32,13 @@ class IterTimerHook(Hook):
         # Seconds and iterations of training, and of the current validation or test.
         self._seconds = self._eval_seconds = 0.0
         self._done = self._eval_done = 0
+        self.waited_s = 0.0
+        """Seconds of this training in which this process has waited for data."""
         self._start = self._to_do = 0
 
     def before_train(self, runner: Run) -> None:
         """Reset the measurement; a resumed run starts from its iteration."""
-        self._start, self._done, self._seconds = runner.iter, 0, 0.0
+        self._start, self._done, self._seconds, self.waited_s = runner.iter, 0, 0.0, 0.0
         self._data_times = runner.message_hub.history("train/data_time")
         self._times = runner.message_hub.history("train/time")
         self._last = time.perf_counter()
@@ -60,7 +62,9 @@ class IterTimerHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Record the time spent waiting for the batch."""
-        self._data_times.put(time.perf_counter() - self._last)
+        waited = time.perf_counter() - self._last
+        self.waited_s += waited
+        self._data_times.put(waited)
 
     def after_train_iter(
         self,

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
+from ...core.events import append_event
 from ...core.overriding import overridden
 from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
 from ..reporting.log_processor import num_batches, units
+from ..reporting.opening import environment, opening
 from ..reporting.progress import ProgressBar, is_interactive
 from ..reporting.reporter import plain_value
-from .closing_summary import ClosingSummary
+from ..reporting.run_record import RunRecord
+from ..reporting.tables import log_table
+from .closing_summary import ClosingSummary, how_it_ended
 from .hook import Hook
 from .unsupported import refuse
 
@@ -42,6 +46,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: use the epoch as the step of validation records, if training has epochs.
         progress_bar: show a progress bar; None: only on an interactive terminal, and not under mpirun, whose output may go
             to a file.
+        tables: write a table of the model and the training when it begins, and one of the run when it ends.
         file_client_args, backend_args: not supported.
     """
 
@@ -59,6 +64,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: bool = True,
         backend_args: dict[str, Any] | None = None,
         progress_bar: bool | None = None,
+        tables: bool = True,
     ) -> None:
         refuse("LoggerHook", file_client_args=file_client_args, backend_args=backend_args)
         suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
@@ -66,6 +72,7 @@ class LoggerHook(Hook):
             ("interval", interval, _is_count, "1 or more"),
             ("interval_exp_name", 1 if interval_exp_name is None else interval_exp_name, _is_count, "1 or more"),
             ("ignore_last", ignore_last, lambda given: isinstance(given, bool), "True or False"),
+            ("tables", tables, lambda given: isinstance(given, bool), "True or False"),
             ("out_dir", out_dir or "", lambda given: isinstance(given, (str, Path)), "a folder"),
             ("out_suffix", suffixes, lambda given: all(isinstance(each, str) for each in given), "endings of names"),
         ]
@@ -81,7 +88,9 @@ class LoggerHook(Hook):
         self.out_suffix = suffixes
         self.keep_local = keep_local
         self.log_metric_by_epoch = log_metric_by_epoch
+        self.tables = tables
         self._wants_bar = progress_bar
+        self._record: RunRecord | None = None
         self._bar: ProgressBar | None = None
         self._summary: ClosingSummary | None = None
         self._lines = LineQueue()
@@ -106,7 +115,12 @@ class LoggerHook(Hook):
         """Open the reporters and show the progress bar."""
         self._open(runner)
         self._by_epoch = runner.train_loop.by_epoch
-        self._summary = ClosingSummary(runner)
+        self._summary, self._record = ClosingSummary(runner), RunRecord(runner)
+        if runner.rank == 0:
+            begins = opening(runner, runner.outline)
+            self._record.update(start=begins.as_json(), environment=environment(runner), first_iter=runner.iter)
+            for table in begins.tables() if self.tables else ():
+                log_table(runner.logger, table)
         wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
         if runner.rank == 0 and wants_bar:
             self._bar = ProgressBar(runner)
@@ -140,6 +154,8 @@ class LoggerHook(Hook):
         record, line = log()
         runner.logger.info(line)
         self._report(runner, record, step, "train")
+        if self._record is not None:
+            self._record.add_line(record)
         if self._bar is not None:
             self._bar.update(record)
 
@@ -183,7 +199,10 @@ class LoggerHook(Hook):
         counts_epochs = self.log_metric_by_epoch and runner.log_processor.by_epoch
         self._report(runner, record, runner.epoch if counts_epochs else runner.iter, "val")
         if self._summary is not None:
+            facts = dict(epoch=runner.epoch, iter=runner.iter, seconds=round(self._summary.last_validation_s(), 3))
             self._summary.validation_ends(metrics)
+            if runner.rank == 0:
+                append_event(runner.work_dir, "validated", **facts)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Write a line with the metrics, and write them to ``<timestamp>.json`` in the log folder."""
@@ -197,9 +216,10 @@ class LoggerHook(Hook):
 
     def after_run(self, runner: Run) -> None:
         """Close the reporters and the bar, write the summary of a training, and copy the logs if ``out_dir`` is given."""
-        summary = self._summary
+        summary, record = self._summary, self._record
         self._close(runner)
         if summary is not None and runner.rank == 0:
+            self._conclude(runner, summary, record)
             for line in summary.lines():
                 runner.logger.info(line)
         if self.out_dir is not None and runner.rank == 0:
@@ -207,20 +227,32 @@ class LoggerHook(Hook):
             self._copy(runner, self.out_dir / Path(runner.work_dir).name / Path(runner.log_dir).name)
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
-        """Restore the terminal and write the pending lines."""
+        """Restore the terminal, and write the pending lines and the table of the run."""
+        summary, record = self._summary, self._record
         self._close(runner)
+        if summary is not None and runner.rank == 0:
+            self._conclude(runner, summary, record, how_it_ended(exception))
+
+    def _conclude(self, runner: Run, summary: ClosingSummary, record: RunRecord | None, ending: str = "") -> None:
+        """Write how training has ended, for readers of the log and for reports."""
+        if record is not None:
+            record.update(end={"ended": ending, "iter": runner.iter, "seconds": summary.times()})
+        if self.tables:
+            log_table(runner.logger, summary.table(ending))
 
     def _report(self, runner: Run, record: dict[str, Any], step: int, mode: str) -> None:
         if runner.rank == 0:
             runner.visualizer.report(record, step, mode)
 
     def _close(self, runner: Run) -> None:
-        self._is_open, self._summary = False, None
+        self._is_open, self._summary, record, self._record = False, None, self._record, None
         with contextlib.ExitStack() as parts:  # closes in reverse order, and all of them even if one raises
             parts.callback(runner.visualizer.close)
             if self._bar is not None:
                 parts.callback(self._bar.stop)
                 self._bar = None
+            if record is not None:
+                parts.callback(record.close)
             parts.callback(self._lines.close)
 
     def _copy(self, runner: Run, target: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from ...core.errors import ConfigError, one_of, suggest
-from ...core.log_marks import ONLY_IN_FILE, TRACEBACK_IN_FILE
+from ...core.log_marks import ON_TERMINAL, ONLY_IN_FILE, TRACEBACK_IN_FILE
 from .log_file import EndFile, LogFile
 
 NAME = "flextrain"
@@ -64,13 +64,25 @@ class ConsoleHandler(_StreamHandler):
         """Return the line without a traceback that belongs only in the file, folded if a terminal shows it."""
         text = super().format(record)
         text = text.partition("\n")[0] if getattr(record, TRACEBACK_IN_FILE, False) else text
-        is_terminal = getattr(sys.stdout, "isatty", bool)  # a program may have put an object with only write() there
-        if not self._folds or (self.live is None and not is_terminal()):
+        if not self._draws():
             return text
         return folded(text, shutil.get_terminal_size().columns if self.live is None else self.live.width)
 
+    def _draws(self) -> bool:
+        """Whether somebody sees the console, whose width then counts."""
+        is_terminal = getattr(sys.stdout, "isatty", bool)  # a program may have put an object with only write() there
+        return self._folds and (self.live is not None or is_terminal())
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
+        """Write one line, or a table."""
+        table = getattr(record, ON_TERMINAL, None)
+        if table is not None and self._draws():
+            try:
+                console = Console(file=sys.stdout, markup=False, emoji=False) if self.live is None else self.live
+                console.print(table.drawn())
+            except Exception:  # see below
+                self.handleError(record)
+            return
         if self.live is None:
             self.stream = sys.stdout
             super().emit(record)

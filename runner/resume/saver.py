@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import PendingSave, Staging, what_is_not_finite
 from ...core.errors import CheckpointError, StorageError
+from ...core.events import append_event
 from . import run_state
 from .failed_saves import FailedSaves
 
@@ -27,6 +29,9 @@ class Saver:
         # The last save from which a run can go on, and where in training it was; first in progress, then complete.
         self._begun: tuple[Path, Any] | None = None
         self._resumable: tuple[Path, Any] | None = None
+        self._at = 0  # updates done at the last save that has begun
+        self.seconds = 0.0
+        """Seconds that training has waited for saves."""
         self._goes_on = False  # after a failure of the save in progress
         self.failed = FailedSaves()
 
@@ -37,7 +42,15 @@ class Saver:
             CheckpointError: this save failed, or the previous one failed in the background. A StorageError only if
                 ``on_error`` of that save is "raise".
         """
-        self.finish(run)
+        began = time.monotonic()
+        try:
+            self._save(run, path, in_background=in_background, on_error=on_error, **options)
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def _save(self, run: Run, path: Path, *, in_background: bool, on_error: str, **options: Any) -> None:
+        self._finish(run)
+        self._at = run.train_loop.state_dict()["iter"] or 0
         self._goes_on = on_error == "continue"
         is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
         is_whole = is_whole and path.parent != run.fast_checkpoint_dir  # the run may come back on another machine
@@ -57,6 +70,15 @@ class Saver:
         Raises:
             CheckpointError: the save in progress failed, and training is not to go on without it.
         """
+        if self._pending is None:
+            return True
+        began = time.monotonic()
+        try:
+            return self._finish(run, wait)
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def _finish(self, run: Run, wait: bool = True) -> bool:
         pending = self._pending
         if pending is None:
             return True
@@ -100,6 +122,8 @@ class Saver:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
         self._saved.add(str(path))
         self._resumable = self._begun or self._resumable
+        if run.rank == 0 and path.parent != run.fast_checkpoint_dir:
+            append_event(run.work_dir, "saved", rank=0, iter=self._at, path=str(path))
         self.failed.saved(path)
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys

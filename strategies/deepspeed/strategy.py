@@ -24,10 +24,12 @@ from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
+from ..state_memory import StateMemory
 from . import engine_internals, swapping
 from .compiling import announced, without_shared_memory
 from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
+from .engine_memory import engine_memory
 from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
 from .optimizers import check_supported
@@ -182,7 +184,7 @@ class DeepSpeedStrategy(Strategy):
         if model is not None:
             self._check_model(model)
 
-    def _shape_of(self, tensor: Tensor) -> Sequence[int]:
+    def shape_of(self, tensor: Tensor) -> Sequence[int]:
         return tensor.ds_shape if engine_internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
@@ -365,7 +367,12 @@ class DeepSpeedStrategy(Strategy):
         if values and self._wrapper:
             self._engine_state.load_optimizer(values)
 
-    # Precision
+    # Memory and precision
+
+    def state_memory(self) -> StateMemory:
+        """See Strategy."""
+        zero, trains = self.config.zero_optimization, self._wrapper is not None
+        return engine_memory(self._engine_state, self.module, zero, trains=trains)
 
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""

@@ -1,0 +1,169 @@
+"""What a training is, found once at its start: the table that the log begins with, and ``run.json`` for reports."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.errors import counted
+from ...strategies.state_memory import StateMemory
+from ..data.user_loaders import batch_size
+from .model_outline import ModelOutline
+from .progress import samples_per_iteration
+from .tables import Table
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many samples an update has, and of what they are made up; None: the data do not say.
+
+    Attributes:
+        samples: of an update, over all processes.
+        per_shard: of a micro-batch, on every process that reads data of its own.
+        shards: number of processes, or groups of them, that read different data.
+        accumulate: micro-batches of an update.
+    """
+
+    samples: int | None
+    per_shard: int | None
+    shards: int
+    accumulate: int
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A training as it begins.
+
+    Attributes:
+        model: the parts of the model.
+        memory: what this process keeps of states.
+        batch: the samples of an update.
+        facts: the rest, by the words of the table.
+    """
+
+    model: ModelOutline
+    memory: StateMemory
+    batch: Batch
+    facts: dict[str, str]
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the table of the model, and that of the training."""
+        rows = [
+            (part.name, part.kind, f"{part.total:,}", _share(part.trained, part.total)) for part in self.model.parts
+        ]
+        whole = self.model.whole
+        rows.append(("all", whole.kind, f"{whole.total:,}", _share(whole.trained, whole.total)))
+        yield Table("Model", ("module", "class", "parameters", "trained"), rows, right=(2, 3), last_is_sum=True)
+        yield Table("Training", ("", ""), [*self.facts.items()])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "parameters": self.model.whole.total,
+            "trained": self.model.whole.trained,
+            "model": self.model.whole.kind,
+            "parts": [asdict(part) for part in self.model.parts],
+            "memory": asdict(self.memory),
+            "batch": asdict(self.batch),
+            "facts": self.facts,
+        }
+
+
+def opening(run: Run, model: ModelOutline) -> Opening:
+    """Return what a training is that is about to begin; every process could, and none waits for another."""
+    memory, batch = run.strategy.state_memory(), _batch(run)
+    facts = {
+        "precision": str(run.strategy.precision_report()),
+        "strategy": _strategy(run),
+        "batch": _batch_text(batch, run),
+        "updates": _updates(run),
+        "states": _memory_text(memory, run),
+    }
+    return Opening(model, memory, batch, facts)
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """Return the machine and the versions that a run uses, for reports."""
+    device = run.strategy.device
+    name = ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "flextrain": run.version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} {name}".strip(),
+        "processes": run.world_size,
+        "machine": socket.gethostname(),
+        "system": platform.platform(),
+        "script": sys.argv[0],
+    }
+
+
+def _share(part: int, whole: int) -> str:
+    """A share in percent; 0 % and 100 % only if it is exactly that."""
+    if part in (0, whole):
+        return "100 %" if part else ("0 %" if whole else "")
+    return f"{min(max(100 * part / whole, 0.01), 99.99):.3g} %".replace("100 %", "99.9 %")
+
+
+def _strategy(run: Run) -> str:
+    topology = run.strategy.topology
+    axes = {name: size for name, (_, size) in topology.axes.items() if size > 1}
+    layout = f": {' x '.join(f'{name} {size}' for name, size in axes.items())}" if axes else ""
+    return f"{type(run.strategy).__name__} on {counted(run.world_size, 'process', 'processes')}{layout}"
+
+
+def _batch(run: Run) -> Batch:
+    samples = samples_per_iteration(run)
+    return Batch(samples, batch_size(run.train_dataloader), run.strategy.topology.data.count, run.accumulate)
+
+
+def _batch_text(batch: Batch, run: Run) -> str:
+    what = "processes" if batch.shards == run.world_size else "groups of processes"
+    parts = [f"{batch.per_shard:,} per process" if batch.per_shard is not None else "as the data give them"]
+    if batch.shards > 1:
+        parts.append(f"{batch.shards:,} {what}")
+    if batch.accumulate > 1:
+        parts.append(f"{batch.accumulate:,} accumulated")
+    if batch.samples is None:
+        return f"of unknown size: {' x '.join(parts)}"
+    return f"{batch.samples:,} samples per update{' = ' if len(parts) > 1 else ''}{' x '.join(parts[: len(parts) if len(parts) > 1 else 0])}"
+
+
+def _updates(run: Run) -> str:
+    loop, done = run.train_loop, run.iter
+    text = f"{loop.max_iters:,}"
+    if loop.by_epoch:
+        text = f"{loop.max_iters:,} = {loop.max_epochs:,} epochs of {loop.epoch_length:,}"
+    else:
+        length = getattr(getattr(loop, "data", None), "epoch_length", None)
+        text += f", an epoch has {length:,}" if length else ", the data have no known length"
+    return f"{text}; {done:,} are done" if done else text
+
+
+def _memory_text(memory: StateMemory, run: Run) -> str:
+    state = "not known before the first update" if memory.optimizer_state is None else size(memory.optimizer_state)
+    total = f"{'at least ' if memory.optimizer_state is None else ''}{size(memory.total)}"
+    whose = "on rank 0" if run.world_size > 1 else "of memory"
+    parts = f"parameters {size(memory.parameters)}, gradients {size(memory.gradients)}, optimizer {state}"
+    return f"{total} {whose}: {parts}{f' ({memory.note})' if memory.note else ''}"
+
+
+def size(count: int) -> str:
+    """A number of bytes in a suitable unit: ``1.5 GiB``."""
+    for unit, factor in _UNITS:
+        if count >= factor:
+            return f"{count / factor:,.4g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+    return f"{count} bytes"

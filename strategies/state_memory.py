@@ -1,0 +1,112 @@
+"""StateMemory: the bytes of what a process keeps between updates, from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+Sizes = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes that one process keeps from update to update; not activations, buffers of communication, or what torch caches.
+
+    Attributes:
+        parameters: of the model, with buffers.
+        gradients: of the trainable parameters, once all have one.
+        optimizer_state: moments and the like, with float32 masters; None: the optimizer creates them in its first update, in
+            a way that only it knows.
+        note: where a part of it is, if that is not the device.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int | None
+    note: str = ""
+
+    @property
+    def total(self) -> int:
+        """The sum of what is known."""
+        return self.parameters + self.gradients + (self.optimizer_state or 0)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that this process holds: of a sharded one its shard."""
+    local = local_of(tensor)
+    return local.numel() * local.element_size()
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def state_of_optimizer(optimizer: Optimizer) -> int | None:
+    """Return the bytes of an optimizer's state on this process, after its first update; None if it cannot be known before."""
+    shaped = (
+        (tuple(local_of(parameter).shape), parameter.dtype, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and not optimizer.state.get(parameter)
+    )
+    missing = state_of_shapes(optimizer, shaped)
+    if missing is None:
+        return None
+    return missing + sum(
+        size_of(value)
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def state_of_shapes(
+    optimizer: Optimizer, shaped: Iterable[tuple[tuple[int, ...], torch.dtype, dict[str, Any]]]
+) -> int | None:
+    """Return the bytes of the state that an optimizer creates for parameters of these shapes, in these of its groups.
+
+    A copy of it updates tensors without memory. Only torch's own optimizers are known to allow that; for others the result
+    is None.
+    """
+    known: dict[tuple[Sizes, int], int] = {}
+    total = 0
+    for shape, dtype, group in shaped:
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return None
+        key = ((shape, dtype), id(group))
+        if key not in known:
+            found = _created(optimizer, shape, dtype, group)
+            if found is None:
+                return None
+            known[key] = found
+        total += known[key]
+    return total
+
+
+def _created(optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype, group: dict[str, Any]) -> int | None:
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(vars(optimizer))
+    copied.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in group}
+    copied.param_groups = [{**group, "params": [parameter], **plain}]
+    step = inspect.unwrap(type(optimizer).step)  # without hooks and the profiler, which belong to real updates
+    try:
+        with torch.no_grad():
+            step(copied)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):  # it needs values
+        return None
+    return sum(
+        value.numel() * value.element_size() for value in copied.state[parameter].values() if isinstance(value, Tensor)
+    )
