@@ -47,7 +47,7 @@ def size_of(tensor: Tensor) -> int:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
 
 
 def state_of_optimizer(optimizer: Optimizer) -> int | None:
@@ -98,9 +98,11 @@ def _created(optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype, g
     parameter.grad = torch.empty_like(parameter)
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(vars(optimizer))
-    copied.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
-    plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in group}
-    copied.param_groups = [{**group, "params": [parameter], **plain}]
+    copied.state = type(optimizer.state)(dict)
+    simple: dict[str, Any] = {
+        key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in group
+    }
+    copied.param_groups = [{**group, "params": [parameter], **simple}]
     step = inspect.unwrap(type(optimizer).step)  # without hooks and the profiler, which belong to real updates
     try:
         with torch.no_grad():

@@ -15,8 +15,8 @@ from ...core.checkpoint import find_latest, is_checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.events import EVENTS, read_events
+from ..reporting.log_tables import Table
 from ..reporting.progress import samples_per_iteration
-from ..reporting.tables import Table
 from .checkpoint import CheckpointHook
 from .iter_timer import IterTimerHook
 from .metric_rules import infer_rule, is_better, worst
@@ -84,7 +84,9 @@ class ClosingSummary:
             ending: what has ended it early; empty: nothing has.
         """
         runner = self._runner
-        rows = [("ended", ending or "as configured"), ("time", self._times())]
+        rows = [("ended", ending or "as configured")]
+        rows += [("to go on", self._way_on())] if ending else []
+        rows += [("time", self._times())]
         rows += [("starts", text)] if (text := _starts(runner)) else []
         log = Path(runner.log_dir) / f"{runner.timestamp}.log"
         rows += [("log", str(log)), ("events", str(Path(runner.work_dir) / EVENTS))]
@@ -100,6 +102,13 @@ class ClosingSummary:
         parts = {"validation": self._validated_s + now, "saving": self._runner.saving_s - self._saved_s}
         parts |= {"waiting for data": timers[0]} if timers else {}
         return {"training": max(whole - sum(parts.values()), 0.0), **parts, "all": whole}
+
+    def _way_on(self) -> str:
+        try:
+            newest = find_latest(self._runner.checkpoint_dir)
+        except (CheckpointError, OSError) as error:
+            return one_line(error)
+        return f"resume=True continues from {newest}" if newest else "no checkpoint was saved yet"
 
     def _times(self) -> str:
         times = self.times()

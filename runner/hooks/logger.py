@@ -16,11 +16,11 @@ from ...core.overriding import overridden
 from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
 from ..reporting.log_processor import num_batches, units
+from ..reporting.log_tables import log_table
 from ..reporting.opening import environment, opening
 from ..reporting.progress import ProgressBar, is_interactive
 from ..reporting.reporter import plain_value
 from ..reporting.run_record import RunRecord
-from ..reporting.tables import log_table
 from .closing_summary import ClosingSummary, how_it_ended
 from .hook import Hook
 from .unsupported import refuse
@@ -116,7 +116,7 @@ class LoggerHook(Hook):
         self._open(runner)
         self._by_epoch = runner.train_loop.by_epoch
         self._summary, self._record = ClosingSummary(runner), RunRecord(runner)
-        if runner.rank == 0:
+        if runner.rank == 0 and (self.tables or self._record.is_kept):
             begins = opening(runner, runner.outline)
             self._record.update(start=begins.as_json(), environment=environment(runner), first_iter=runner.iter)
             for table in begins.tables() if self.tables else ():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -18,7 +19,7 @@ _SEVERAL = 3
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A module of a model, or several equal ones in a row.
 
     Attributes:
@@ -39,8 +40,8 @@ class Part:
 class ModelOutline:
     """The parts of a model, and the whole of it."""
 
-    parts: tuple[Part, ...]
-    whole: Part
+    parts: tuple[ModelPart, ...]
+    whole: ModelPart
 
 
 def outline(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> ModelOutline:
@@ -50,17 +51,16 @@ def outline(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> Mo
         model: a model that no strategy has set up yet, because a process may have a part of it afterwards.
         shape_of: returns the whole shape of a parameter, which may be sharded already.
     """
-    counts: dict[str, list[int]] = {"": [0, 0]}
+    counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):  # which set-up refuses, with what to do
+        if is_lazy(cast(Any, parameter)):  # which set-up refuses, with what to do
             continue
         number = math.prod(shape_of(parameter))
         path = name.split(".")
         for prefix in (".".join(path[:depth]) for depth in range(len(path))):
-            own = counts.setdefault(prefix, [0, 0])
-            own[0] += number
-            own[1] += number if parameter.requires_grad else 0
-    whole = Part("", type(model).__name__, *counts[""])
+            total, trained = counts.get(prefix, (0, 0))
+            counts[prefix] = total + number, trained + (number if parameter.requires_grad else 0)
+    whole = ModelPart("", type(model).__name__, *counts[""])
     rows = [whole]
     while True:
         largest = max(rows, key=lambda row: (not row.is_group, row.total))
@@ -74,22 +74,22 @@ def outline(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> Mo
     return ModelOutline(tuple(_shortened([row for row in rows if row is not whole])), whole)
 
 
-def _inside(model: nn.Module, part: Part, counts: dict[str, list[int]]) -> list[Part]:
+def _inside(model: nn.Module, part: ModelPart, counts: dict[str, tuple[int, int]]) -> list[ModelPart]:
     """The modules directly in a part that have parameters, and the part's own parameters; empty if it has no modules."""
     module, prefix = model.get_submodule(part.name), f"{part.name}." if part.name else ""
     found = [
-        Part(prefix + name, type(child).__name__, *counts[prefix + name])
+        ModelPart(prefix + name, type(child).__name__, *counts[prefix + name])
         for name, child in module.named_children()
         if prefix + name in counts
     ]
     if not found:
         return []
     own = part.total - sum(each.total for each in found), part.trained - sum(each.trained for each in found)
-    rest = [Part(f"{part.name} (own)".strip(), part.kind, *own, is_group=True)] if own[0] else []
+    rest = [ModelPart(f"{part.name} (own)".strip(), part.kind, *own, is_group=True)] if own[0] else []
     return [*rest, *_grouped(found)]
 
 
-def _grouped(parts: Sequence[Part]) -> Iterator[Part]:
+def _grouped(parts: Sequence[ModelPart]) -> Iterator[ModelPart]:
     """Yield the parts, those of one class whose names are numbers in a row as one."""
     for (is_number, kind), members in groupby(parts, lambda part: (part.name.rpartition(".")[2].isdigit(), part.kind)):
         same = list(members)
@@ -98,10 +98,10 @@ def _grouped(parts: Sequence[Part]) -> Iterator[Part]:
             continue
         last = same[-1].name.rpartition(".")[2]
         total, trained = sum(part.total for part in same), sum(part.trained for part in same)
-        yield Part(f"{same[0].name}-{last}", f"{len(same)} x {kind}", total, trained, is_group=True)
+        yield ModelPart(f"{same[0].name}-{last}", f"{len(same)} x {kind}", total, trained, is_group=True)
 
 
-def _shortened(rows: list[Part]) -> list[Part]:
+def _shortened(rows: list[ModelPart]) -> list[ModelPart]:
     if len(rows) <= MOST_ROWS:
         return rows
     kept = sorted(rows, key=lambda row: row.total, reverse=True)[: MOST_ROWS - 1]

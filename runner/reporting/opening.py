@@ -14,9 +14,9 @@ import torch
 from ...core.errors import counted
 from ...strategies.state_memory import StateMemory
 from ..data.user_loaders import batch_size
+from .log_tables import Table
 from .model_outline import ModelOutline
 from .progress import samples_per_iteration
-from .tables import Table
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -139,14 +139,15 @@ def _batch_text(batch: Batch, run: Run) -> str:
         parts.append(f"{batch.accumulate:,} accumulated")
     if batch.samples is None:
         return f"of unknown size: {' x '.join(parts)}"
-    return f"{batch.samples:,} samples per update{' = ' if len(parts) > 1 else ''}{' x '.join(parts[: len(parts) if len(parts) > 1 else 0])}"
+    made_of = f" = {' x '.join(parts)}" if len(parts) > 1 else ""
+    return f"{batch.samples:,} samples per update{made_of}"
 
 
 def _updates(run: Run) -> str:
     loop, done = run.train_loop, run.iter
     text = f"{loop.max_iters:,}"
     if loop.by_epoch:
-        text = f"{loop.max_iters:,} = {loop.max_epochs:,} epochs of {loop.epoch_length:,}"
+        text = f"{loop.max_iters:,} = {counted(loop.max_epochs, 'epoch')} of {loop.epoch_length:,}"
     else:
         length = getattr(getattr(loop, "data", None), "epoch_length", None)
         text += f", an epoch has {length:,}" if length else ", the data have no known length"

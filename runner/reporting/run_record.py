@@ -40,6 +40,11 @@ class RunRecord:
         self._lines: TextIO | None = None
         self._fails = False
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is written."""
+        return self._folder is not None
+
     def update(self, **values: Any) -> None:
         """Write ``run.json`` again with these values in it; on rank 0."""
         if self._folder is None or self._rank != 0:

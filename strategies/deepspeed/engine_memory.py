@@ -51,8 +51,8 @@ def _of_optimizer(state: EngineState, fragments: Sequence[Fragment]) -> int | No
 
 
 def _note(zero: ZeroOptimization) -> str:
-    places = {"cpu": "in host memory", "nvme": "in files"}
+    where = {"cpu": "in host memory", "nvme": "in files"}
     parts = (("optimizer state", zero.offload_optimizer), ("parameters", zero.offload_param))
     return ", ".join(
-        f"{what} {places[part.device]}" for what, part in parts if part is not None and part.device in places
+        f"{what} {where[part.device]}" for what, part in parts if part is not None and part.device in where
     )

@@ -73,6 +73,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "was_marked": lambda path: False,
         "has_saved": lambda path: False,
         "save_failed": lambda path: False,
+        "saving_s": 0.0,
     }
     runner = SimpleNamespace(**{**fields, **changes})
     runner.checkpoint_dir = folder

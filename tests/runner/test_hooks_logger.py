@@ -48,13 +48,13 @@ def test_lines_come_at_the_interval_of_each_epoch(
     runner: Any, options: dict[str, Any], length: int, expected: list[int]
 ) -> None:
     runner.train_loop.epoch_length = length
-    assert logged_at(LoggerHook(**options), runner, epochs=2) == expected
+    assert logged_at(LoggerHook(tables=False, **options), runner, epochs=2) == expected
 
 
 def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
     runner.train_loop.by_epoch, runner.train_loop.max_iters = False, 25
     runner.train_loop.epoch_length, runner.max_iters = 7, 25
-    hook = LoggerHook(ignore_last=False)
+    hook = LoggerHook(tables=False, ignore_last=False)
     hook.before_train(runner)
     hook.before_train_epoch(runner)
     for runner.iter in range(25):
@@ -66,7 +66,7 @@ def test_a_loop_without_epochs_counts_all_its_iterations(runner: Any) -> None:
 @pytest.mark.parametrize(("interval", "count"), [(None, 1), (4, 3)])
 def test_the_experiment_is_named_once_or_at_its_interval_too(runner: Any, interval: int | None, count: int) -> None:
     runner.train_loop.epoch_length = 10
-    hook = LoggerHook(interval_exp_name=interval)
+    hook = LoggerHook(tables=False, interval_exp_name=interval)
     hook.before_train(runner)
     logged_at(hook, runner)
     assert runner.lines().count("Exp name: digits") == count, "at the start, after 4 and after 8"
@@ -81,7 +81,7 @@ def test_the_units_are_said_once_and_not_for_lines_of_ones_own(new_runner: Calla
 
     for processor, expected in ((LogProcessor(), 1), (Terse(), 0)):
         runner = new_runner(log_processor=processor, log_dir=f"{new_runner().log_dir}_{expected}")
-        hook = LoggerHook()
+        hook = LoggerHook(tables=False)
         hook.before_train(runner)
         hook.before_test_epoch(runner)
         line = "In the lines below: time and data_time in seconds per iteration, memory in MiB (largest resident set of the process)"
@@ -89,7 +89,7 @@ def test_the_units_are_said_once_and_not_for_lines_of_ones_own(new_runner: Calla
 
 
 def test_records_have_the_step_that_mmengine_gives_them(runner: Any) -> None:
-    hook, reporter = LoggerHook(), runner.reporters[0]
+    hook, reporter = LoggerHook(tables=False), runner.reporters[0]
     hook.before_run(runner)
     logged_at(hook, runner)
     runner.epoch, runner.iter = 1, 10
@@ -113,7 +113,7 @@ def test_records_have_the_step_that_mmengine_gives_them(runner: Any) -> None:
 
 def test_other_ranks_write_nothing(new_runner: Callable[..., Any]) -> None:
     runner = new_runner(rank=1)
-    hook = LoggerHook(progress_bar=True)
+    hook = LoggerHook(tables=False, progress_bar=True)
     hook.before_run(runner)
     logged_at(hook, runner)
     runner.message_hub.update_scalar("test/accuracy", 0.5)
@@ -306,7 +306,7 @@ def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(line_queue, "time", clock)
     runner.train_loop.epoch_length = 1000
-    hook = LoggerHook(interval=1)
+    hook = LoggerHook(tables=False, interval=1)
     hook.before_run(runner)
     hook.before_train(runner)
     hook.before_train_epoch(runner)

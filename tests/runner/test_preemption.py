@@ -102,7 +102,7 @@ def test_the_update_is_finished_and_saved_and_a_resumed_run_ends_as_if_nothing_h
     )  # in the second epoch
     end = ended(first)
     assert (first.iter, end.saved) == (11, "saved as iter_11")
-    (_, event) = read_events(tmp_path / "run")
+    event = read_events(tmp_path / "run")[-1]
     assert event["event"] == "preempted"
     assert (event["iter"], event["status"], event["by"]) == (11, 143, signal.Signals(number).name)
     second = run(tmp_path / "run", default_hooks=hooks)

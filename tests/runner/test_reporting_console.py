@@ -228,11 +228,11 @@ def test_a_terminal_of_mpiruns_is_not_interactive(
     """What mpirun passes on from its pseudo-terminals may go to a file."""
     monkeypatch.setenv(variable, "0")
     assert not is_interactive(terminal()[0])
-    hook = LoggerHook()
+    hook = LoggerHook(tables=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     hook.before_train(new_runner())
     assert hook._bar is None
-    hook = LoggerHook(progress_bar=True)
+    hook = LoggerHook(tables=False, progress_bar=True)
     hook.before_train(new_runner())
     assert hook._bar is not None, "who asks for it gets it"
     hook.on_exception(new_runner(), KeyboardInterrupt())

@@ -31,7 +31,7 @@ class Table:
     right: Collection[int] = ()
     last_is_sum: bool = False
 
-    def plain(self) -> str:
+    def as_lines(self) -> str:
         """Return the title and a line for each row."""
         rows = [self.columns, *self.rows] if any(self.columns) else list(self.rows)
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
@@ -73,4 +73,4 @@ class Table:
 
 def log_table(logger: logging.Logger, table: Table) -> None:
     """Log a table: drawn where the console is a terminal, elsewhere as lines."""
-    logger.info(table.plain(), extra={ON_TERMINAL: table})
+    logger.info(table.as_lines(), extra={ON_TERMINAL: table})
