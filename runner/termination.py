@@ -103,8 +103,8 @@ def _what(error: BaseException) -> tuple[int, str]:
 def _log_how_it_ended(run: Run, error: BaseException, found: Reason | None, because: str, has_begun: bool) -> None:
     """Log what ended the run and what to resume from; the traceback goes only to the log file, of each process to its own.
 
-    On the console the interpreter prints that of a failure, or the program has caught the exception. After Ctrl-C the
-    line stands last there.
+    On the console the interpreter prints that of a failure, or the program has caught the exception. After Ctrl-C only
+    the table of the run follows.
     """
     (level, what), where, reason = _what(error), "", ""
     if isinstance(error, Terminated) and error.saved:

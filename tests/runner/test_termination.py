@@ -222,7 +222,7 @@ def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path)
     assert process.returncode == -signal.SIGINT, "a shell reports 130"
     assert "Traceback" not in rest
     assert re.search(
-        r" - INFO - Interrupted after epoch \d+, iteration \d+; resume=True continues from iter_\d+\n$", rest
+        r" - INFO - Interrupted after epoch \d+, iteration \d+; resume=True continues from iter_\d+\n.*The run:\n", rest
     )
     assert "Traceback" in log_file(tmp_path), "it may have been a hang"
 
