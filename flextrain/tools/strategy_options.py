@@ -18,11 +18,13 @@ def names_in(text: str, where: str) -> list[str]:
     """Return the names of strategies that a command is given, with commas between them.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or one of them twice.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"{where}: is empty, give names with commas between them")
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise ConfigError(f'{where}: "{twice}" is there twice, leave one out')
     return names
 
 

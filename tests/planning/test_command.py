@@ -55,7 +55,6 @@ def test_cuda_is_not_called(capsys, tmp_path):
     ("strategy", "says"),
     [
         ("single", 'strategy.type: "SingleDeviceStrategy" runs in one process and 1024 were started'),
-        ("mesh:foo2", 'strategies: "mesh:foo2" has "foo", choose dp, '),
         (
             "mesh:tp3",
             "strategy.dp_shard: nothing whole is left for it, tp=3 is 3 and does not divide the 1024 processes",
@@ -65,7 +64,7 @@ def test_cuda_is_not_called(capsys, tmp_path):
         ("mesh:tp16", "strategy.tp: 16 does not divide the 4 key/value heads of LlamaForCausalLM"),
         ("mesh:pp64", "strategy.pp: 64 stages need as many layers, LlamaForCausalLM has 4"),
     ],
-    ids=["one", "axis", "tp", "cp", "ep", "heads", "layers"],
+    ids=["one", "tp", "cp", "ep", "heads", "layers"],
 )
 def test_wrong_configurations_are_one_line_each(capsys, strategy, says):
     assert main(["plan", SCRIPT, "--world-size", "1024", "--strategies", strategy, "--json", "--", "llama"]) == 1
@@ -89,7 +88,30 @@ def test_a_pipeline_is_timed_with_its_schedule(capsys):
     assert 0 < found["time"]["computing"] < found["time"]["lower"] < found["time"]["upper"]
 
 
-@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("12", 12)])
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_such", "ModuleNotFoundError: No module named 'nothing_such' ({script}:1)"),
+        ("x = 1\ndef f(:", "SyntaxError: invalid syntax ({script}:2)"),
+        (
+            "x = 1",
+            "script: script.py makes no FlexibleRunner and has no dict cfg or function config() that returns one",
+        ),
+    ],
+    ids=["fails", "syntax", "none"],
+)
+def test_a_script_that_makes_no_runner_is_told_once(capsys, tmp_path, text, says):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert main(["plan", str(script), "--world-size", "8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == f"flextrain: {says.format(script=script)}"
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("12B", 12)])
 def test_sizes(text, size):
     assert size_in_bytes(text, "plan.device_memory") == size
 
@@ -101,8 +123,15 @@ def test_sizes(text, size):
         (["--world-size", "8", "--nodes", "3"], "plan.world_size: 8 with 3 nodes is not allowed, 3 nodes do not share"),
         (["--world-size", "0"], "plan.world_size: 0 with 1 nodes is not allowed, give 1 or more"),
         (["--world-size", "8", "--strategies", ","], "plan.strategies: is empty"),
+        (
+            ["--world-size", "8", "--device-memory", "80"],
+            'plan.device_memory: "80" is not allowed, give a number with a unit',
+        ),
+        (["--world-size", "8", "--strategies", "ddp,fsdp,ddp"], 'plan.strategies: "ddp" is there twice, leave one out'),
+        (["--world-size", "8", "--strategies", "ddp,mesh:foo2"], 'strategies: "mesh:foo2" has "foo", choose dp, '),
+        (["--world-size", "8", "--timeout", "0"], "plan.timeout: 0 is not allowed, give more than 0 seconds"),
     ],
-    ids=["size", "nodes", "world", "strategies"],
+    ids=["size", "nodes", "world", "strategies", "unit", "twice", "axis", "timeout"],
 )
 def test_wrong_arguments(capsys, arguments, says):
     assert main(["plan", SCRIPT, *arguments]) == 2

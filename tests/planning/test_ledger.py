@@ -35,11 +35,11 @@ def test_memory_by_kind_and_flops_of_a_linear_layer():
             "optimizer_state": 64 * 32 * FLOAT,
             "inputs": 16 * 64 * FLOAT,
         }
-        work = {(row.phase, row.kind): row for row in ledger.work()}
+        work = {(row.phase, row.kind): row for row in ledger.books().as_work()}
     assert work["forward", "matrix"].flops == 2 * 16 * 64 * 32
     assert work["backward", "matrix"].flops == 2 * 16 * 64 * 32  # the input needs no gradient
     assert work["forward", "matrix"].moved == FLOAT * (16 * 64 + 64 * 32 + 16 * 32)
-    assert ledger.peak.total == max(moment.total for moment in ledger.moments())
+    assert ledger.peak.total == max(moment.total for moment in ledger.books().moments)
 
 
 def test_recomputation_is_told_from_forward_and_backward():
@@ -49,7 +49,7 @@ def test_recomputation_is_told_from_forward_and_backward():
         ledger.begin()
         checkpoint(model, x, use_reentrant=False).sum().backward()
         flops = {}
-        for row in ledger.work():
+        for row in ledger.books().as_work():
             flops[row.phase] = flops.get(row.phase, 0) + row.flops
     layer = 2 * 4 * 8 * 8
     assert flops["forward"] == 2 * layer
@@ -134,7 +134,7 @@ def test_a_product_has_the_dtype_that_is_multiplied(rounding):
             torch.mm(x.bfloat16(), x.bfloat16().T)
             torch.mm(x, x.T)
             convolution(image)
-            return {row.dtype: row.operations for row in ledger.work() if row.kind == "matrix"}
+            return {row.dtype: row.operations for row in ledger.books().as_work() if row.kind == "matrix"}
 
     rounding("ieee", "tf32")  # torch's defaults
     assert dtypes() == {"bfloat16": 1, "float32": 1, "tfloat32": 1}
@@ -150,6 +150,6 @@ def test_grouped_products_of_experts_are_counted():
     with books() as ledger:
         ledger.begin()
         torch.nn.functional.grouped_mm(rows, experts, offs=ends).square().sum().backward()
-        flops = {row.phase: row.flops for row in ledger.work() if row.kind == "matrix"}
+        flops = {row.phase: row.flops for row in ledger.books().as_work() if row.kind == "matrix"}
     each = 2 * 12 * 8 * 16
     assert flops == {"forward": each, "backward": 2 * each}

@@ -66,6 +66,9 @@ def test_what_is_no_plan_is_refused(change, says):
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read, No such file"):
         read_plan(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("import torch")
+    with pytest.raises(ConfigError, match=r"text\.json: is no plan, Invalid JSON: "):
+        read_plan(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"list\.json: is no plan"):
         read_plan(str(tmp_path / "list.json"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.errors import FlexTrainError
 from ...core.rehearsing_private import value_errors
-from .execution import rehearse
+from .execution import ScriptError, rehearse
 from .plan import PlannedJob, RankPlan
 from .update import Facts
 
@@ -27,6 +27,7 @@ class RankAnswer:
 
     Attributes:
         problem: why there is no plan, one line; empty if there is one.
+        is_of_script: the script has failed before it made a runner.
         seconds: processor time.
         resident: largest resident memory in bytes.
     """
@@ -34,6 +35,7 @@ class RankAnswer:
     plan: RankPlan | None = None
     facts: Facts = field(default_factory=Facts)
     problem: str = ""
+    is_of_script: bool = False
     seconds: float = 0.0
     resident: int = 0
 
@@ -43,16 +45,19 @@ def answer(job: PlannedJob, rank: int) -> RankAnswer:
     found = RankAnswer()
     try:
         found.plan, found.facts = rehearse(job, rank)
-    except FlexTrainError as error:
-        found.problem = _one_line(error)
     except Exception as error:
-        found.problem = _explained(error)
+        found.is_of_script = isinstance(error, ScriptError)
+        found.problem = _explained(error if error.__cause__ is None or not found.is_of_script else error.__cause__)
     found.seconds = time.process_time()
     found.resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 
 
-def _explained(error: Exception) -> str:
+def _explained(error: BaseException) -> str:
+    if isinstance(error, FlexTrainError):
+        return _one_line(error)
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
     last = frames[-1] if frames else None
     where = f" ({last.filename}:{last.lineno})" if last else ""

@@ -16,8 +16,16 @@ from .plan import PlannedJob, RankPlan
 from .update import Facts, Training, set_seed
 
 
+class ScriptError(Exception):
+    """The script failed before it made a runner; the cause says why."""
+
+
 def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
-    """Plan one rank, on tensors without values. The environment variables of a launcher are set for good."""
+    """Plan one rank, on tensors without values. The environment variables of a launcher are set for good.
+
+    Raises:
+        ScriptError: the script makes no runner.
+    """
     local = job.world_size // job.nodes
     os.environ.update(
         RANK=str(rank),
@@ -29,8 +37,11 @@ def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
     )
     with ExitStack() as stack:
         found = stack.enter_context(rehearsal(rank, job.world_size))
-        with found.building():
-            given = stack.enter_context(runner_arguments(job.script, job.arguments))
+        try:
+            with found.building():
+                given = stack.enter_context(runner_arguments(job.script, job.arguments))
+        except Exception as error:
+            raise ScriptError from error
         arguments, notes = arguments_for(job, given)
         training = Training(arguments, job, found)
         training.facts.notes += notes

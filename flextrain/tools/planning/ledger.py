@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ...core.rehearsing import aside, is_aside, listeners
 from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward
 from ...core.torch_private import TorchDispatchMode, tree_flatten
+from .books import Books
 from .flops import flops_of
 from .kinds import Memory, parts_of
 from .links import Network
-from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
+from .plan import MOMENTS, Kind, Moment, Phase
 
 _COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of operations on memory that communicates: their tensors are gathered parameters and buffers of collectives."""
@@ -41,7 +42,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rank, self.network = rank, network
         self.memory = Memory(self._higher)
-        self.peak = Moment("setup", "", "", 0, {})
+        self.peak = self._highest = Moment("setup", "", "", 0, {})
         self._moments: list[Moment] = []
         self._traffic: dict[tuple[str, str, int, Phase], list[float]] = {}
         self._work: dict[tuple[Phase, str, bool], list[int]] = {}
@@ -79,8 +80,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Begin an update: what was counted before is forgotten, but for the peak of all updates."""
-        if self._setting_up:  # may have needed more, with a model that was whole
-            self.memory.forget_highest()
+        self.memory.forget_highest()  # setting up may have needed more, with a model that was whole
+        self._highest = Moment("forward", "", "", 0, {})
         self._setting_up = self._updating = False
         self._last = "forward"
         self._moments, self._traffic, self._work = [], {}, {}
@@ -120,7 +121,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _higher(self) -> None:
         if not self._setting_up:
-            self.peak = self._now()
+            self._highest = self._now()
+            if self._highest.total > self.peak.total:
+                self.peak = self._highest
 
     # Operations
 
@@ -210,19 +213,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Results
 
-    def traffic(self) -> list[Traffic]:
-        """The collectives since ``begin``."""
-        return [
-            Traffic(collective, axis, count, int(calls), int(payload), round(inside), round(between), phase)
-            for (collective, axis, count, phase), (calls, payload, inside, between) in self._traffic.items()
-        ]
-
-    def work(self) -> list[Work]:
-        """The computation since ``begin``."""
-        return [
-            Work(phase, dtype, "matrix" if is_matrix else "other", *counted)
-            for (phase, dtype, is_matrix), counted in self._work.items()
-        ]
+    def books(self) -> Books:
+        """What was counted since ``begin``."""
+        traffic = {key: [*numbers] for key, numbers in self._traffic.items()}
+        work = {key: [*numbers] for key, numbers in self._work.items()}
+        return Books(traffic, work, self.moments(), self._highest, self.memory.in_use())
 
     def moments(self) -> list[Moment]:
         """The memory since ``begin``: the highest moments of equally many operations, and of each phase."""

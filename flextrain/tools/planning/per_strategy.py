@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.errors import ConfigError
+from ...core.registry import STRATEGIES
 from .advice import advise
 from .calibrate import Measured, fit, strategy_in, with_times
 from .checkpoint import with_checkpoint, with_seconds
@@ -29,7 +30,7 @@ from .plan import PlannedJob, StrategyPlan, TrainingPlan
 
 MARGIN = 0.05
 """Share of a device's memory that is left free for what a plan does not see."""
-_UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}}
+_UNITS = {"B": 1, **{f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 
 
@@ -72,7 +73,7 @@ def plan(
         on_progress: called with what is planned next.
 
     Raises:
-        ConfigError: the arguments are wrong; wrong configurations of strategies are ``refused`` in the plan.
+        ConfigError: the arguments are wrong, or the script makes no runner; wrong configurations of strategies are ``refused`` in the plan.
     """
     if nodes is None:
         nodes = 1 if machine is None or world_size < 1 else nodes_for(machine, world_size)
@@ -87,9 +88,13 @@ def plan(
         raise ConfigError("plan.calibrate: with --fit, give PLAN.json:ddp=1.84s, with the plan of what was measured")
     if not Path(script).is_file():
         raise ConfigError(f"script: {script} is not a file")
+    if not timeout_s > 0:
+        raise ConfigError(f"plan.timeout: {timeout_s:g} is not allowed, give more than 0 seconds")
     jobs = []
     for strategy in strategies:
         given = strategy if isinstance(strategy, str) else dict(strategy)
+        if not isinstance(given, str) or ":" in given:  # others may be registered by the script
+            STRATEGIES.resolve(STRATEGIES.expand(given, "strategies")["type"], "strategies")
         jobs.append(PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {})))
     # Errors now, because planning takes minutes.
     if measured is not None and machine is not None:
@@ -124,9 +129,15 @@ def plan(
 
 
 def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
-    """Plan one strategy: one rank, and one of each further pipeline stage."""
+    """Plan one strategy: one rank, and one of each further pipeline stage.
+
+    Raises:
+        ConfigError: the script makes no runner.
+    """
     answers = [run_child(job, 0, timeout_s)]
     first = answers[0]
+    if first.is_of_script:
+        raise ConfigError(first.problem)
     for rank in _of_other_stages(first.facts.stages):
         if not answers[-1].problem:
             answers.append(run_child(job, rank, timeout_s))

@@ -343,7 +343,7 @@ def read_plan(given: str | Path | Mapping[str, Any]) -> TrainingPlan:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where}: is no plan, {key}: {first['msg']}") from None
+        raise ConfigError(f"{where}: is no plan, {f'{key}: ' if key else ''}{first['msg']}") from None
     if found.schema != SCHEMA:
         raise ConfigError(f"{where}: has version {found.schema}, this flextrain reads {SCHEMA}; plan again")
     return found

@@ -30,7 +30,8 @@ CAPTION = "bytes per rank: memory at the peak, and sent to processes of its node
 
 def report(plan: TrainingPlan) -> Group:
     """Return what to print with rich: a table with a row for each strategy, and lines on each."""
-    title = f"{Path(plan.script).name}: one update on {plan.world_size:,} processes, {plan.nodes:,} nodes"
+    processes = f"{plan.world_size:,} process{'' if plan.world_size == 1 else 'es'}"
+    title = f"{Path(plan.script).name}: one update on {processes}, {plan.nodes:,} node{'' if plan.nodes == 1 else 's'}"
     table = FittedTable(title=Text(title), title_justify="left", caption_justify="left")
     first, *others = headings(plan)
     table.add_column(first, overflow="fold")
@@ -41,7 +42,7 @@ def report(plan: TrainingPlan) -> Group:
         add_row(table, strategy.strategy, *cells(plan, strategy))
     table.caption = Text(CAPTION)
     lines = [Text(line, style=style) for strategy in shown for line, style in lines_on(strategy)]
-    lines += [Text(line) for line in lines_on_search(plan)]
+    lines += [Text(line) for line in (*lines_on_search(plan), *plan.notes)]
     lines += [Text(line, style="dim") for line in (not_seen(plan), *about_times(plan))]
     return Group(table, *lines)
 

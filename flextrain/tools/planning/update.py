@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import logging
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
-from ...core.model import BaseModel
+from ...core.model import BaseModel, overrides
 from ...core.rehearsing import WithoutValues, with_values
 from ...core.torch_private import tree_flatten
 from ...optim.wrapper import OptimWrapper
@@ -38,6 +39,7 @@ from ...strategies.mesh.config import MeshConfig
 from ...strategies.mesh.pipeline.pipeline_parallel import stages_per_process
 from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole
 from ..shared_batches import without_workers
+from .books import EXECUTED, REPEATED, Books, are_alike, reckoned
 from .checkpoint import Share, share_of
 from .kinds import parts_of
 from .ledger import Ledger
@@ -130,18 +132,48 @@ class Training:
             window = self._stripped(window, model)
             stepper = Stepper(self.strategy, called, optim)
             ledger.watch(self.strategy.module, [wrapper.optimizer for wrapper in optim.wrappers.values()])
-            given = [dict(batch) if isinstance(batch, dict) else batch for batch in window]
-            ledger.memory.mark("inputs", tree_flatten(given)[0])
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(lambda _: ledger.update())
             called.train()
             gc.collect()  # the layers of other stages are in cycles, which Python would free at some time
-            for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
-                ledger.begin()
-                stepper.train(list(window))
-            found = self._result(ledger, topology, samples, len(window))
+            books = self._made(ledger, stepper, window, model)
+            found = self._result(books, topology, samples, len(window))
         self.facts.share = share_of(self.strategy, topology)
         return found
+
+    def _made(self, ledger: Ledger, stepper: Stepper, window: list[Any], model: nn.Module) -> Books:
+        """Make the updates, and return the books of the last one with the highest peak of all."""
+
+        def made(size: int) -> Books:
+            ledger.begin()
+            stepper.train(window[:size])
+            return ledger.books()
+
+        given = [dict(batch) if isinstance(batch, dict) else batch for batch in window]
+        ledger.memory.mark("inputs", tree_flatten(given)[0])
+
+        if self._is_repetitive(window, model):
+            first, *few = [made(size) for size in (EXECUTED[0], *EXECUTED)]
+            if (found := reckoned(first, few, len(window))) is not None:
+                self.facts.notes.append(
+                    f"of the {len(window)} micro-batches of an update, {EXECUTED[-1]} were executed: each of the others adds as "
+                    "many operations and bytes as the last one of them, and memory for its inputs and its loss alone"
+                )
+                return found
+        for _ in range(REAL_UPDATES if self._rehearsal is None else UPDATES):
+            books = made(len(window))
+        return dataclasses.replace(books, peak=ledger.peak)
+
+    def _is_repetitive(self, window: list[Any], model: nn.Module) -> bool:
+        """Whether an update has many micro-batches of which most are alike; a pipeline's order depends on their number."""
+        return (
+            self._rehearsal is not None
+            and len(window) >= REPEATED
+            and not self.facts.stages
+            and isinstance(self._optim, OptimWrapper)
+            and not overrides(model, "train_step")
+            and are_alike(window)
+        )
 
     def _rehearsed(self, asked: Strategy) -> Strategy:
         found = asked.for_rehearsal()
@@ -256,17 +288,17 @@ class Training:
             {axis: size for axis, size in overlays.items() if size > 1},
         )
 
-    def _result(self, ledger: Ledger, topology: Topology, samples: int, micro_batches: int) -> RankPlan:
+    def _result(self, books: Books, topology: Topology, samples: int, micro_batches: int) -> RankPlan:
         module = self.strategy.module
         held = [part for parameter in module.parameters() for part in parts_of(parameter)]
         return RankPlan(
             rank=topology.rank,
             index={axis: index for axis, (index, size) in topology.axes.items() if size > 1},
-            peak=ledger.peak,
-            between_updates=ledger.memory.in_use(),
-            moments=ledger.moments(),
-            traffic=ledger.traffic(),
-            work=ledger.work(),
+            peak=books.peak,
+            between_updates=books.between_updates,
+            moments=books.moments,
+            traffic=books.as_traffic(),
+            work=books.as_work(),
             samples=samples,
             micro_batches=micro_batches,
             parameters=sum(part.numel() for part in held),
