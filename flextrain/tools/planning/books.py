@@ -70,7 +70,9 @@ def are_alike(window: Sequence[Any]) -> bool:
 
 def _form(batch: Any) -> Hashable:
     found: list[Hashable] = []
-    if isinstance(batch, dict) and type(batch) is not dict:  # what it knows of itself, such as whether any target counts
+    if (
+        isinstance(batch, dict) and type(batch) is not dict
+    ):  # what it knows of itself, such as whether any target counts
         found += [(key, value) for key, value in vars(batch).items() if isinstance(value, (bool, int, str))]
         batch = dict(batch)
     leaves, structure = tree_flatten(batch)
@@ -101,7 +103,8 @@ def reckoned(first: Books, few: Sequence[Books], count: int) -> Books | None:
     at_the_end = _growth(*(books.between_updates for books in few))
     if traffic is None or work is None or each is None or at_the_end is None:
         return None
-    peaks = (_later(first.peak, each, count - EXECUTED[0]), _later(three.peak, each, more))
+    # Of equal ones the later: in the first update, nobody has said yet what the new state of the optimizer is.
+    peaks = (_later(three.peak, each, more), _later(first.peak, each, count - EXECUTED[0]))
     return Books(
         traffic,
         work,

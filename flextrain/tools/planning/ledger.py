@@ -122,7 +122,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _higher(self) -> None:
         if not self._setting_up:
             self._highest = self._now()
-            if self._highest.total > self.peak.total:
+            if (
+                self._highest.total >= self.peak.total
+            ):  # of equal updates the later: the first one makes the optimizer's state
                 self.peak = self._highest
 
     # Operations
