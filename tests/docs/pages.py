@@ -1,5 +1,7 @@
 """The pages of the documentation, and what code is on them.
 
+A block with title="train.py" is written to that file, and one of language diff changes the file.
+
 A page marks its blocks in HTML comments, which readers do not see:
 
     <!-- page: full, it trains for a minute -->        blocks of this page run in make test-full, and are checked in make test

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flextrain.testing.workers import _free_port
 
 from .keywords import check, check_keywords
@@ -78,6 +80,7 @@ def _begin(folder: Path, variables: dict[str, str], out: int) -> None:
         os.environ.pop(name, None)
     os.environ.update(variables)
     os.chdir(folder)
+    torch.set_num_threads(1)  # its pool is gone with the fork, and made anew by one thread, before there are several
     # Examples and tests are named as in the repository, and not found as modules.
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     os.dup2(out, 1)

@@ -52,6 +52,8 @@ class _Reader:
         """Do what a block says; the answer is what went wrong."""
         if block.mode == "output":
             return _differs(block, self._printed)
+        if block.title and block.language == "diff":
+            return _patch(block, self._folder / block.title)
         if block.title:
             (self._folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (self._folder / block.title).write_text(block.code)
@@ -92,6 +94,17 @@ class _Reader:
             if (done.status != 0) != (block.mode == "raises"):
                 return f"{where}: status {done.status}\n{done.output[-3000:]}"
         return ""
+
+
+def _patch(block: Block, file: Path) -> str:
+    """Change a file as a block shows it; the lines before the change stand in it once."""
+    lines = block.code.splitlines(keepends=True)
+    old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+    text = file.read_text() if file.is_file() else ""
+    if text.count(old) != 1:
+        return f"{block.where}: {text.count(old)} times in {block.title}: {old}"
+    file.write_text(text.replace(old, new))
+    return ""
 
 
 def _differs(block: Block, printed: str) -> str:
