@@ -89,7 +89,9 @@ def section(entry: Entry) -> str:
         parts.append(f"Returns {text(entry.returns)}")
     parts += [f"Raises `{raised.name}`: {text(raised.meaning)}" for raised in entry.raises]
     if entry.methods:
-        rows = [f"| `{cell(each.name)}` | {code(each.signature)} | {cell(text(each.summary))} |" for each in entry.methods]
+        rows = [
+            f"| `{cell(each.name)}` | {code(each.signature)} | {cell(text(each.summary))} |" for each in entry.methods
+        ]
         parts.append("\n".join(["| method | signature | |", "| --- | --- | --- |", *rows]))
     if entry.example:
         parts.append(f"```python\n{entry.example.rstrip()}\n```")

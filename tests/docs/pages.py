@@ -5,6 +5,7 @@ A block with title="train.py" is written to that file, and one of language diff 
 A page marks its blocks in HTML comments, which readers do not see:
 
     <!-- page: full, it trains for a minute -->        blocks of this page run in make test-full, and are checked in make test
+    <!-- page: continues 1_script.md -->              the files of that page are there
     <!-- block: full, it trains for 20 s -->           the same for the block that follows
     <!-- block: not run, it needs a GPU -->            the block is never run, but checked
     <!-- block: raises ConfigError -->                 the block raises, and its output is the message
@@ -64,7 +65,10 @@ def blocks(path: Path) -> list[Block]:
     Raises:
         WrongMark: a mark, or a language, that is not known.
     """
-    return list(_read(path.read_text().splitlines(), name(path)))
+    text = path.read_text()
+    before = re.search(r"^<!-- page: continues (\S+) -->$", text, flags=re.MULTILINE)
+    files = [block for block in blocks(path.parent / before[1]) if block.title] if before else []
+    return [*files, *_read(text.splitlines(), name(path))]
 
 
 def name(path: Path) -> str:
@@ -76,6 +80,8 @@ def _read(lines: list[str], page: str) -> Iterator[Block]:
     while number < len(lines):
         line = lines[number]
         number += 1
+        if re.match(r"<!-- page: continues \S+ -->$", line):
+            continue
         if found := _MARK.match(line):
             given = _checked(found, f"{page}:{number}")
             if found["kind"] == "page":
