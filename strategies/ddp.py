@@ -28,6 +28,7 @@ from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
 from .state import Optim
+from .trainable import TrainableAsBefore
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]
@@ -189,6 +190,8 @@ class DDPStrategy(Strategy):
         if self.config.names_anomalous and optim is not None:
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(WithoutGradient(dict(self.module.named_parameters())))
+        if isinstance(self._model, DistributedDataParallel):
+            TrainableAsBefore(self.module, "so its gradients are averaged over no other process").register(optim)
         if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(self._average_gradients)

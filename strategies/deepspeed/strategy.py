@@ -25,6 +25,7 @@ from ..base import NOTHING, Strategy, kept_gradients
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
+from ..trainable import TrainableAsBefore
 from . import engine_internals, swapping
 from .compiling import announced, without_shared_memory
 from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
@@ -170,7 +171,9 @@ class DeepSpeedStrategy(Strategy):
             if self._request.max_norm and wrapper.clip_grad is None:
                 wrapper.clip_by(self._request.max_norm)
         self._wrapper = wrapper
-        return super().setup(model, wrapper)
+        called, built = super().setup(model, wrapper)
+        TrainableAsBefore(self.module, "and the engine keeps what it arranged then", freezing_too=True).register(built)
+        return called, built
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
         """See Strategy."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flextrain import CheckpointError, ConfigError, FSDPStrategy
+from flextrain import CheckpointError, ConfigError, FSDPStrategy, Hook, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.testing import WorkerGroup
 
@@ -103,6 +103,57 @@ def test_whatever_else_is_missing_is_an_error(tmp_path: Path, workers2: WorkerGr
     assert workers2.run(resumed, tmp_path, "ddp") == [f"{place} net.3.weight"] * 2
     workers2.run(trained, tmp_path / "first", "ddp", 1)
     assert workers2.run(resumed, tmp_path, "ddp", exclude=False) == [f"{place} net.0.weight, net.0.bias"] * 2
+
+
+class Change(Hook):
+    """Freezes or thaws a layer before the second epoch."""
+
+    def __init__(self, layer: int, trainable: bool) -> None:
+        self.layer, self.trainable = layer, trainable
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 1:
+            runner.strategy.module.net[self.layer].requires_grad_(self.trainable)
+
+
+def changed(folder: Path, strategy: str, trainable: bool) -> dict[str, Any] | str:
+    model = HalfFrozen if trainable else partial(HalfFrozen, set())
+    try:
+        return trained(folder, strategy, 2, model, exclude=False, custom_hooks=[Change(0, trainable)])
+    except StrategyError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        pytest.param("zero1", marks=pytest.mark.deepspeed),
+        pytest.param("zero3", marks=[pytest.mark.deepspeed, pytest.mark.full]),
+    ],
+)
+def test_a_layer_that_gets_no_common_gradients_is_not_thawed(
+    tmp_path: Path, workers2: WorkerGroup, strategy: str
+) -> None:
+    """Under DDP each process would train it on its own data, under ZeRO none would."""
+    for message in workers2.run(changed, tmp_path, strategy, True):
+        assert "net.0.weight is trainable now and was frozen when training was set up" in message
+
+
+@pytest.mark.deepspeed
+def test_a_layer_whose_moments_would_move_it_on_is_not_frozen(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for message in workers2.run(changed, tmp_path, "zero1", False):
+        assert "net.0.weight is frozen now and was trainable when training was set up" in message
+
+
+@pytest.mark.full
+def test_fsdp_thaws(tmp_path: Path, workers2: WorkerGroup) -> None:
+    first, second = workers2.run(changed, tmp_path / "thawed", "fsdp", True)
+    (frozen, _) = workers2.run(trained, tmp_path / "frozen", "fsdp", 2)
+    assert isinstance(first, dict)
+    assert isinstance(second, dict)
+    assert torch.equal(first["model.net.0.weight"], second["model.net.0.weight"])
+    assert not torch.equal(first["model.net.0.weight"], frozen["model.net.0.weight"])
 
 
 def test_parameters_that_nobody_brings() -> None:
