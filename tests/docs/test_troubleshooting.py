@@ -1,0 +1,61 @@
+"""Every message on the page of troubleshooting is one of the library, or one that it gives advice on."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from flextrain.runner.failures import model_advice, process_advice  # noqa: F401 - they register their rules
+from flextrain.runner.failures.advice import RULES
+
+from .pages import DOCS, ROOT
+
+PAGE = (DOCS / "troubleshooting.md").read_text()
+OWN, TORCHS = (re.findall(r"^\| `([^`]+)` \|", part, flags=re.MULTILINE) for part in PAGE.split("## Messages of torch"))
+
+
+@cache
+def texts() -> list[str]:
+    """The texts in the library's code, without documentation; what is put in is a null character."""
+    found = []
+    for folder in ("core", "optim", "runner", "strategies"):
+        for file in (ROOT / folder).rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(file.read_text())))
+            documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            for node in nodes:
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                    found.append(node.value)
+    return [text for text in found if " " in text]
+
+
+def is_said(message: str) -> bool:
+    """Whether one text has all words of the message in their order, and something to put in wherever it says ``...``."""
+    words = [re.escape(part) for part in message.split("...")]
+    pattern = re.compile(".*?".join(words), re.DOTALL)
+    return any(pattern.search(text) for text in texts())
+
+
+def test_there_are_many() -> None:
+    assert len(OWN) > 30
+    assert len(TORCHS) > 5
+
+
+@pytest.mark.parametrize("message", OWN)
+def test_the_library_says_so(message: str) -> None:
+    assert is_said(message), "no text in the code has these words"
+
+
+def test_other_words_are_found() -> None:
+    assert not is_said("model: ... has nothing to learn")
+    assert not is_said("holds checkpoints of another run ... work_dir: ")
+
+
+@pytest.mark.parametrize("message", TORCHS)
+def test_there_is_advice(message: str) -> None:
+    said = f"RuntimeError: {message}"
+    assert any(pattern.search(said) for pattern, _ in RULES if pattern.pattern) or is_said(message)
