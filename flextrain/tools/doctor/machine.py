@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0  # a cold import on a busy machine
 REQUIRED = {
     "torch": "2.6",
     "numpy": "1.24",
-    "pydantic": "2.3",
+    "pydantic": "2.5",
     "safetensors": "0.4.5",
     "xxhash": "3",
     "rich": "13",
