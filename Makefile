@@ -10,7 +10,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest release-check \
 	bench format clean distclean
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-full  the same with every combination of strategies and processes"
 	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
 	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
+	@echo "make release-check  the wheel in clean environments, oldest and newest versions; minutes and 5 GB each"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
 	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
 	@echo "make lint    ruff only"
@@ -109,6 +110,12 @@ $(OLDEST)/.installed: pyproject.toml tests/oldest.txt
 	@echo "Installing the oldest versions into $(OLDEST); the first time this downloads torch, which takes a while"
 	@PYTHONWARNINGS=ignore $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint tests/oldest.txt --editable '.[dev]'
 	@touch $@
+
+# The wheel in clean environments of several versions of Python, as a reader installs it; minutes and 5 GB each, one after the other.
+RELEASE_PYTHONS ?= python3.10 python3.13
+release-check: $(VENV)/.installed-dev
+	@for each in $(RELEASE_PYTHONS); do echo "== $$each"; $(PY) tests/release/check.py --python $$each || exit 1; done
+	@echo "== $(OLDEST_PYTHON), the oldest versions"; $(PY) tests/release/check.py --python $(OLDEST_PYTHON) --oldest
 
 # Installs nothing: the package is found by its path. FLEXTRAIN_TEST_DEVICE=cpu tries the tests themselves.
 test-gpu:
