@@ -121,9 +121,9 @@ release-check: $(VENV)/.installed-dev
 test-gpu:
 	$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
-# Measures on the machine at hand, and puts the result into benchmarks/results/ and the README.
+# Measures on the machine at hand, and puts the result into benchmarks/results/ and docs/benchmarks.md.
 bench: $(VENV)/.installed-bench
-	$(PY) benchmarks/loop_overhead.py --readme
+	$(PY) benchmarks/loop_overhead.py --docs
 
 format: $(VENV)/.installed-dev
 	$(PY) -m ruff check --fix .

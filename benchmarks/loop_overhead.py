@@ -44,7 +44,7 @@ BATCH_SIZE = 4
 KINDS = {"map": (False, 1), "stream": (True, 1), "accumulate": (False, 4)}
 WARM_UP = 100  # iterations left out of the mean: lazy imports, first log lines
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 IMPORTS = {
     "import torch": "import torch",
     "import flextrain": "import flextrain",
@@ -269,10 +269,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def update_readme(table: str) -> None:
-    text = README.read_text()
+def update_page(table: str) -> None:
+    text = PAGE.read_text()
     start, end = (text.index(f"<!-- loop_overhead {place} -->") for place in ("begins", "ends"))
-    README.write_text(f"{text[:start]}<!-- loop_overhead begins -->\n\n{table}\n{text[end:]}")
+    PAGE.write_text(f"{text[:start]}<!-- loop_overhead begins -->\n\n{table}\n{text[end:]}")
 
 
 def show(report: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--skip-imports", action="store_true", help="do not measure import times")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--readme", action="store_true", help="also write the table into the README")
+    parser.add_argument("--docs", action="store_true", help="also write the table into docs/benchmarks.md")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore")
@@ -307,8 +307,8 @@ def main() -> None:
     (arguments.out / "loop_overhead.json").write_text(json.dumps(report, indent=1) + "\n")
     (arguments.out / "loop_overhead.md").write_text(markdown(report))
     plot(report, arguments.out / "loop_overhead.png")
-    if arguments.readme:
-        update_readme(markdown(report))
+    if arguments.docs:
+        update_page(markdown(report))
     show(report)
 
 

@@ -25,6 +25,7 @@ from rich.text import Text
 from flextrain import STRATEGIES
 
 EXAMPLES = Path(__file__).parent
+STARTED = time.perf_counter()
 GLOBAL_BATCH = 64
 ENOUGH = 97.0  # percent of the validation digits
 
@@ -166,6 +167,11 @@ def main() -> None:
         with console.status(Text(f"{run.name}: training on {run.processes} process(es)")):
             outcomes.append(carry_out(run, arguments.epochs, arguments.work_dir / run.name))
         console.print(f"{run.name}: {outcomes[-1].seconds:.1f} s")
+        if len(outcomes) == 1:
+            after = time.perf_counter() - STARTED
+            console.print(
+                f"The first model is trained, {after:.1f} s after the demo began: {arguments.work_dir / run.name}"
+            )
     picture = arguments.work_dir / "loss_curves.png"
     plot(outcomes, picture)
     console.print(table(outcomes))

@@ -96,7 +96,11 @@ def wrong(line: Line) -> str:
         return "".join(f"no extra {name}" for name in names if not re.search(rf"^{name} = ", extras, re.MULTILINE))
     if program == "make":
         makefile = (ROOT / "Makefile").read_text()
-        targets = [flag for flag in flags if "=" not in flag]
+        targets = [
+            flag
+            for before, flag in zip(["", *flags], flags, strict=False)
+            if "=" not in flag and "-C" not in (before, flag)
+        ]
         return "".join(f"no target {t}" for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE))
     try:
         if program == "flextrain":

@@ -11,7 +11,7 @@ from .pages import DOCS, ROOT, WORDS, name, pages, words
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 ALL = [*pages(), ROOT / "CONTRIBUTING.md"]
-LONG = {"README.md", "docs/planning.md"}
+LONG = {"docs/planning.md"}
 """Still to be split."""
 
 
@@ -46,7 +46,7 @@ def test_navigation(page: Path) -> None:
     assert len(listed) == 1, f"{path} stands {len(listed)} times in the navigation of mkdocs.yml"
 
 
-@pytest.mark.parametrize("page", [each for each in pages() if each.name not in ("README.md", "planning.md")], ids=name)
+@pytest.mark.parametrize("page", [each for each in pages() if each.name != "planning.md"], ids=name)
 def test_code_is_fenced(page: Path) -> None:
     """Indented code has no language, and would not be tested."""
     before, fenced = "", False

@@ -190,6 +190,10 @@ def test_demo_in_short(run_example: RunExample, tmp_path: Path) -> None:
     found = rows(done.stdout)
     assert [row[:2] for row in found] == [("SingleDevice", "1"), ("DDP", "2")], done.stdout + done.stderr
     assert all(float(difference) < 1e-3 for _, _, difference in found[1:])
+    first = re.findall(
+        r"^The first model is trained, (\d+\.\d) s after the demo began: (\S+)$", done.stdout, re.MULTILINE
+    )
+    assert [Path(folder, "epoch_1").is_dir() for _, folder in first] == [True]
     assert (tmp_path / "work_dirs" / "demo" / "loss_curves.png").stat().st_size > 10_000
     assert done.stderr == "validation accuracy is not above 97.0 % for SingleDevice, DDP\n", "one epoch is little"
     assert done.returncode == 1
