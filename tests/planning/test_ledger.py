@@ -86,21 +86,6 @@ def test_the_peak_is_that_of_updates_also_if_setup_needs_more():
     assert ledger.peak.phase == "forward"
 
 
-def test_of_equal_peaks_the_one_with_the_optimizers_state_is_told():
-    model = nn.Linear(8, 8, bias=False)
-    optimizer = torch.optim.Adam(model.parameters())  # makes its state, and then what it divides by
-    with books() as ledger:
-        ledger.watch(model, [optimizer])
-        for _ in range(2):
-            ledger.begin()
-            model(torch.ones(1, 8)).sum().backward()
-            ledger.update()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert ledger.peak.phase == "update"
-    assert ledger.peak.by_kind["optimizer_state"] > 2 * 8 * 8 * FLOAT
-
-
 def test_the_peak_says_where_it_is():
     class Net(nn.Module):
         def __init__(self):

@@ -122,9 +122,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _higher(self) -> None:
         if not self._setting_up:
             self._highest = self._now()
-            if (
-                self._highest.total >= self.peak.total
-            ):  # of equal updates the later: the first one makes the optimizer's state
+            # Of equal updates the later one: the first one has yet to say what its new state is.
+            if self._highest.total >= self.peak.total:
                 self.peak = self._highest
 
     # Operations
