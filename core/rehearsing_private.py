@@ -56,6 +56,12 @@ def value_errors() -> tuple[type[Exception], ...]:
     )
 
 
+def device_errors() -> tuple[type[Exception], ...]:
+    """The errors of an operation on tensors of several devices, or on one that is not there. 2.15."""
+    found: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    return (found.FakeTensorDeviceMismatchError,)
+
+
 @contextmanager
 def indexing_with_values() -> Iterator[None]:
     """Context in which torch reads who has what from tensors with values, whatever mode calls it. 2.15.

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError
@@ -169,7 +174,13 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
         None if rate is None else rate_in_bytes(rate, f"plan.{key}")
         for key, rate in (("disk", arguments.disk), ("disk_of_all", arguments.disk_of_all))
     )
-    with Console(stderr=True, markup=False, emoji=False).status("Starting a process") as status:
+    err = Console(stderr=True, markup=False, emoji=False)
+
+    def say(what: str) -> None:
+        line = Text(f"Planning: {what}")
+        status.update(line) if err.is_terminal else err.print(line, soft_wrap=True)
+
+    with _ending_at_sigterm(), err.status("Starting a process") as status:
         return plan(
             arguments.script,
             names if axes is None else [],
@@ -185,5 +196,25 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
             fit_axes=axes,
             fit_limit=arguments.fit_limit,
             timeout_s=arguments.timeout,
-            on_progress=lambda what: status.update(Text(f"Planning: {what}")),
+            on_progress=say,
         )
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM ends this process as Ctrl-C does, with the process that plans and its files."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("flextrain: interrupted", file=sys.stderr)  # noqa: T201
+        raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -78,6 +78,12 @@ def planned_whole(*arguments, **options):
         return planned(*arguments, **options)
 
 
+def refusal_of_script(script, *arguments):
+    """Why a script is not planned."""
+    with environ(**dict.fromkeys(OWN, "0")):
+        return answer(PlannedJob(script, "ddp", 2, 1, arguments), 0).problem
+
+
 def refusal(*arguments, **options):
     """Why a configuration is not planned."""
     found = planned(*arguments, **options)

@@ -24,7 +24,9 @@ def check(workers, strategy, model, changes=None):
         "and bytes as the last one of them, and memory for its inputs and its loss alone"
     ]
     plan, other = found.plan, whole.plan
-    if plan.peak.phase == "update":  # of equal peaks the later one: the first update has yet to say what its new state is
+    if (
+        plan.peak.phase == "update"
+    ):  # of equal peaks the later one: the first update has yet to say what its new state is
         assert plan.peak.by_kind["optimizer_state"] == plan.between_updates["optimizer_state"]
     assert (plan.micro_batches, plan.samples) == (COUNT, 8 * COUNT)
     for key in ("peak", "between_updates", "samples", "parameters", "index"):

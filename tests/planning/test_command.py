@@ -1,6 +1,11 @@
 """`flextrain plan` from the command line."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +13,7 @@ from flextrain.cli import main
 from flextrain.tools.planning.per_strategy import size_in_bytes
 from flextrain.tools.planning.plan import read_plan
 
+from ..waiting import wait_until
 from .real_runs import SCRIPT
 
 
@@ -109,6 +115,33 @@ def test_a_script_that_makes_no_runner_is_told_once(capsys, tmp_path, text, says
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines()[-1] == f"flextrain: {says.format(script=script)}"
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"])
+def test_a_signal_ends_the_process_that_plans_too(tmp_path, number, status):
+    script, begun = tmp_path / "script.py", tmp_path / "begun"
+    script.write_text(f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "flextrain", "plan", str(script), "--world-size", "2"]
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    wait_until(lambda: begun.exists() and begun.read_text())
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert said.splitlines() == ["Planning: ddp", *(["flextrain: interrupted"] if number == signal.SIGINT else [])]
+    wait_until(lambda: _has_ended(begun.read_text()))
+    assert [*folder.glob("flextrain-plan-*")] == []
+
+
+def _has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("12B", 12)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .real_runs import refusal
+from .real_runs import refusal, refusal_of_script
 
 MESH, FSDP, ZERO = ({"type": f"{name}Strategy"} for name in ("Mesh", "FSDP", "DeepSpeed"))
 AMP = {"optim_wrapper.type": "AmpOptimWrapper"}
@@ -112,6 +112,56 @@ def check(found, says):
 def test_a_wrong_configuration_is_one_line(workers1, name):
     model, strategy, changes, says = ROWS[name]
     check(workers1.run(refusal, strategy, 1024, model, changes=changes)[0], says)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from flextrain import FlexibleRunner
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if "item" in sys.argv:
+            print(y.mean().item())  # line 14
+        if "cuda" in sys.argv:
+            y = y + self.layer(y.cuda())  # line 16
+        return {"loss": y.mean()}
+
+FlexibleRunner(
+    model=Net(),
+    train_dataloader=dict(dataset=[{"x": torch.ones(4)}] * 8, batch_size=2, collate_fn="default_collate"),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    optim_wrapper=dict(optimizer=dict(type=sys.argv[-1], lr=0.1)),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins", "ends"),
+    [
+        (
+            ("item", "SGD"),
+            "the computation depends on values at {script}:14, which a plan has none of",
+            "; return tensors to log as they are, without item() or float()",
+        ),
+        (("cuda", "SGD"), "needs another device than the CPU, on which a plan runs, at {script}:16; give tensors", ""),
+        (("Adafactor",), "the computation depends on values at ", "(aten._local_scalar_dense.default)"),
+    ],
+    ids=["item", "cuda", "optimizer"],
+)
+def test_what_a_model_cannot_do_in_a_plan_is_one_line(workers1, tmp_path, arguments, begins, ends):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.removeprefix("\n"))
+    (found,) = workers1.run(refusal_of_script, str(script), *arguments)
+    check(found, begins.format(script=script))
+    assert found.endswith(ends)
+    assert ("/torch/optim/_adafactor.py:" in found) == ("Adafactor" in arguments)
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import FlexTrainError
-from ...core.rehearsing_private import value_errors
+from ...core.rehearsing_private import device_errors, value_errors
 from .execution import ScriptError, rehearse
 from .plan import PlannedJob, RankPlan
 from .update import Facts
@@ -58,15 +58,32 @@ def _explained(error: BaseException) -> str:
         return _one_line(error)
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
-    last = frames[-1] if frames else None
-    where = f" ({last.filename}:{last.lineno})" if last else ""
+    where = _where(error)
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, value_errors()):
-            return f"the computation depends on values at {where.strip(' ()')}, which a plan has none of: {_one_line(cause)}"
+            hint = "" if "/torch/" in where else "; return tensors to log as they are, without item() or float()"
+            return f"the computation depends on values at {where}, which a plan has none of ({_one_line(cause)}){hint}"
         cause = cause.__cause__
-    return f"{type(error).__name__}: {_one_line(error)}{where}"
+    text = _one_line(error)
+    if isinstance(error, device_errors()) or any(word in text for word in _OF_CUDA):
+        return f"needs another device than the CPU, on which a plan runs, at {where}; give tensors the device of others ({text})"
+    return f"{type(error).__name__}: {text}" + (f" ({where})" if where else "")
+
+
+_OF_CUDA = ("NVIDIA driver", "not compiled with CUDA", "No CUDA GPUs", "invalid device ordinal", "torch_npu")
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the user's code that failed, or of torch's optimizer if only the library called it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_passed_through(frame.filename)]
+    if own and Path(own[-1].filename).is_relative_to(_HOME):
+        own += [frame for frame in frames if "/torch/optim/" in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+_HOME = Path(__file__).resolve().parents[3]
 
 
 def _is_passed_through(path: str) -> bool:

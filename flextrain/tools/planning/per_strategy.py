@@ -93,8 +93,8 @@ def plan(
     jobs = []
     for strategy in strategies:
         given = strategy if isinstance(strategy, str) else dict(strategy)
-        if not isinstance(given, str) or ":" in given:  # others may be registered by the script
-            STRATEGIES.resolve(STRATEGIES.expand(given, "strategies")["type"], "strategies")
+        if isinstance(given, str) and given.partition(":")[0] in STRATEGIES.short_names():  # the script may know others
+            STRATEGIES.expand(given, "strategies")
         jobs.append(PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {})))
     # Errors now, because planning takes minutes.
     if measured is not None and machine is not None:
