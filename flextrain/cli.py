@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .commands import checkpoint, configurations, doctor, list_names, plan, run_script, show, train_config, verify
+from .commands import (
+    checkpoint,
+    configurations,
+    doctor,
+    init_project,
+    list_names,
+    plan,
+    run_script,
+    show,
+    train_config,
+    verify,
+)
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
 
-COMMANDS = (checkpoint, configurations, doctor, list_names, plan, run_script, show, train_config, verify)
+COMMANDS = (checkpoint, configurations, doctor, init_project, list_names, plan, run_script, show, train_config, verify)
 DESCRIPTION = "Train PyTorch models, check and plan trainings, look into checkpoints, and find what there is."
 EPILOG = "flextrain COMMAND --help says more of each."
 _TAKES_ALL = "run"

@@ -134,6 +134,14 @@ def test_wheel_holds_every_module(wheel_files: set[str]) -> None:
     assert {name for name in wheel_files if name.endswith(".py")} == expected
 
 
+def test_wheel_holds_the_templates(wheel_files: set[str]) -> None:
+    templates = ROOT / "flextrain" / "templates"
+    files = {path.relative_to(ROOT).as_posix() for path in templates.rglob("*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} == {
+        name for name in wheel_files if name.startswith("flextrain/templates/")
+    }
+
+
 def test_wheel_holds_marker_and_licence(wheel_files: set[str]) -> None:
     assert "flextrain/py.typed" in wheel_files
     assert any(name.endswith("licenses/LICENSE") for name in wheel_files)
