@@ -42,7 +42,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         picture = Path(target).suffix in (".png", ".svg")
         return "../" * (len(here.parts) - 1) + f"source/{target}" + ("" if picture else ".md")
 
-    return LINK.sub(lead, markdown) if not page.file.src_uri.startswith("source/") else markdown
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    # GitHub wants bars in a table's code escaped, and the site shows the backslash.
+    bars = re.sub(
+        r"^\|.*", lambda row: re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), row[0]), markdown, flags=re.M
+    )
+    return LINK.sub(lead, bars)
 
 
 def outside(page: str, link: str) -> str:

@@ -123,7 +123,8 @@ def cell(given: str) -> str:
 
 
 def code(given: str) -> str:
-    return f"`{cell(given)}`" if given else ""
+    """Code in a table: a bar in it divides no cells."""
+    return f"`{given}`".replace("\n", " ") if given else ""
 
 
 def commands() -> str:

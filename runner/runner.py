@@ -73,7 +73,7 @@ class FlexibleRunner(Checkpoints):
             dry_run=True, preemption=dict(signals=("TERM", "USR1"), save=True, status=143, requeue=False,
             max_time=None), plan=None)``; NonFiniteHook explains the values of ``nonfinite``: "warn", "raise", "skip" or
             "ignore". ``dry_run`` is the number of validation batches tried before training, see DryPass; True: 2. With
-            ``plan="plan.json"``, from `flextrain plan --json`, the log compares memory with the plan, see docs/planning.md.
+            ``plan="plan.json"``, from `flextrain plan --json`, the log compares memory with the plan, see docs/planning_records.md.
         log_processor: the LogProcessor, or its arguments as a dict.
         log_level: level of the logger, such as "INFO".
         visualizer: reporters that store scalars, or MMEngine's ``dict(type='Visualizer', vis_backends=[...])``. JSON

@@ -11,8 +11,6 @@ from .pages import DOCS, ROOT, WORDS, name, pages, words
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 ALL = [*pages(), ROOT / "CONTRIBUTING.md"]
-LONG = {"docs/planning.md"}
-"""Still to be split."""
 
 
 def anchors(path: Path) -> set[str]:
@@ -24,7 +22,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_length(page: Path) -> None:
-    assert words(page) <= WORDS or name(page) in LONG, f"{name(page)} has {words(page)} words: split it"
+    assert words(page) <= WORDS, f"{name(page)} has {words(page)} words: split it"
 
 
 @pytest.mark.parametrize("page", ALL, ids=name)
@@ -46,7 +44,7 @@ def test_navigation(page: Path) -> None:
     assert len(listed) == 1, f"{path} stands {len(listed)} times in the navigation of mkdocs.yml"
 
 
-@pytest.mark.parametrize("page", [each for each in pages() if each.name != "planning.md"], ids=name)
+@pytest.mark.parametrize("page", pages(), ids=name)
 def test_code_is_fenced(page: Path) -> None:
     """Indented code has no language, and would not be tested."""
     before, fenced = "", False

@@ -1,4 +1,4 @@
-"""Every figure of plans against real runs of two processes: ``python -m tests.planning.accuracy`` writes the table in docs/planning.md."""
+"""Every figure of plans against real runs of two processes: ``python -m tests.planning.accuracy`` writes the table in docs/planning_accuracy.md."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ GRID = [(strategy, model) for strategy, models in STRATEGIES.items() for model i
 LIMITS = {"ddp": (0.01, 0.01)}
 """How far a plan may be from the ledger and from the allocator."""
 LIMIT = 0.05, 0.10
-DOCUMENT = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "planning_accuracy.md"
 BEGIN, END = "<!-- accuracy: made by python -m tests.planning.accuracy -->\n", "<!-- end of accuracy -->\n"
 HEAD = """
 | strategy | model | plan MiB | ledger MiB | | allocator MiB | | sent KiB | | MFLOP | |

@@ -143,7 +143,7 @@ def sources_of(machine):
 
 
 def test_the_table_of_the_documentation_is_this_one():
-    text = Path(__file__).parents[2].joinpath("docs", "planning.md").read_text(encoding="utf-8")
+    text = Path(__file__).parents[2].joinpath("docs", "planning_time.md").read_text(encoding="utf-8")
     for machine in MACHINES.values():
         assert f"| {' | '.join(machine_row(machine))} |\n" in text
         assert f"- `{machine.name}`: {sources_of(machine)}.\n" in text

@@ -20,7 +20,7 @@ class PipelineOrder:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long an update takes on a machine, in seconds, as an interval: see docs/planning.md for what is assumed.
+    """How long an update takes on a machine, in seconds, as an interval: see docs/planning_time.md for what is assumed.
 
     Attributes:
         lower: if computing and sending overlap perfectly.
