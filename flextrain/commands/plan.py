@@ -43,7 +43,12 @@ def add(commands: Any) -> None:
         formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
-    command.add_argument("script", metavar="SCRIPT", nargs="?", help="a Python file, see above")
+    command.add_argument(
+        "script",
+        metavar="SCRIPT",
+        nargs="?",
+        help="a Python file, or a configuration as for `flextrain train`, see above",
+    )
     command.add_argument("--world-size", type=int, metavar="N", help="number of processes")
     command.add_argument(
         "--nodes", type=int, metavar="N", help="number of machines; default: as many as --machine needs, or 1"

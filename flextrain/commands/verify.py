@@ -39,7 +39,9 @@ def add(commands: Any) -> None:
         formatter_class=FoldedHelp,
         description=DESCRIPTION,
     )
-    command.add_argument("script", metavar="SCRIPT", help="a Python file, see above")
+    command.add_argument(
+        "script", metavar="SCRIPT", help="a Python file, or a configuration as for `flextrain train`, see above"
+    )
     command.add_argument(
         "--strategies",
         default="ddp,fsdp",

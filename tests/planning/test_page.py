@@ -12,7 +12,9 @@ from flextrain.cli import main
 from flextrain.core.errors import CheckpointError, ConfigError
 from flextrain.tools.planning import html as html_module
 from flextrain.tools.planning.html import check_page, page, write_page
+from flextrain.tools.planning.machines import MACHINES
 from flextrain.tools.planning.plan import KINDS, Moment, RankPlan, StrategyPlan, Traffic, TrainingPlan
+from flextrain.tools.planning.times import StepTime
 
 pytest.importorskip("matplotlib")
 MIB = 2**20
@@ -105,6 +107,39 @@ def test_what_the_page_says_of_each_strategy(six):
     assert "20 MiB in backward of layers.200 (aten.mm), on rank 0" in text.replace("19.95", "20")
     assert six.count("<svg") == 2 + 5
     assert six.count("dp_shard") == six.count(">tp<") == 2 * 5  # in a chart and in the table of collectives
+
+
+def test_the_time_of_a_step_and_the_arguments_of_the_script():
+    times = {"ddp": (0.5, 2.0), "fsdp": (0.25, 0.75)}
+    timed = [
+        dataclasses.replace(strategy(name, MIB, 20), time=StepTime(*ends, 0.1, 0, 0, 0, (0.1, 0.2)))
+        for name, ends in times.items()
+    ]
+    plan = training_plan(*timed, REFUSED, machine=MACHINES["h100"], arguments=["--name", "<b>x y</b>"])
+    found = page(plan)
+    read = Reader(found)
+    text = " ".join("".join(read.text).split())
+    assert "its arguments--name '<b>x y</b>'" in text
+    assert "<b>" not in found
+    assert "machineNVIDIA H100 SXM 80 GB" in text
+    assert "from perfect overlap of computing and sending to none" in text
+    chart = found[found.index('aria-label="Time of a step"') :]
+    chart = chart[: chart.index("</svg>")]
+    assert "seconds per update" in chart
+    assert "0.5 to 2 s" in chart
+    assert "250 to 750 ms" in chart
+    ends = bars_of(chart)
+    # Of each strategy a bar from 0 to the lower end, and one from there to the upper end.
+    assert [round(end / ends[1], 3) for end in ends] == [0.25, 1.0, 0.125, 0.375]
+    assert "Time of a step" not in page(training_plan(strategy("ddp", MIB, 20)))
+    assert "its arguments" not in page(training_plan(strategy("ddp", MIB, 20)))
+
+
+def bars_of(chart):
+    """The right ends of a chart's bars, from its left edge."""
+    boxes = re.findall(r'<path d="M ([\d.]+) [\d.]+ \s*L ([\d.]+) [\d.]+[^"]*z\s*"', chart)
+    left = min(float(begin) for begin, _ in boxes)
+    return [float(end) - left for _, end in boxes]
 
 
 def test_a_plan_of_refused_strategies_alone_has_no_chart():

@@ -27,6 +27,9 @@ KIND_COLOURS: dict[Kind, str] = {
     "temporary": "#CC79A7",
 }
 """Colours that people with any colour vision can tell apart. Source: Okabe and Ito, "Color Universal Design", 2008."""
+TIME_COLOURS = {"least": ("#4477AA", ""), "most": ("#88BBDD", "////")}
+"""Colour and hatch of a step's time if all overlaps, and of what is added if nothing does."""
+_SECONDS = (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6))
 LINK_COLOURS: dict[Link, str] = {"inside": "#44AA99", "between": "#BB5566"}
 # Drawn as these colours, which nothing else has, and replaced by the page's.
 _INK, _SOFT, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -114,6 +117,26 @@ def bytes_sent(strategies: Sequence[StrategyPlan], size: Callable[[float], str])
                 _beside(axes, -0.025, at + 16, shortened(axis, 15), ha="right")
                 _beside(axes, 1.02, at + 16, size(sum(links.values())))
                 at += 24
+    return drawn[0]
+
+
+def time_of_a_step(plan: TrainingPlan, interval: Callable[[float, float], str]) -> str:
+    """Bars of the seconds of an update: up to the lower end, and from there to the upper one; a strategy has a time."""
+    times = [(one.strategy, one.time) for one in plan.strategies if one.time is not None]
+    most = max(time.upper for _, time in times)
+    unit, factor = next(pair for pair in _SECONDS if most * pair[1] >= 1 or pair is _SECONDS[-1])
+    with _drawing("Time of a step", 38 * len(times) + 8, below=36, right=104) as (axes, drawn):
+        axes.set(ylim=(38 * len(times) + 8, 0), xlim=(0, most * factor * 1.02), yticks=[])
+        axes.set_xlabel(f"{unit} per update", color=_SOFT)
+        for i, (name, time) in enumerate(times):
+            _beside(axes, 0, 38 * i + 15, shortened(name), weight="bold")
+            for begin, end, part in ((0.0, time.lower, "least"), (time.lower, time.upper, "most")):
+                colour, hatch = TIME_COLOURS[part]
+                axes.barh(
+                    38 * i + 28, (end - begin) * factor, 16, begin * factor,
+                    color=colour, edgecolor=_PAPER, linewidth=0, hatch=hatch,
+                )  # fmt: skip
+            _beside(axes, 1.02, 38 * i + 32, interval(time.lower, time.upper))
     return drawn[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -13,6 +14,7 @@ from ...core.errors import ConfigError, counted
 from .charts import (
     KIND_COLOURS,
     LINK_COLOURS,
+    TIME_COLOURS,
     busiest_of,
     bytes_sent,
     check_charts,
@@ -21,10 +23,11 @@ from .charts import (
     memory_at_peak,
     memory_over_update,
     sent_by_axis,
+    time_of_a_step,
 )
 from .page_style import STYLE
 from .plan import Kind, Moment, RankPlan, StrategyPlan, TrainingPlan
-from .report import CAPTION, about_times, cells, headings, lines_on, not_seen, size, where_it_is
+from .report import CAPTION, about_times, cells, headings, interval, lines_on, not_seen, size, where_it_is
 
 _KIND_WORDS: dict[Kind, str] = {
     "optimizer_state": "optimizer state",
@@ -85,7 +88,7 @@ def write_page(plan: TrainingPlan, path: str | Path) -> None:
 
 def page(plan: TrainingPlan) -> str:
     """Return the page of a plan."""
-    pair = "".join(filter(None, (_memory_at_peak(plan), _sent(plan))))
+    pair = "".join(filter(None, (_memory_at_peak(plan), _sent(plan), _times(plan))))
     sections = (
         _heading(plan),
         _table(plan),
@@ -106,6 +109,10 @@ def _heading(plan: TrainingPlan) -> str:
         "device memory": "not given" if plan.device_memory is None else size(plan.device_memory),
         "torch": plan.torch,
     }
+    if plan.arguments:
+        facts = {"script": facts["script"], "its arguments": shlex.join(plan.arguments), **facts}
+    if plan.machine is not None:
+        facts["machine"] = plan.machine.device
     items = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
     return f"<header><h1>{escape(Path(plan.script).name)}</h1><p>{_verdict(plan)}</p><dl>{items}</dl></header>"
 
@@ -198,6 +205,15 @@ def _sent(plan: TrainingPlan) -> str:
     caption = "By axis of the mesh, from the planned rank that sends most. Messages go in a ring."
     chart = f"<figure>{bytes_sent(sending, size)}<figcaption>{caption}</figcaption></figure>"
     return f"<section><h2>Bytes sent in an update</h2>{legend}{chart}</section>"
+
+
+def _times(plan: TrainingPlan) -> str:
+    if all(one.time is None for one in plan.strategies):
+        return ""
+    words = {"least": "if computing and sending overlap perfectly", "most": "more, if nothing overlaps"}
+    legend = _legend((colour, words[part]) for part, (colour, _) in TIME_COLOURS.items())
+    caption = " ".join(f"{escape(line)}" for line in about_times(plan))
+    return f"<section><h2>Time of a step</h2>{legend}<figure>{time_of_a_step(plan, interval)}<figcaption>{caption}</figcaption></figure></section>"
 
 
 def _every_collective(plan: TrainingPlan) -> str:

@@ -103,7 +103,9 @@ def plan(
         else:
             fit(measured.plan, machine, measured)
     unseen = 0 if device_memory is None else int(device_memory * MARGIN)
-    found = TrainingPlan(script, world_size, nodes, device_memory, torch.__version__, unseen=unseen)
+    found = TrainingPlan(
+        script, world_size, nodes, device_memory, torch.__version__, unseen=unseen, arguments=list(arguments)
+    )
 
     def planner(job: PlannedJob) -> StrategyPlan:
         return with_seconds(plan_strategy(job, timeout_s=timeout_s), disk, disk_of_all)

@@ -279,6 +279,7 @@ class TrainingPlan:
         machine: on which ``StrategyPlan.time`` is; None: not given.
         calibration: what was fitted to a measured update; None: nothing.
         search: the meshes that were looked at, if ``strategies`` are the planned ones of a search; None without.
+        arguments: of the script.
     """
 
     script: str
@@ -293,6 +294,7 @@ class TrainingPlan:
     machine: MachineKind | None = None
     calibration: Calibration | None = None
     search: MeshSearch | None = None
+    arguments: list[str] = field(default_factory=list)
 
     def fits(self, strategy: StrategyPlan) -> bool | None:
         """Whether a strategy's peak and ``unseen`` fit on the device; None if it was refused or no size was given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def report(plan: TrainingPlan) -> Group:
     for strategy in shown:
         add_row(table, strategy.strategy, *cells(plan, strategy))
     table.caption = Text(CAPTION)
+    if plan.arguments:
+        table.caption = Text(f"{CAPTION}\nthe script's arguments: {shlex.join(plan.arguments)}")
     lines = [Text(line, style=style) for strategy in shown for line, style in lines_on(strategy)]
     lines += [Text(line) for line in (*lines_on_search(plan), *plan.notes)]
     lines += [Text(line, style="dim") for line in (not_seen(plan), *about_times(plan))]
