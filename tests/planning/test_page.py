@@ -128,18 +128,17 @@ def test_the_time_of_a_step_and_the_arguments_of_the_script():
     assert "seconds per update" in chart
     assert "0.5 to 2 s" in chart
     assert "250 to 750 ms" in chart
-    ends = bars_of(chart)
     # Of each strategy a bar from 0 to the lower end, and one from there to the upper end.
-    assert [round(end / ends[1], 3) for end in ends] == [0.25, 1.0, 0.125, 0.375]
+    assert bars_of(chart) == [(0, 0.25), (0.25, 1), (0, 0.125), (0.125, 0.375)]
     assert "Time of a step" not in page(training_plan(strategy("ddp", MIB, 20)))
     assert "its arguments" not in page(training_plan(strategy("ddp", MIB, 20)))
 
 
 def bars_of(chart):
-    """The right ends of a chart's bars, from its left edge."""
+    """The left and the right end of a chart's bars, by the length of its longest."""
     boxes = re.findall(r'<path d="M ([\d.]+) [\d.]+ \s*L ([\d.]+) [\d.]+[^"]*z\s*"', chart)
-    left = min(float(begin) for begin, _ in boxes)
-    return [float(end) - left for _, end in boxes]
+    left, right = min(float(begin) for begin, _ in boxes), max(float(end) for _, end in boxes)
+    return [tuple(round((float(at) - left) / (right - left), 3) for at in box) for box in boxes]
 
 
 def test_a_plan_of_refused_strategies_alone_has_no_chart():
