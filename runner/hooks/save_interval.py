@@ -21,8 +21,11 @@ def beyond_the_end(run: Run, interval: int, save_begin: int, *, by_epoch: bool, 
 
 
 def has_no_epochs(run: Run, interval: int, *, by_epoch: bool, save_last: bool) -> str | None:
-    """Return a line for the log if the interval counts epochs, and a training by iterations passes over more of them."""
-    if run.train_loop.by_epoch or not by_epoch or not 0 < interval < run.max_epochs:
+    """Return a line for the log if the interval counts epochs, and a training by iterations is longer, or may be."""
+    loop = run.train_loop
+    if loop.by_epoch or not by_epoch or interval < 1:
+        return None
+    if loop.data.epoch_length is not None and interval >= run.max_epochs:
         return None
     then = "one checkpoint is saved, at its end" if save_last else "no checkpoint is saved"
     return (
