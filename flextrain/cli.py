@@ -10,6 +10,7 @@ from typing import Any
 from . import __version__
 from .commands import (
     checkpoint,
+    completion,
     configurations,
     doctor,
     init_project,
@@ -23,7 +24,19 @@ from .commands import (
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
 
-COMMANDS = (checkpoint, configurations, doctor, init_project, list_names, plan, run_script, show, train_config, verify)
+COMMANDS = (
+    checkpoint,
+    completion,
+    configurations,
+    doctor,
+    init_project,
+    list_names,
+    plan,
+    run_script,
+    show,
+    train_config,
+    verify,
+)
 DESCRIPTION = "Train PyTorch models, check and plan trainings, look into checkpoints, and find what there is."
 EPILOG = "flextrain COMMAND --help says more of each."
 _TAKES_ALL = "run"
