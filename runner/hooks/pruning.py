@@ -125,7 +125,13 @@ class PruningHook(Hook):
         """Return the message of a pruned trial, and the module of its exception; None if the trial goes on."""
         assert self._trial is not None
         self.check_metrics(runner, metrics)  # not every validation begins with a dry pass
-        value = float(metrics[self.monitor])
+        try:
+            value = float(metrics[self.monitor])
+        except (TypeError, ValueError, RuntimeError):  # a list, a text, a matrix
+            kind = type(metrics[self.monitor]).__name__
+            raise ConfigError(
+                f"PruningHook.monitor: {self.monitor} is no number but {kind}, give another metric"
+            ) from None
         progress = runner.train_loop
         state = progress.state_dict()
         noun, step = ("epoch", state["epoch"]) if progress.by_epoch else ("iteration", state["iter"])

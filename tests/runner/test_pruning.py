@@ -157,6 +157,11 @@ def test_what_is_missing_is_told_before_the_first_update(
         assert runner.iter == 0
 
 
+def test_a_metric_that_is_no_number(tmp_path: Path) -> None:
+    with run(tmp_path, Trial(), monitor="indices") as runner, pytest.raises(ConfigError, match="is no number but list"):
+        runner.train()
+
+
 def test_a_closed_run_is_not_used_again(tmp_path: Path) -> None:
     runner = run(tmp_path, Trial())
     runner.close()
