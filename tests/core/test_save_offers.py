@@ -34,7 +34,9 @@ from .test_save_planning import llama_70b
 @contextmanager
 def being(rank: int, world_size: int) -> Iterator[None]:
     """One of many ranks; the others are not there."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which torch 2.6 needs to have been imported
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

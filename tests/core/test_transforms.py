@@ -173,6 +173,7 @@ def test_calling_the_module_runs_what_was_compiled() -> None:
     assert (backend.graphs, backend.calls) == (1, 3)
 
 
+@pytest.mark.processes  # the compiler
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_and_recomputed_at_once() -> None:
     plain = Plain()
