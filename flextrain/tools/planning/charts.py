@@ -6,14 +6,12 @@ those of the page, on a phone a chart shrinks.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from html import escape
 from typing import Any
 
 from ...runner.reporting.reporter import import_extra
+from ..page_drawing import INK, PAPER, SOFT, drawing
 from .plan import KINDS, Kind, Link, Moment, RankPlan, StrategyPlan, TrainingPlan
 
 KIND_COLOURS: dict[Kind, str] = {
@@ -31,10 +29,6 @@ TIME_COLOURS = {"least": ("#4477AA", ""), "most": ("#88BBDD", "////")}
 """Colour and hatch of a step's time if all overlaps, and of what is added if nothing does."""
 _SECONDS = (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6))
 LINK_COLOURS: dict[Link, str] = {"inside": "#44AA99", "between": "#BB5566"}
-# Drawn as these colours, which nothing else has, and replaced by the page's.
-_INK, _SOFT, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
-_OF_THE_PAGE = {_INK: "var(--ink)", _SOFT: "var(--soft)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
-_WIDTH = 440  # of every chart, in pixels; text is 11 pixels high
 _MOST_LETTERS = 50
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
@@ -50,16 +44,16 @@ def memory_at_peak(plan: TrainingPlan, size: Callable[[float], str]) -> str:
     most = max(rank.peak.total for _, rank in ranks)
     device = plan.device_memory if device_is_drawn(plan) else None
     right = max(most, device or 0, 1)
-    with _drawing("Memory at the peak", 38 * len(ranks) + 8, below=36, right=84) as (axes, drawn):
+    with drawing("Memory at the peak", 38 * len(ranks) + 8, below=36, right=84) as (axes, drawn):
         axes.set(ylim=(38 * len(ranks) + 8, 0), xlim=(0, right * 1.02), yticks=[])
-        axes.set_xlabel(f"{_bytes_axis(axes.xaxis, right)} per rank", color=_SOFT)
+        axes.set_xlabel(f"{_bytes_axis(axes.xaxis, right)} per rank", color=SOFT)
         for i, (name, rank) in enumerate(ranks):
             _bar(axes, 38 * i + 28, 16, ((rank.peak.by_kind.get(kind, 0), KIND_COLOURS[kind], "") for kind in KINDS))
             _beside(axes, 0, 38 * i + 15, shortened(name), weight="bold")
             _beside(axes, 1.02, 38 * i + 32, size(rank.peak.total))
         if device is not None:
-            axes.axvspan(device - plan.unseen, device, color=_SOFT, alpha=0.28, linewidth=0)
-            axes.axvline(device, color=_INK, linewidth=1.6)
+            axes.axvspan(device - plan.unseen, device, color=SOFT, alpha=0.28, linewidth=0)
+            axes.axvline(device, color=INK, linewidth=1.6)
     return drawn[0]
 
 
@@ -74,23 +68,23 @@ def memory_over_update(rank: RankPlan, name: str, device_memory: int | None) -> 
     moments = rank.moments
     kinds = [kind for kind in KINDS if any(moment.by_kind.get(kind, 0) for moment in moments)]
     top, last, at = max(rank.peak.total, 1), max(len(moments) - 1, 1), highest_of(rank)
-    with _drawing(f"Memory over the update, {name}", 170, below=22, left=52) as (axes, drawn):
+    with drawing(f"Memory over the update, {name}", 170, below=22, left=52) as (axes, drawn):
         axes.set(xlim=(0, last), ylim=(0, top * 1.18), xticks=[])
-        axes.set_ylabel(_bytes_axis(axes.yaxis, top), color=_SOFT)
-        axes.set_xlabel("operations of the update, in order", color=_SOFT)
+        axes.set_ylabel(_bytes_axis(axes.yaxis, top), color=SOFT)
+        axes.set_xlabel("operations of the update, in order", color=SOFT)
         layers = [[moment.by_kind.get(kind, 0) for moment in moments] for kind in kinds]
         colours = [KIND_COLOURS[kind] for kind in kinds]
-        axes.stackplot(range(len(moments)), *layers, colors=colours, edgecolor=_PAPER, linewidth=0.3)
+        axes.stackplot(range(len(moments)), *layers, colors=colours, edgecolor=PAPER, linewidth=0.3)
         for phase, start, end in _phases(moments):
-            axes.axvline(start, color=_SOFT, linewidth=0.6, linestyle=(0, (3, 3)))
+            axes.axvline(start, color=SOFT, linewidth=0.6, linestyle=(0, (3, 3)))
             if (end - start) / last > 0.0165 * len(phase):  # else there is no room for the word
-                _say(axes, (start + end) / 2, top * 1.17, phase, ha="center", va="top", color=_SOFT, fontsize=10)
+                _say(axes, (start + end) / 2, top * 1.17, phase, ha="center", va="top", color=SOFT, fontsize=10)
         if device_memory is not None and device_memory <= top:
-            axes.axhline(device_memory, color=_INK, linewidth=1.6)
+            axes.axhline(device_memory, color=INK, linewidth=1.6)
         if at is None:  # another update than this one has it
-            axes.axhline(rank.peak.total, color=_INK, linewidth=1, linestyle=(0, (5, 3)))
+            axes.axhline(rank.peak.total, color=INK, linewidth=1, linestyle=(0, (5, 3)))
         else:
-            axes.plot([at], [moments[at].total + top * 0.03], marker="v", color=_INK, markersize=6, clip_on=False)
+            axes.plot([at], [moments[at].total + top * 0.03], marker="v", color=INK, markersize=6, clip_on=False)
     return drawn[0]
 
 
@@ -104,9 +98,9 @@ def bytes_sent(strategies: Sequence[StrategyPlan], size: Callable[[float], str])
     sums = [(one.strategy, sent_by_axis(one)) for one in strategies]
     most = max(sum(links.values()) for _, by_axis in sums for links in by_axis.values())
     height = sum(24 + 24 * len(by_axis) for _, by_axis in sums) + 8
-    with _drawing("Bytes sent in an update", height, below=36, left=104, right=84) as (axes, drawn):
+    with drawing("Bytes sent in an update", height, below=36, left=104, right=84) as (axes, drawn):
         axes.set(ylim=(height, 0), xlim=(0, most * 1.02), yticks=[])
-        axes.set_xlabel(f"{_bytes_axis(axes.xaxis, most)} per rank and update", color=_SOFT)
+        axes.set_xlabel(f"{_bytes_axis(axes.xaxis, most)} per rank and update", color=SOFT)
         at = 0
         for name, by_axis in sums:
             _beside(axes, -0.39, at + 18, shortened(name), weight="bold")
@@ -182,7 +176,7 @@ def _bar(axes: Any, y: float, height: float, parts: Iterable[tuple[int, str, str
     for count, colour, hatch in parts:
         if count:
             edge = 0.8 if count > seen else 0  # which would cover a narrow part
-            axes.barh(y, count, height, left, color=colour, edgecolor=_PAPER, linewidth=edge, hatch=hatch)
+            axes.barh(y, count, height, left, color=colour, edgecolor=PAPER, linewidth=edge, hatch=hatch)
             left += count
 
 
@@ -192,7 +186,7 @@ def _beside(axes: Any, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def _say(axes: Any, x: float, y: float, text: str, **style: Any) -> None:
-    axes.text(x, y, text, parse_math=False, **{"color": _INK, **style})
+    axes.text(x, y, text, parse_math=False, **{"color": INK, **style})
 
 
 def _phases(moments: Sequence[Moment]) -> Iterator[tuple[str, int, int]]:
@@ -200,56 +194,3 @@ def _phases(moments: Sequence[Moment]) -> Iterator[tuple[str, int, int]]:
     starts = [i for i, moment in enumerate(moments) if i == 0 or moments[i - 1].phase != moment.phase]
     for start, end in zip(starts, [*starts[1:], len(moments) - 1], strict=True):
         yield moments[start].phase, start, end
-
-
-@contextmanager
-def _drawing(
-    title: str, height: float, *, below: float, left: float = 4, right: float = 8
-) -> Iterator[tuple[Any, list[str]]]:
-    """Context with axes of this height in pixels and these margins, and a list to which the SVG is added at the end."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: Any = {
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],  # what comes with Matplotlib
-        "font.size": 11,
-        "hatch.linewidth": 0.6,
-        "hatch.color": _PAPER,
-        "svg.fonttype": "none",
-        "svg.hashsalt": title,
-        "text.parse_math": False,
-    }
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style may ask for another font, or for LaTeX
-        matplotlib.rcParams.update(style)
-        whole, drawn = height + below + 2, list[str]()
-        figure = Figure(figsize=(_WIDTH / 72, whole / 72))
-        figure.patch.set_visible(False)
-        axes = figure.add_axes((left / _WIDTH, below / whole, (_WIDTH - left - right) / _WIDTH, height / whole))
-        axes.set_axisbelow(True)
-        axes.grid(color=_GRID, linewidth=0.8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(_SOFT)
-        axes.tick_params(length=0, labelcolor=_SOFT)
-        axes.patch.set_visible(False)
-        yield axes, drawn
-        written = io.StringIO()
-        figure.savefig(written, format="svg", dpi=72, metadata={"Date": None})
-        drawn.append(_for_html(written.getvalue(), title))
-
-
-def _for_html(svg: str, title: str) -> str:
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    view = re.search(r'viewBox="[^"]*"', svg)
-    assert view is not None
-    body = re.sub(r"<[^>]*>", lambda tag: _tag_for_html(tag[0]), svg[svg.index(">") + 1 :])
-    return f'<svg {view[0]} role="img" aria-label="{escape(title)}">{body}'
-
-
-def _tag_for_html(tag: str) -> str:
-    """A tag with the page's colours, shorter numbers, and no name that another chart has too."""
-    for drawn, shown in _OF_THE_PAGE.items():
-        tag = tag.replace(drawn, shown)
-    tag = re.sub(r'^<g id="[a-z_]+\d+"', "<g", tag)
-    return re.sub(r"(\d+\.\d)\d+", r"\1", tag)  # a tenth of a pixel is fine enough

@@ -11,6 +11,7 @@ from string import Template
 
 from ...core.checkpoint.export.files import Pending
 from ...core.errors import ConfigError, counted
+from ..page_style import STYLE
 from .charts import (
     KIND_COLOURS,
     LINK_COLOURS,
@@ -25,7 +26,6 @@ from .charts import (
     sent_by_axis,
     time_of_a_step,
 )
-from .page_style import STYLE
 from .plan import Kind, Moment, RankPlan, StrategyPlan, TrainingPlan
 from .report import CAPTION, about_times, cells, headings, interval, lines_on, not_seen, size, where_it_is
 

@@ -1,4 +1,4 @@
-"""The style of a plan's page."""
+"""The style of pages: those of plans, and those of reports."""
 
 STYLE = """\
 :root { color-scheme: light dark; --ink: #16191d; --soft: #5b6470; --grid: #e4e7eb; --paper: #ffffff; --ground: #f4f5f7;

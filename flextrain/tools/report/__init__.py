@@ -1,0 +1,1 @@
+"""Reports of runs: what `flextrain report` writes."""

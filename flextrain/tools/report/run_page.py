@@ -1,0 +1,268 @@
+"""Runs as one HTML file, which needs no network: curves, events, settings, pictures."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from string import Template
+
+from ..page_style import STYLE
+from .curve_charts import RUN_COLOURS, chart, chart_of_ranks, colour_of
+from .facts import differing_settings, facts_of, final_values
+from .figures import SECTIONS, Figure, figures
+from .page_script import SCRIPT
+from .recorded_run import RecordedRun, RunEvent
+from .run_page_style import RUN_STYLE
+
+_MOST_CHARTS = 80
+_MOST_EVENTS = 400
+_MOST_PICTURE_BYTES = 12 * 2**20
+_MARKED = frozenset({"Loss", "Metrics"})
+_RANK_TITLES = (("data_time", "Waiting for data, of each rank", "seconds"), ("memory", "Memory of each rank", "MiB"))
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+$refresh<title>$title</title>
+<style>
+$style</style>
+</head>
+<body>
+<main>
+$body
+</main>
+<script>
+$script</script>
+</body>
+</html>
+""")
+
+
+def page(runs: Sequence[RecordedRun], *, refresh_s: int | None = None) -> str:
+    """Return the page of one run or several.
+
+    Args:
+        runs: the runs, in the order of their colours.
+        refresh_s: seconds after which a browser reads the page again; None: never.
+    """
+    found = figures(runs)
+    drawn, left_out = found[:_MOST_CHARTS], found[_MOST_CHARTS:]
+    sections = (
+        _heading(runs),
+        _facts(runs),
+        _legend(runs),
+        *(_charts(section, [one for one in drawn if one.section == section], runs) for section in SECTIONS),
+        _of_ranks(runs),
+        _left_out(left_out),
+        _finals(found, runs),
+        _pictures(runs),
+        _events(runs),
+        _settings(runs),
+    )
+    title = escape(f"Training: {', '.join(run.name for run in runs)}")
+    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">\n'
+    return _PAGE.substitute(
+        refresh=refresh,
+        title=title,
+        style=STYLE + RUN_STYLE + _colours(runs),
+        body="\n".join(filter(None, sections)),
+        script=SCRIPT,
+    )
+
+
+def _colours(runs: Sequence[RecordedRun]) -> str:
+    """The colours of the runs, and the rules that hide a run whose box is not ticked."""
+    light, dark = (" ".join(f"--run-{i}: {pair[shade]};" for i, pair in enumerate(RUN_COLOURS)) for shade in (0, 1))
+    hide = "".join(f"body:has(#show-{i}:not(:checked)) .of-run-{i} {{ display: none; }}\n" for i in range(len(runs)))
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{hide}"
+
+
+def _heading(runs: Sequence[RecordedRun]) -> str:
+    name = escape(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
+    written = time.strftime("%Y-%m-%d %H:%M:%S")
+    notes = "".join(f"<p>{escape(run.name)}: {escape(note)}</p>" for run in runs for note in run.notes)
+    return f"<header><h1>{name}</h1><p>Training report, written {written}</p>{notes}</header>"
+
+
+def _badge(run: int) -> str:
+    return f'<i class="badge" style="background:{colour_of(run)}"></i>'
+
+
+def _facts(runs: Sequence[RecordedRun]) -> str:
+    facts = [facts_of(run) for run in runs]
+    names = dict.fromkeys(name for each in facts for name in each)
+    head = "".join(
+        f'<th scope=col>{_badge(i)}<span class="name">{escape(run.name)}</span></th>' for i, run in enumerate(runs)
+    )
+    rows = "".join(
+        f"<tr><th scope=row>{escape(name)}</th>{_cells(each.get(name, '') for each in facts)}</tr>" for name in names
+    )
+    return (
+        f'<section><div class="wide"><table class="facts"><thead><tr><th></th>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _legend(runs: Sequence[RecordedRun]) -> str:
+    if len(runs) < 2:
+        return ""
+    boxes = "".join(
+        f'<label><input type="checkbox" id="show-{i}" checked>{_badge(i)}{escape(run.name)}</label>'
+        for i, run in enumerate(runs)
+    )
+    return f'<nav class="runs" aria-label="Runs that are shown">{boxes}</nav>'
+
+
+def _charts(section: str, found: Sequence[Figure], runs: Sequence[RecordedRun]) -> str:
+    if not found:
+        return ""
+    marks = section in _MARKED
+    drawn = "".join(
+        f"<figure><h3>{escape(figure.title)}</h3>{chart(figure, runs, marks=marks)}</figure>" for figure in found
+    )
+    kinds = {event.kind for run in runs for event in run.events} if marks else set()
+    return f'<section><h2>{section}</h2>{_key(kinds)}<div class="grid">{drawn}</div></section>'
+
+
+def _key(kinds: set[str]) -> str:
+    """What the marks on the curves mean, of those that there are."""
+    words = (
+        ("▲", "checkpoint saved", {"saved"}),
+        ("◆", "warning or error in the log", {"warning", "error", "save_failed"}),
+        ("┆", "failure or preemption", {"failed", "stalled", "preempted", "left", "gave_up"}),
+        ("▼", "resumed", {"resumed"}),
+    )
+    items = "".join(f"<li><b>{sign}</b> {text}</li>" for sign, text, of in words if of & kinds)
+    return f'<ul class="legend">{items}</ul>' if items else ""
+
+
+def _of_ranks(runs: Sequence[RecordedRun]) -> str:
+    parts = []
+    for name, title, unit in _RANK_TITLES:
+        for i, run in enumerate(runs):
+            by_rank = {rank: curve for rank, curve in run.ranks.get(name, {}).items() if curve.xs}
+            if len(by_rank) > 1:
+                whose = f": {escape(run.name)}" if len(runs) > 1 else ""
+                heading = f"{_badge(i)}{escape(title)}{whose}"
+                drawn = chart_of_ranks(f"{title}: {run.name}", unit, i, by_rank)
+                parts.append(f'<figure class="of-run-{i}"><h3>{heading}</h3>{drawn}</figure>')
+    if not parts:
+        return ""
+    text = "Each rank has measured its own time. A rank that waits longest for data lets the others wait for it."
+    return f'<section><h2>Ranks</h2><p class="small">{text}</p><div class="grid">{"".join(parts)}</div></section>'
+
+
+def _left_out(found: Sequence[Figure]) -> str:
+    if not found:
+        return ""
+    names = ", ".join(figure.title for figure in found[:50])
+    more = f" and {len(found) - 50} more" if len(found) > 50 else ""
+    text = f"No charts of {len(found)} further figures, whose last values are in the table: {names}{more}."
+    return f'<section><p class="small">{escape(text)}</p></section>'
+
+
+def _finals(found: Sequence[Figure], runs: Sequence[RecordedRun]) -> str:
+    rows = final_values(found, runs)
+    if not rows:
+        return ""
+    head = "".join(f"<th scope=col>{_badge(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
+    body = "".join(f"<tr><th scope=row>{escape(title)}</th>{_cells(cells)}</tr>" for title, cells in rows)
+    return (
+        f'<section><h2>Last values</h2><div class="wide"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody>'
+        "</table></div></section>"
+    )
+
+
+def _pictures(runs: Sequence[RecordedRun]) -> str:
+    shown, left_out, used = [], 0, 0
+    for i, run in enumerate(runs):
+        for name, step, path in run.pictures:
+            try:
+                size = path.stat().st_size
+                if used + size > _MOST_PICTURE_BYTES:
+                    left_out += 1
+                    continue
+                content = base64.b64encode(path.read_bytes()).decode()
+            except OSError:  # removed meanwhile
+                left_out += 1
+                continue
+            used += size
+            caption = f"{_badge(i)}{escape(name)}, step {step}"
+            shown.append(
+                f'<figure class="of-run-{i}"><img alt="{escape(name)}" src="data:image/png;base64,{content}">'
+                f"<figcaption>{caption}</figcaption></figure>"
+            )
+    if not shown:
+        return ""
+    rest = (
+        f'<p class="small">{left_out} more pictures are in the folders vis_image of the runs.</p>' if left_out else ""
+    )
+    return f'<section><h2>Pictures</h2>{rest}<div class="pictures">{"".join(shown)}</div></section>'
+
+
+def _events(runs: Sequence[RecordedRun]) -> str:
+    happened = [(i, event) for i, run in enumerate(runs) for event in run.events]
+    if not happened:
+        return ""
+    happened.sort(key=lambda pair: pair[1].when)
+    shown = happened[-_MOST_EVENTS:]
+    rows = "".join(_event(i, event, runs) for i, event in shown)
+    rest = len(happened) - len(shown)
+    text = (
+        f'<p class="small">The last {len(shown)} of {len(happened):,}; events.jsonl and the logs have all.</p>'
+        if rest
+        else ""
+    )
+    heads = "".join(f"<th scope=col>{head}</th>" for head in ("time", "run", "event", "iteration", "what"))
+    return (
+        f'<section><details{" open" if len(shown) <= 40 else ""}><summary><h2>Events</h2></summary>{text}<div class="wide">'
+        f'<table class="events"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details></section>'
+    )
+
+
+def _event(run: int, event: RunEvent, runs: Sequence[RecordedRun]) -> str:
+    at = "" if event.iteration is None else f"{event.iteration:,}"
+    cells = (event.kind.replace("_", " "), at, event.text[:500])
+    return (
+        f'<tr class="of-run-{run} {escape(event.kind)}"><th scope=row>{escape(event.when)}</th>'
+        f"<td>{_badge(run)}{escape(runs[run].name)}</td>{_cells(cells)}</tr>"
+    )
+
+
+def _settings(runs: Sequence[RecordedRun]) -> str:
+    parts = []
+    if len(runs) > 1:
+        rows = differing_settings(runs)
+        if rows:
+            parts.append(f"<h2>Settings that differ</h2>{_table(rows, runs)}")
+        elif any(run.settings for run in runs):
+            parts.append("<h2>Settings that differ</h2><p class=small>None: the configurations are the same.</p>")
+    environments = [run.record.get("environment") or {} for run in runs]
+    names = dict.fromkeys(name for each in environments if isinstance(each, dict) for name in each)
+    rows = [(name, [str(each.get(name, "")) for each in environments]) for name in names]
+    if rows:
+        parts.append(f"<h2>Environment</h2>{_table(rows, runs)}")
+    for i, run in enumerate(runs):
+        if run.settings:
+            own = _table([(key, [value]) for key, value in run.settings.items()], [run], heads=False)
+            parts.append(f"<details><summary>{_badge(i)}All settings of {escape(run.name)}</summary>{own}</details>")
+    return "".join(f"<section>{part}</section>" for part in parts)
+
+
+def _table(rows: Iterable[tuple[str, Sequence[str]]], runs: Sequence[RecordedRun], *, heads: bool = True) -> str:
+    head = "".join(f"<th scope=col>{_badge(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
+    head = f"<thead><tr><th></th>{head}</tr></thead>" if heads else ""
+    body = "".join(f"<tr><th scope=row>{escape(key)}</th>{_cells(map(_cut, values))}</tr>" for key, values in rows)
+    return f'<div class="wide"><table class="settings">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+
+
+def _cut(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
