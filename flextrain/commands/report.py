@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    from ..tools.report.writing import names_of, recorded_runs, watch, write_markdown, write_report
+    from ..tools.report.report_files import names_of, recorded_runs, watch, write_markdown, write_report
 
     if arguments.interval < 0.1:
         raise ConfigError(f"report.interval: {arguments.interval} is not allowed, give 0.1 or more seconds")

@@ -25,6 +25,8 @@ _HEIGHT, _BELOW, _LEFT, _RIGHT = 196, 36, 56, 10
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 _RANK_LINES = 8
 _ENDS_BADLY = frozenset({"failed", "stalled", "preempted", "left", "gave_up"})
+_FROM_ZERO = frozenset({"MiB", "seconds", "samples/s", "updates/s"})
+"""Units whose axes begin with zero."""
 _LOG_FROM = 100.0
 """The ratio of the largest to the smallest value from which on an axis is logarithmic, if all are above zero."""
 
@@ -94,13 +96,17 @@ def _drawn(
     x_all = np.concatenate([line.xs for line in lines])
     left, right = float(x_all.min()), float(x_all.max())
     right = right if right > left else left + 1
+    left = 0.0 if 0 < left < 0.1 * right else left
     is_log = len(finite) > 1 and float(finite.min()) > 0 and float(finite.max()) > _LOG_FROM * float(finite.min())
-    low, high = _limits(finite, is_log)
+    low, high = _limits(finite, is_log, from_zero=unit in _FROM_ZERO, marks=marks and any(events.values()))
     factor, shown_unit = _scale(unit, high)
     colours = {f"#0505{i:02x}": colour_of(i) for i in range(len(RUN_COLOURS))} | {"#060606": "var(--bad)"}
     own = [*colours]
     room = 46 if names_at_end else _RIGHT
-    with drawing(title, _HEIGHT, below=_BELOW, left=_LEFT, right=room, colours=colours) as (axes, drawn):
+    with drawing(f"{title}, over {x_title}s", _HEIGHT, below=_BELOW, left=_LEFT, right=room, colours=colours) as (
+        axes,
+        drawn,
+    ):
         axes.set(xlim=(left, right), ylim=(low, high))
         if is_log:
             axes.set_yscale("log")
@@ -136,17 +142,19 @@ def _drawn(
     return f"{svg}{_data(title, unit, x_title, lines, box)}{_below(lines, is_log)}"
 
 
-def _limits(finite: Any, is_log: bool) -> tuple[float, float]:
-    """The ends of the vertical axis, with some room."""
+def _limits(finite: Any, is_log: bool, *, from_zero: bool, marks: bool) -> tuple[float, float]:
+    """The ends of the vertical axis, with some room: below for marks."""
     if not len(finite):
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     if is_log:
-        room = (high / low) ** 0.06
-        return low / room, high * room
+        ratio = high / low
+        return low / ratio ** (0.14 if marks else 0.06), high * ratio**0.06
     room = (high - low) * 0.07 or abs(high) * 0.1 or 1.0
-    bottom = 0.0 if 0 <= low <= 0.35 * high else low - room
-    return (bottom if low >= 0 else low - room), high + room
+    if low >= 0 and (from_zero or low < 0.35 * high):
+        top = high * 1.07 or 1.0
+        return (-0.09 * top if marks else 0.0), top
+    return low - (2 * room if marks else room), high + room
 
 
 def _scale(unit: str, high: float) -> tuple[float, str]:
@@ -204,12 +212,12 @@ def short(value: float) -> str:
 
 def _name_lines(axes: Any, lines: Sequence[_Line], colours: Sequence[str]) -> None:
     """Write the names of lines at their ends, below each other."""
-    low, high = axes.get_ylim()
+    low, high = map(float, axes.get_ylim())
     log = axes.get_yscale() == "log"
 
     def height(value: float) -> float:
         if log:
-            return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
+            return math.log(value / low) / math.log(high / low)
         return (value - low) / (high - low)
 
     ends = []

@@ -20,7 +20,8 @@ def facts_of(run: RecordedRun) -> dict[str, str]:
 def _facts(run: RecordedRun) -> Iterator[tuple[str, str]]:
     yield "state", state_of(run)
     updates = run.updates
-    yield "updates", "none yet" if updates is None else f"{updates:,}"
+    more = f" in {run.starts} starts" if run.starts > 1 else ""
+    yield "updates", "none yet" if updates is None else f"{updates:,}{more}"
     for figure in figures([run]):
         if figure.section == "Metrics" and (found := final(figure, 0)) is not None and found.best is not None:
             at = f" at iteration {short(found.at)}" if found.at is not None else ""
@@ -29,11 +30,10 @@ def _facts(run: RecordedRun) -> Iterator[tuple[str, str]]:
     if isinstance(seconds, dict):
         times = {str(name): value for name, value in seconds.items() if isinstance(value, (int, float))}
         whole = times.pop("all", sum(times.values()))
-        since = " (since the last start)" if run.starts > 1 else ""
-        yield f"time{since}", _duration(whole)
-        yield "of it", ", ".join(f"{name} {_duration(value)}" for name, value in times.items())
+        since = " since the last start" if run.starts > 1 else ""
+        yield "time", f"{_duration(whole)}{since}"
+        yield "time went into", ", ".join(f"{name} {_duration(value)}" for name, value in times.items())
     yield "speed", _speed(run)
-    yield "starts", str(run.starts) if run.starts > 1 else ""
     facts = run.start.get("facts")
     words: Mapping[str, Any] = facts if isinstance(facts, dict) else {}
     yield "strategy", str(words.get("strategy", ""))

@@ -51,7 +51,13 @@ def figures(runs: Sequence[RecordedRun]) -> list[Figure]:
             if key not in found:
                 found[key] = Figure(key, *_described(curve))
             found[key].curves[i] = curve
-    return sorted(found.values(), key=lambda figure: SECTIONS.index(figure.section))
+    return sorted(found.values(), key=lambda figure: (SECTIONS.index(figure.section), *_last(figure)))
+
+
+def _last(figure: Figure) -> tuple[bool, bool]:
+    """What puts a figure behind others of its section: first comes the speed of training."""
+    is_speed = figure.section == "Speed"
+    return is_speed and figure.key[0] == "val", is_speed and not figure.unit.endswith("/s")
 
 
 def _speeds(run: RecordedRun) -> Iterator[Curve]:
@@ -75,7 +81,7 @@ def _described(curve: Curve) -> tuple[str, str, str]:
         what = what if mode == "train" else f"{what}, validation"
         return what, "seconds", "Speed"
     if name in ("samples per second", "updates per second"):
-        return name, "1/s", "Speed"
+        return name, f"{name.partition(' ')[0]}/s", "Speed"
     if last == "memory":
         return "largest memory so far", "MiB", "Memory"
     if mode == "val":

@@ -78,7 +78,7 @@ def flattened(settings: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(settings, list) and any(isinstance(each, (Mapping, list)) for each in settings):
         items = dict(enumerate(settings)).items()
     else:
-        return {prefix: json.dumps(settings, default=str, ensure_ascii=False)}
+        return {} if not prefix else {prefix: json.dumps(settings, default=str, ensure_ascii=False)}
     return {
         name: text
         for key, value in items

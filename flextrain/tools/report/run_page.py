@@ -51,11 +51,14 @@ def page(runs: Sequence[RecordedRun], *, refresh_s: int | None = None) -> str:
     """
     found = figures(runs)
     drawn, left_out = found[:_MOST_CHARTS], found[_MOST_CHARTS:]
+    by_section = {name: [one for one in drawn if one.section == name] for name in SECTIONS}
     sections = (
         _heading(runs),
         _facts(runs),
         _legend(runs),
-        *(_charts(section, [one for one in drawn if one.section == section], runs) for section in SECTIONS),
+        '<div class="sections">',
+        *(_charts(name, found_here, runs) for name, found_here in by_section.items()),
+        "</div>",
         _of_ranks(runs),
         _left_out(left_out),
         _finals(found, runs),
@@ -125,7 +128,8 @@ def _charts(section: str, found: Sequence[Figure], runs: Sequence[RecordedRun]) 
         f"<figure><h3>{escape(figure.title)}</h3>{chart(figure, runs, marks=marks)}</figure>" for figure in found
     )
     kinds = {event.kind for run in runs for event in run.events} if marks else set()
-    return f'<section><h2>{section}</h2>{_key(kinds)}<div class="grid">{drawn}</div></section>'
+    single = ' class="single"' if len(found) == 1 else ""
+    return f'<section{single}><h2>{section}</h2>{_key(kinds)}<div class="grid">{drawn}</div></section>'
 
 
 def _key(kinds: set[str]) -> str:

@@ -15,6 +15,10 @@ RUN_STYLE = """\
 .runs { position: sticky; top: 0; z-index: 3; display: flex; flex-wrap: wrap; gap: 4px 18px; background: var(--ground);
   padding: 10px 4px; margin: -6px 0 10px; font-size: 14px; }
 .runs label { cursor: pointer; overflow-wrap: anywhere; } .runs input { margin: 0 7px 0 0; vertical-align: -1px; }
+.sections { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 0 16px;
+  grid-auto-flow: dense; }
+.sections > section { grid-column: 1 / -1; min-width: 0; } .sections > .single { grid-column: auto; }
+.single svg { max-width: 680px; } .single .legend { min-height: 20px; }
 .grid figure { position: relative; min-width: 0; }
 .legend b { color: var(--soft); font-weight: 400; margin-right: 4px; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(140px, 1fr)); gap: 16px; }
