@@ -137,6 +137,7 @@ def _drawn(
         _ticks(axes, is_log, factor)
         axes.set_xlabel(x_title, color=SOFT)
         axes.set_ylabel(shown_unit, color=SOFT)
+        axes.yaxis.set_label_coords((9 - _LEFT) / (WIDTH - _LEFT - room), 0.5)  # at the edge, whatever the numbers
     svg = re.sub(r'<g id="of-run-(\d+)"', r'<g class="of-run-\1"', drawn[0])
     box = {"left": _LEFT, "width": WIDTH - _LEFT - room, "x": [left, right], "top": 1, "height": _HEIGHT}
     return f"{svg}{_data(title, unit, x_title, lines, box)}{_below(lines, is_log)}"

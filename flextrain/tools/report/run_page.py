@@ -156,7 +156,7 @@ def _of_ranks(runs: Sequence[RecordedRun]) -> str:
                 parts.append(f'<figure class="of-run-{i}"><h3>{heading}</h3>{drawn}</figure>')
     if not parts:
         return ""
-    text = "Each rank has measured its own time. A rank that waits longest for data lets the others wait for it."
+    text = "Each rank has measured its own time. The others wait for the rank that waits longest for its data."
     return f'<section><h2>Ranks</h2><p class="small">{text}</p><div class="grid">{"".join(parts)}</div></section>'
 
 

@@ -29,5 +29,5 @@ summary h2 { display: inline; } details[open] > summary { margin-bottom: 10px; }
   font-variant-numeric: tabular-nums; max-width: 100%; overflow: hidden; text-overflow: ellipsis; }
 .shown b { font-weight: 600; } .cursor { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 2 2; }
 @media (max-width: 600px) { .facts tbody th { white-space: normal; min-width: 74px; } .facts td { min-width: 138px; }
-  .facts th, .facts td { padding: 6px 5px; font-size: 12px; } }
+  .facts th, .facts td { padding: 6px 5px; font-size: 12px; } .grid svg text { font-size: 13px !important; } }
 """
