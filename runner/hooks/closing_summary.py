@@ -148,10 +148,13 @@ class ClosingSummary:
 
     def _samples_per_iteration(self) -> float | None:
         """Return the mean over an epoch, whose last batch may be smaller; None if the data does not say."""
+        whole = samples_per_iteration(self._runner)
+        if whole is None:  # a list of batches: its length counts batches
+            return None
         data = getattr(self._runner.train_loop, "data", None)  # a loop of one's own may have none
         if data is not None and data.num_samples and data.epoch_length and not data.drop_last:
             return float(data.num_samples / data.epoch_length)
-        return samples_per_iteration(self._runner)
+        return whole
 
     def _bests(self) -> Iterator[_Best]:
         """Yield the best values that a CheckpointHook kept the weights of; if there are none, that of the first metric."""

@@ -117,14 +117,23 @@ class LoggerHook(Hook):
         self._by_epoch = runner.train_loop.by_epoch
         self._summary, self._record = ClosingSummary(runner), RunRecord(runner)
         if runner.rank == 0 and (self.tables or self._record.is_kept):
-            begins = opening(runner, runner.outline)
-            self._record.update(start=begins.as_json(), environment=environment(runner), first_iter=runner.iter)
-            for table in begins.tables() if self.tables else ():
-                log_table(runner.logger, table)
+            self._introduce(runner, self._record)
         wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
         if runner.rank == 0 and wants_bar:
             self._bar = ProgressBar(runner)
             self._bar.start()
+
+    def _introduce(self, runner: Run, record: RunRecord) -> None:
+        """Write what the training is, for readers of the log and for reports."""
+        record.update(environment=environment(runner), first_iter=runner.iter)
+        try:
+            begins = opening(runner, runner.outline)
+        except Exception as error:  # a strategy or an optimizer of somebody else's; a table must not end a training
+            runner.logger.warning(f"No tables of the training: {type(error).__name__}: {error}")
+            return
+        record.update(start=begins.as_json())
+        for table in begins.tables() if self.tables else ():
+            log_table(runner.logger, table)
 
     def before_train_epoch(self, runner: Run) -> None:
         """Prepare the histories and read the epoch's length, which may differ after a resumed epoch."""

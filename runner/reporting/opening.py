@@ -150,7 +150,7 @@ def _updates(run: Run) -> str:
         text = f"{loop.max_iters:,} = {counted(loop.max_epochs, 'epoch')} of {loop.epoch_length:,}"
     else:
         length = getattr(getattr(loop, "data", None), "epoch_length", None)
-        text += f", an epoch has {length:,}" if length else ", the data have no known length"
+        text += f", an epoch has {length:,}" if length else ", the data have no end or no known length"
     return f"{text}; {done:,} are done" if done else text
 
 

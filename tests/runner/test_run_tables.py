@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,22 @@ def test_a_terminal_gets_the_drawn_table_and_the_file_its_lines(
     assert "─" in terminal.text
     assert "a[bold]b" in terminal.text
     assert " - INFO - " not in terminal.text
+
+
+def test_a_list_of_batches_has_iterations_per_second_and_no_samples(tmp_path: Path) -> None:
+    batches = [(torch.randn(4, 4), torch.tensor([0, 1, 0, 1])) for _ in range(5)]
+    options = dict(val_dataloader=None, val_cfg=None, val_evaluator=None)
+    run = make_run(tmp_path, train_dataloader=batches, train_cfg={"by_epoch": True, "max_epochs": 1}, **options)
+    run.train()
+    assert re.search(r"Trained 1 epoch \(5 iterations\) in 0:00:\d\d, [\d.e+]+ iterations/s", log_of(run))
+    assert "  batch      of unknown size: as the data give them\n" in log_of(run)
+
+
+def test_a_strategy_that_cannot_tell_its_memory_trains_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, train_cfg={"by_epoch": True, "max_epochs": 1})
+    monkeypatch.setattr(run.strategy, "state_memory", lambda: list[int]().pop())
+    run.train()
+    assert run.iter == 10
+    assert "WARNING - No tables of the training: IndexError: pop from empty list\n" in log_of(run)

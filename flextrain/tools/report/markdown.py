@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .facts import differing_settings, facts_of, final_values
 from .figures import figures
 from .recorded_run import RecordedRun
+from .run_facts import differing_settings, facts_of, final_values
 
 _MOST_ROWS = 40
 _SECTIONS = ("Metrics", "Loss", "Speed", "Memory")

@@ -10,10 +10,10 @@ from string import Template
 
 from ..page_style import STYLE
 from .curve_charts import RUN_COLOURS, chart, chart_of_ranks, colour_of
-from .facts import differing_settings, facts_of, final_values
 from .figures import SECTIONS, Figure, figures
 from .page_script import SCRIPT
 from .recorded_run import RecordedRun, RunEvent
+from .run_facts import differing_settings, facts_of, final_values
 from .run_page_style import RUN_STYLE
 
 _MOST_CHARTS = 80
