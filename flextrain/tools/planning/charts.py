@@ -119,16 +119,16 @@ def time_of_a_step(plan: TrainingPlan, interval: Callable[[float, float], str]) 
     times = [(one.strategy, one.time) for one in plan.strategies if one.time is not None]
     most = max(time.upper for _, time in times)
     unit, factor = next(pair for pair in _SECONDS if most * pair[1] >= 1 or pair is _SECONDS[-1])
-    with _drawing("Time of a step", 38 * len(times) + 8, below=36, right=104) as (axes, drawn):
+    with drawing("Time of a step", 38 * len(times) + 8, below=36, right=104) as (axes, drawn):
         axes.set(ylim=(38 * len(times) + 8, 0), xlim=(0, most * factor * 1.02), yticks=[])
-        axes.set_xlabel(f"{unit} per update", color=_SOFT)
+        axes.set_xlabel(f"{unit} per update", color=SOFT)
         for i, (name, time) in enumerate(times):
             _beside(axes, 0, 38 * i + 15, shortened(name), weight="bold")
             for begin, end, part in ((0.0, time.lower, "least"), (time.lower, time.upper, "most")):
                 colour, hatch = TIME_COLOURS[part]
                 axes.barh(
                     38 * i + 28, (end - begin) * factor, 16, begin * factor,
-                    color=colour, edgecolor=_PAPER, linewidth=0, hatch=hatch,
+                    color=colour, edgecolor=PAPER, linewidth=0, hatch=hatch,
                 )  # fmt: skip
             _beside(axes, 1.02, 38 * i + 32, interval(time.lower, time.upper))
     return drawn[0]
