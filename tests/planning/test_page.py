@@ -14,6 +14,7 @@ from flextrain.tools.planning import html as html_module
 from flextrain.tools.planning.html import check_page, page, write_page
 from flextrain.tools.planning.machines import MACHINES
 from flextrain.tools.planning.plan import KINDS, Moment, RankPlan, StrategyPlan, Traffic, TrainingPlan
+from flextrain.tools.planning.recipe import Recipe
 from flextrain.tools.planning.times import StepTime
 
 pytest.importorskip("matplotlib")
@@ -115,6 +116,8 @@ def test_the_time_of_a_step_and_the_arguments_of_the_script():
         dataclasses.replace(strategy(name, MIB, 20), time=StepTime(*ends, 0.1, 0, 0, 0, (0.1, 0.2)))
         for name, ends in times.items()
     ]
+    ranks = [dataclasses.replace(timed[0].ranks[0], samples=4)]
+    timed[0] = dataclasses.replace(timed[0], ranks=ranks, recipe=Recipe(data_shards=512))
     plan = training_plan(*timed, REFUSED, machine=MACHINES["h100"], arguments=["--name", "<b>x y</b>"])
     found = page(plan)
     read = Reader(found)
@@ -123,9 +126,12 @@ def test_the_time_of_a_step_and_the_arguments_of_the_script():
     assert "<b>" not in found
     assert "machineNVIDIA H100 SXM 80 GB" in text
     assert "from perfect overlap of computing and sending to none" in text
+    assert re.findall(r'<td class="fits">(\w*)</td>', found) == ["yes", "yes", ""]
+    assert ">2,048</td>" in found  # samples
     chart = found[found.index('aria-label="Time of a step"') :]
     chart = chart[: chart.index("</svg>")]
     assert "seconds per update" in chart
+    assert "ddp, 2,048 samples" in chart
     assert "0.5 to 2 s" in chart
     assert "250 to 750 ms" in chart
     # Of each strategy a bar from 0 to the lower end, and one from there to the upper end.

@@ -116,7 +116,7 @@ def bytes_sent(strategies: Sequence[StrategyPlan], size: Callable[[float], str])
 
 def time_of_a_step(plan: TrainingPlan, interval: Callable[[float, float], str]) -> str:
     """Bars of the seconds of an update: up to the lower end, and from there to the upper one; a strategy has a time."""
-    times = [(one.strategy, one.time) for one in plan.strategies if one.time is not None]
+    times = [(f"{one.strategy}, {one.samples:,} samples", one.time) for one in plan.strategies if one.time is not None]
     most = max(time.upper for _, time in times)
     unit, factor = next(pair for pair in _SECONDS if most * pair[1] >= 1 or pair is _SECONDS[-1])
     with drawing("Time of a step", 38 * len(times) + 8, below=36, right=104) as (axes, drawn):

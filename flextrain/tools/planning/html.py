@@ -137,7 +137,9 @@ def _table(plan: TrainingPlan) -> str:
 
 def _row(plan: TrainingPlan, strategy: StrategyPlan) -> str:
     verdict = {True: "yes", False: "no", None: strategy.status}[plan.fits(strategy)]
-    body = "".join(f"<td>{escape(cell)}</td>" for cell in cells(plan, strategy))
+    names = headings(plan)[1:]
+    kinds = [' class="fits"' if name == "fits" else "" for name in names]
+    body = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, cells(plan, strategy), strict=True))
     return f'<tr class="{verdict}"><th scope=row>{_name(strategy)}</th>{body}</tr>'
 
 

@@ -25,8 +25,19 @@ _SHOWN = {
     "communication": "communication",
 }
 
-_HEADINGS = ("strategy", "peak", *_SHOWN.values(), "other", "sent inside", "between", "TFLOP", "repeated", "fits")
-CAPTION = "bytes per rank: memory at the peak, and sent to processes of its node and of other nodes"
+_HEADINGS = (
+    "strategy",
+    "samples",
+    "peak",
+    *_SHOWN.values(),
+    "other",
+    "sent inside",
+    "between",
+    "TFLOP",
+    "repeated",
+    "fits",
+)
+CAPTION = "of one update: samples of all processes; bytes per rank, of memory at the peak and sent to its node and to other nodes"
 
 
 def report(plan: TrainingPlan) -> Group:
@@ -65,11 +76,12 @@ def cells(plan: TrainingPlan, strategy: StrategyPlan) -> list[str]:
     """A strategy's row of the table, but for its name."""
     rank = strategy.highest
     if rank is None:
-        return ["refused"] + [""] * (len(headings(plan)) - 2)
+        return ["", "refused"] + [""] * (len(headings(plan)) - 3)
     by_kind = rank.peak.by_kind
     known = [by_kind.get(kind, 0) for kind in _SHOWN]  # type: ignore[call-overload]
     fits = plan.fits(strategy)
     return [
+        f"{strategy.samples:,}" if strategy.samples else "",
         size(rank.peak.total),
         *map(size, known),
         size(rank.peak.total - sum(known)),
