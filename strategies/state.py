@@ -253,9 +253,22 @@ class CanonicalState(ProcessEnvironment):
         if self.optim is None:
             return []
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        return [
-            (names[id(wrapper.model_parameter(parameter))], wrapper, parameter, group)
+        found = [
+            (wrapper.model_parameter(parameter), wrapper, parameter, group)
             for wrapper in self.optim.wrappers.values()
             for group in wrapper.param_groups
             for parameter in group["params"]
         ]
+        if not all(id(own) in names for own, *_ in found):
+            raise _replaced(dict(self.named_parameters()), {id(own) for own, *_ in found})
+        return [(names[id(own)], *rest) for own, *rest in found]
+
+
+def _replaced(parameters: dict[str, nn.Parameter], optimized: set[int]) -> StrategyError:
+    """Return the error to raise if an optimizer has parameters that are no longer the model's."""
+    strange = [name for name, parameter in parameters.items() if id(parameter) not in optimized]
+    new = [name for name in strange if parameters[name].requires_grad] or strange or ["a removed one"]
+    return StrategyError(
+        f"model: {new[0]} is not the parameter that the optimizer has, it was replaced or removed after set-up, as by "
+        "model.head = ...; change values in place (copy_), or make the model so before the runner is made"
+    )

@@ -41,6 +41,22 @@ class LateState(Hook):
         return {"seen": self.seen}
 
 
+class NewHead(Hook):
+    """Replaces a layer at the beginning of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == self.epoch:
+            runner.strategy.module.net = torch.nn.Linear(3, 2)
+
+
+class NewWeight(Hook):
+    def before_run(self, runner: Any) -> None:
+        runner.strategy.module.net.weight = torch.nn.Parameter(torch.zeros(2, 3))
+
+
 class NoHook:
     def after_train_iter(self, runner: Any) -> None: ...
 
@@ -78,5 +94,7 @@ ROWS = [
     Row("a hook's state is a tensor of a strange dtype", hook(OldState(torch.ones(2).to(torch.float8_e4m3fnuz))), "hook.OldState/seen: tensors of torch.float8_e4m3fnuz cannot be saved"),
     warns("a hook's state that begins with training", hook(LateState()), "LateState.state_dict: fails before training, AttributeError"),
     Row("unknown hook of MMEngine's projects", hook(dict(type="NumClassCheckHook")), 'custom_hooks[0].type: "NumClassCheckHook" is no known hook'),
+    Row("a layer that is replaced in training", hook(NewHead(1)), "model: net.weight is not the parameter that the optimizer has", late=True),
+    Row("a weight that is replaced after set-up", hook(NewWeight()), "model: net.weight is not the parameter that the optimizer has"),
     Row("priority as a float", hook(dict(type="EMAHook", priority=0.5)), "custom_hooks[0].priority"),
 ]  # fmt: skip
