@@ -21,8 +21,8 @@ from flextrain.tools.reference.docstrings import read_docstring
 from flextrain.tools.reference.registry_kinds import KINDS
 
 PUBLIC = sorted(set(Path(__file__).with_name("public_names.txt").read_text().split()))
-NOT_HERE = {"torch_npu", "wandb", "mlflow"}
-"""Packages that a machine for development does not have."""
+NOT_HERE = {"torch_npu", "wandb", "mlflow", "deepspeed"}
+"""Packages that a machine for development may not have."""
 
 
 class Net(torch.nn.Module):

@@ -50,6 +50,13 @@ def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str]) -
         ("LBFGS", ["Every runner refuses it"]),
         ("CheckpointHook", ["save_best", 'priority  str | int, default "VERY_LOW"']),
         ("slurm", ['launcher="slurm"']),
+        ("h100", ["h100", "79.65 GiB"]),
+        ("mesh:tp2xdp2", ["tp=2", "MeshStrategy"]),
+        ("EMAHook.momentum", ["argument of EMAHook", "weight of the newest weights"]),
+        ("AdamW.lr", ["argument of AdamW", "learning rate"]),
+        ("Hook.before_run", ["before_run(runner)"]),
+        ("Strategy.setup", ["optim", "Returns"]),
+        ("torch.optim.AdamW", ["weight_decay  float"]),
         ("hooks", ["EarlyStoppingHook", "Stops training"]),
         ("verify", ["usage: flextrain verify"]),
         ("launch", ["nprocs  int, must be given", "LaunchError: a process failed"]),
@@ -74,6 +81,8 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("EmaHook", '"EMAHook"'),
         ("zero_optimisation.stage", '"strategy.zero_optimization.stage"'),
         ("qqqqqqqqq", "`flextrain list`"),
+        ("", "`flextrain list`"),
+        ("nowhere.at.all", "`flextrain list`"),
     ],
 )
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str], name: str, nearest: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError, suggest
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_kind(kind: str, as_json: bool) -> None:
     """Print the names of one kind with descriptions."""
     if kind == _MACHINES:
-        _print_machines(as_json)
+        print_machines(as_json)
         return
     descriptions = {entry.name: entry.summary for entry in _entries(kind)} if kind in _OTHERS else _types(kind)
     print_json(descriptions) if as_json else _print_table(kind, descriptions)
@@ -140,15 +140,17 @@ def _print_table(kind: str, descriptions: dict[str, str]) -> None:
     console().print(table)
 
 
-def _print_machines(as_json: bool) -> None:
+def print_machines(as_json: bool, names: Collection[str] | None = None) -> None:
+    """Print the machines of these names; None: all."""
     from ..tools.planning.machines import MACHINES
 
+    chosen = {name: machine for name, machine in MACHINES.items() if names is None or name in names}
     if as_json:
-        print_json({name: dataclasses.asdict(machine) for name, machine in MACHINES.items()})
+        print_json({name: dataclasses.asdict(machine) for name, machine in chosen.items()})
         return
     title = "per device; links in one direction; --json has the sources, and the form of a file for --machine"
     table = fitted_table(*MACHINE_COLUMNS, title=title)
-    for machine in MACHINES.values():
+    for machine in chosen.values():
         table.add_row(*machine_row(machine))
     console().print(table)
 

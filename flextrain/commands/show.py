@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from .formatting import FoldedHelp
-from .list_names import kinds, print_kind
+from .list_names import kinds, print_kind, print_machines
 from .output import console, print_json
 
 DESCRIPTION = """\
@@ -46,10 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json and (command := arguments.commands.choices.get(arguments.name)) is not None:
         command.print_help()
         return 0
+    from ..tools.planning.machines import MACHINES
     from ..tools.reference import find, near  # imports torch, which other commands do not need
 
     if arguments.name in kinds():
         print_kind(arguments.name, arguments.json)
+        return 0
+    if arguments.name in MACHINES:
+        print_machines(arguments.json, [arguments.name])
         return 0
     found = find(arguments.name)
     if not found:

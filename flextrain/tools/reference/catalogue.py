@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ from typing import Any
 
 from ...core import registry
 from ...core.errors import FlexTrainError, nearest
-from ...core.import_paths import import_path
+from ...core.import_paths import UnknownNameError, import_dotted, import_path
 from ...runner.hooks.priority import Priority
 from .annotations import default_text
 from .describe import describe, home_of, methods_of
@@ -140,12 +142,52 @@ def find(name: str) -> list[Entry]:
     if found := [each for each in options if each.name == name]:
         return found
     if ":" in name:
-        target = import_path(name, "show")
-        return [describe(name, target, "class" if inspect.isclass(target) else "function", "")]
+        short = name.partition(":")[0]
+        for group in KINDS:
+            if short in _registry(group).short_names():
+                return [_of_short_name(name, group, _registry(group).expand(name, "show"))]
+        return [_of_path(name, import_path(name, "show"))]
+    outer, _, last = name.rpartition(".")
+    if outer and (found := [each for entry in find(outer) for each in _part(entry, last)]):
+        return found
     for group in KINDS:
         if "." not in name and _known(group, name):
             return [of_registry(group, name)]
-    return [each for each in options if each.name.endswith(f".{name}")]
+    if found := [each for each in options if each.name.endswith(f".{name}")]:
+        return found
+    if outer and importlib.util.find_spec(name.partition(".")[0]) is not None:
+        with contextlib.suppress(FlexTrainError, UnknownNameError):
+            return [_of_path(name, import_dotted(name, "show"))]
+    return []
+
+
+def _of_path(name: str, target: Any) -> Entry:
+    return describe(name, target, "class" if inspect.isclass(target) else "function", "")
+
+
+def _part(entry: Entry, name: str) -> Iterator[Entry]:
+    """The entry of an argument or a method of what has an entry: of ``EMAHook.momentum`` or ``Hook.before_run``."""
+    full = f"{entry.name.removeprefix('flextrain.')}.{name}"
+    for argument in entry.arguments:
+        if argument.name == name:
+            yield Entry(
+                name=full,
+                kind=f"argument of {entry.name}",
+                group=entry.group,
+                home=entry.home,
+                summary=argument.meaning,
+                type=argument.type,
+                default=argument.default,
+                see_also=(entry.name,),
+            )
+    for method in entry.methods:
+        if method.name == name:
+            function = getattr(import_path(entry.home, "show"), name)
+            if isinstance(function, property):
+                yield Entry(full, "property", entry.group, f"{entry.home}.{name}", method.summary)
+            else:
+                text = f"{name}{method.signature}"
+                yield replace(describe(full, function, "method", entry.group), example=text, see_also=(entry.name,))
 
 
 def _of_short_name(name: str, group: str, meant: dict[str, Any]) -> Entry:
@@ -163,6 +205,8 @@ def _of_short_name(name: str, group: str, meant: dict[str, Any]) -> Entry:
 
 def near(name: str) -> list[str]:
     """The names most like ``name``, at most three: those that are spelled alike, then those that contain it."""
+    if len(name.strip()) < 2:
+        return []
     names = list(all_names())
     found: list[str] = []
     rest = [*names, *(each.rpartition(".")[2] for each in names)]

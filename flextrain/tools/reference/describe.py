@@ -14,7 +14,7 @@ from .annotations import default_text, hints_of, signature_of, type_text
 from .docstrings import Docstring, read_docstring
 from .entry import Argument, Entry, Method
 from .fields import attribute_meanings
-from .foreign import is_foreign, missing_meanings, said_by_others, unmarked
+from .foreign import is_foreign, left_to_others, missing_meanings, said_by_others, unmarked
 
 _HIDDEN = frozenset({"self", "cls", "where"})
 """Parameters that no user gives; ``where`` is the configuration key for messages."""
@@ -87,7 +87,7 @@ def arguments_of(target: Any, filled_in: Collection[str] = ()) -> Iterator[Argum
             name=stars + parameter.name,
             type=types.get(parameter.name, "") if hint is parameter.empty else type_text(hint),
             default=_default(parameter) if not stars else "",
-            meaning=meanings.get(parameter.name, ""),
+            meaning=meanings.get(parameter.name, "") or left_to_others(target),
             is_filled_in=parameter.name in filled_in,
         )
 

@@ -48,7 +48,9 @@ def said_by_others(target: Any) -> Docstring:
     """The summary, and where the rest stands: their texts hold formulas and links of a documentation system."""
     original = getattr(target, "scheduler", target)
     own = read_docstring(vars(original).get("__doc__") if inspect.isclass(original) else original.__doc__)
-    summary = _SUMMARIES.get(original.__name__) or unmarked(own.summary)
+    summary = (
+        _SUMMARIES.get(original.__name__) or unmarked(own.summary) or f"{original.__name__}, without a description."
+    )
     package = original.__module__.partition(".")[0]
     return Docstring(summary=summary, text=f"A {_noun(original)} of {package}, whose documentation says more.")
 
@@ -64,6 +66,11 @@ def unmarked(text: str) -> str:
     text = _LINK.sub(r"\1", _ROLE.sub(lambda found: found[1].rpartition(".")[2], text))
     text = re.sub(r"\*\*(.+?)\*\*", r"\1", text.replace("``", "`").replace(r"\beta", "beta"))
     return _DEFAULT.sub("", text).strip()
+
+
+def left_to_others(target: Any) -> str:
+    """The meaning of an argument that another library's docstring does not explain; empty for classes of the user's."""
+    return f"see the documentation of {target.__module__.partition('.')[0]}" if is_foreign(target) else ""
 
 
 def _noun(target: Any) -> str:
