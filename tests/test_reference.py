@@ -182,6 +182,8 @@ def test_what_flextrain_fills_in_is_marked() -> None:
 
 
 def test_arguments_of_a_strategy_are_its_options() -> None:
+    assert "replicate_size" in {each.name for each in the("FSDPStrategy").arguments}
+    assert "replicate_size" not in {each.name for each in the("MeshStrategy").arguments}, "which refuses it"
     assert {"wrap", "device", "timeout_s"} <= {each.name for each in the("FSDPStrategy").arguments}
     assert the("fsdp").see_also[0] == "FSDPStrategy"
 

@@ -50,7 +50,7 @@ def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str]) -
         ("LBFGS", ["Every runner refuses it"]),
         ("CheckpointHook", ["save_best", 'priority  str | int, default "VERY_LOW"']),
         ("slurm", ['launcher="slurm"']),
-        ("h100", ["h100", "79.65 GiB"]),
+        ("h100", ["h100", "bfloat16"]),
         ("mesh:tp2xdp2", ["tp=2", "MeshStrategy"]),
         ("EMAHook.momentum", ["argument of EMAHook", "weight of the newest weights"]),
         ("AdamW.lr", ["argument of AdamW", "learning rate"]),

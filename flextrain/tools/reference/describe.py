@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from ...core.config import Config
+from ...core.errors import FlexTrainError
 from .annotations import default_text, hints_of, signature_of, type_text
 from .docstrings import Docstring, read_docstring
 from .entry import Argument, Entry, Method
@@ -98,6 +101,8 @@ def keys_of(model: type[Config]) -> Iterator[Argument]:
     own = [name for name in fields if name in inspect.get_annotations(model)]
     for name in [*own, *(name for name in fields if name not in own)]:
         field = fields[name]
+        if _refuses(model, name, field):
+            continue
         meaning = next((found for kind in model.__mro__ if (found := attribute_meanings(kind).get(name))), "")
         yield Argument(
             name=name,
@@ -105,6 +110,21 @@ def keys_of(model: type[Config]) -> Iterator[Argument]:
             default=None if field.is_required() else default_text(field.get_default(call_default_factory=True)),
             meaning=meaning,
         )
+
+
+def _refuses(model: type[Config], name: str, field: FieldInfo) -> bool:
+    """Whether a configuration refuses a key that it has inherited, whatever its value."""
+    if field.is_required() or not _takes(model, {}):
+        return False
+    return not _takes(model, {name: field.get_default(call_default_factory=True)})
+
+
+def _takes(model: type[Config], values: dict[str, Any]) -> bool:
+    try:
+        model.model_validate(values)
+    except (ValueError, FlexTrainError):
+        return False
+    return True
 
 
 def methods_of(kind: type[Any]) -> Iterator[Method]:
