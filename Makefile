@@ -79,9 +79,9 @@ types: $(VENV)/.installed-dev
 types-and-docs: types
 	@$(MAKE) --no-print-directory docs
 
-# NO_MKDOCS_2_WARNING: a notice about other products, on every build.
+# NO_MKDOCS_2_WARNING: a notice about other products, on every build. Not --quiet: what is not shown does not count for --strict.
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 unit: npu-sources pytest
 

@@ -34,8 +34,12 @@ def go_through(blocks: list[Block], everything: bool) -> list[str]:
             (Path(folder) / name).symlink_to(ROOT / name)
         reader = _Reader(Path(folder))
         try:
+            ran = True
             for block in blocks:
-                if block.mode not in checked and (said := reader.read(block)):
+                if block.mode == "output" and not ran:
+                    continue  # of code that is only checked
+                ran = block.mode not in checked
+                if ran and (said := reader.read(block)):
                     return [*found, said]
         finally:
             reader.close()

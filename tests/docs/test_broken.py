@@ -38,6 +38,10 @@ WRONG = {
         '```python\nprint("loss 1.5")\n```\n\n<!-- block: output -->\n```text\nloss 2.5\nacc 1\n```',
         "page.md:8:",
     ),
+    "output after text": (
+        "```python\nprint(1)\n```\n\n```text\nx\n```\n\n<!-- block: output -->\n```text\nacc 1\n```",
+        "page.md:11:",
+    ),
     "no error": ("<!-- block: raises ValueError -->\n```python\nx = 1\n```", "raised nothing"),
     "json": ("```json\n{\n```", "page.md:2:"),
     "toml": ("```toml\n[a\n```", "page.md:2:"),

@@ -54,3 +54,8 @@ def test_code_is_fenced(page: Path) -> None:
         if line.startswith("    ") and not fenced and not line.lstrip().startswith("```"):
             assert before.startswith(("- ", "1. ", " ", "<!--")), f"{name(page)}:{number}: fence this code"
         before = line or before
+
+
+def test_the_site_is_strict() -> None:
+    """With --quiet, --strict finds nothing: what is not shown does not count."""
+    assert "-m mkdocs build --strict\n" in (ROOT / "Makefile").read_text()
