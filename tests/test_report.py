@@ -237,7 +237,18 @@ def test_a_training_that_began_anew_replaces_the_earlier_one(tmp_path: Path) -> 
     run = recorded_run(tmp_path, "run")
     assert curve_of(run, "loss") == [(10, 2.0)]
     assert [event.text for event in run.events if event.kind == "saved"] == ["of_20260102_000000"]
-    assert "1 earlier starts" in run.notes[0]
+    assert run.notes[0].startswith("1 earlier start in ")
+
+
+def test_a_start_that_only_evaluated_changes_no_curve(tmp_path: Path) -> None:
+    records = [{"loss": 1.0, "iter": 10, "step": 10}, {"accuracy": 0.5, "time": 0.1, "data_time": 0.1, "step": 10}]
+    written(tmp_path, records)
+    (tmp_path / "20260101_000000/vis_data/config.json").write_text('{"seed": 1}')
+    written(tmp_path, [{"accuracy": 0.1, "time": 0.1, "data_time": 0.1, "step": 0}], "20260102_000000")
+    run = recorded_run(tmp_path, "run")
+    assert curve_of(run, "accuracy", "val") == [(10, 0.5)]
+    assert run.settings == {"seed": "1"}
+    assert not run.notes
 
 
 def test_a_folder_of_mmengine_is_read_and_its_configuration_not_run(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, counted
 from ...core.events import read_events
 from ...runner.reporting.run_record import FILE
 from .json_lines import flattened, lines_of, object_in, settings_in
@@ -133,14 +134,11 @@ def recorded_run(folder: Path, name: str) -> RecordedRun:
     run = RecordedRun(name, folder)
     _find_beginnings(starts, events)
     kept = _kept(starts)
-    if len(kept) < len(starts):
-        run.notes.append(
-            f"{len(starts) - len(kept)} earlier starts in {folder} are left out: training began anew after them"
-        )
+    if kept and (left_out := sum(start.begins is not None for start in starts[: starts.index(kept[0])])):
+        run.notes.append(f"{counted(left_out, 'earlier start')} in {folder}, after which training began anew: left out")
+        events = _events_since(kept[0], events)
     run.starts = len(kept)
     logs = [text_log(start.folder / f"{start.folder.name}.log", start.begins or 0) for start in kept]
-    if len(kept) < len(starts):
-        events = _events_since(kept[0], events)
     for start, log in zip(kept, logs, strict=True):
         _add_records(run, start, log, events)
         _add_ranks(run, start)
@@ -156,9 +154,9 @@ def recorded_run(folder: Path, name: str) -> RecordedRun:
         _add_pictures(run, start)
     said = [event for event in events if event["event"] in {*_ENDS, "started", "restarted"}]
     run.is_over = bool(said) and said[-1]["event"] in _ENDS
-    left_out = sum(log.left_out for log in logs)
-    if left_out:
-        run.notes.append(f"{left_out:,} more warnings are in the log")
+    more = sum(log.left_out for log in logs)
+    if more:
+        run.notes.append(f"{more:,} more warnings are in the log")
     return run
 
 
@@ -181,13 +179,14 @@ def _find_beginnings(starts: list[_Start], events: list[dict[str, Any]]) -> None
 
 def _rounded_down(first: int, start: _Start) -> int:
     """The update before the first record, less the interval between records: where a start without events began."""
-    at = [int(x) for record in lines_of(start.scalars) if (x := _iteration(record))][:3]
+    at = [int(x) for x in islice(filter(None, map(_iteration, lines_of(start.scalars))), 3)]
     interval = at[-1] - at[-2] if len(at) > 1 else 1
     return max(first + 1 - interval, 0)
 
 
 def _kept(starts: list[_Start]) -> list[_Start]:
     """The last start that began with the first update, and those after it; starts that made no record count for nothing."""
+    starts = [start for start in starts if start.begins is not None] or starts  # others have only evaluated
     fresh = [i for i, start in enumerate(starts) if start.begins == 0]
     return starts[fresh[-1] :] if fresh else starts
 

@@ -116,12 +116,8 @@ def watch(
 def _state(folder: Path) -> list[tuple[str, int, int]]:
     """What tells that a run has written: names, sizes and times of the files that a report reads."""
     found = []
-    for path in [
-        folder / "events.jsonl",
-        *folder.glob("*/*.log"),
-        *folder.glob("**/vis_data/*"),
-        *folder.glob("*.log"),
-    ]:
+    patterns = ("events.jsonl", "*.log", "*/*.log", "vis_data/*", "*/vis_data/*")  # checkpoints may have many files
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         try:
             about = path.stat()
         except OSError:
