@@ -240,6 +240,13 @@ def test_a_training_that_began_anew_replaces_the_earlier_one(tmp_path: Path) -> 
     assert run.notes[0].startswith("1 earlier start in ")
 
 
+def test_what_was_done_beyond_the_checkpoint_that_a_run_was_resumed_from_is_left_out(tmp_path: Path) -> None:
+    for start, begins, at in (("20260101_000000", 0, (10, 20, 30, 40)), ("20260102_000000", 20, (50, 60))):
+        append_event(tmp_path, "started", iter=begins, log=str(tmp_path / start))
+        written(tmp_path, [{"loss": float(i), "iter": i, "step": i} for i in at], start)
+    assert [x for x, _ in curve_of(recorded_run(tmp_path, "run"), "loss")] == [10, 20, 50, 60]
+
+
 def test_a_start_that_only_evaluated_changes_no_curve(tmp_path: Path) -> None:
     records = [{"loss": 1.0, "iter": 10, "step": 10}, {"accuracy": 0.5, "time": 0.1, "data_time": 0.1, "step": 10}]
     written(tmp_path, records)
