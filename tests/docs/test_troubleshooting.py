@@ -16,14 +16,21 @@ from .pages import DOCS, ROOT
 PAGE = (DOCS / "troubleshooting.md").read_text()
 OWN, TORCHS = (re.findall(r"^\| `([^`]+)` \|", part, flags=re.MULTILINE) for part in PAGE.split("## Messages of torch"))
 
+OTHERS = ("model: ... has nothing to learn", "holds checkpoints of another run ... work_dir: ")
+"""Messages that there are not."""
+
 
 @cache
 def texts() -> list[str]:
     """The texts in the library's code, without documentation; what is put in is a null character."""
     found = []
+    beginnings = {max(message.split("..."), key=len)[:15] for message in (*OWN, *TORCHS, *OTHERS)}
     for folder in ("core", "optim", "runner", "strategies"):
         for file in (ROOT / folder).rglob("*.py"):
-            nodes = list(ast.walk(ast.parse(file.read_text())))
+            text = file.read_text()
+            if not any(words in text for words in beginnings):  # parsing all of them takes seconds
+                continue
+            nodes = list(ast.walk(ast.parse(text)))
             documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
             for node in nodes:
                 if isinstance(node, ast.JoinedStr):
@@ -51,8 +58,7 @@ def test_the_library_says_so(message: str) -> None:
 
 
 def test_other_words_are_found() -> None:
-    assert not is_said("model: ... has nothing to learn")
-    assert not is_said("holds checkpoints of another run ... work_dir: ")
+    assert not any(map(is_said, OTHERS))
 
 
 @pytest.mark.parametrize("message", TORCHS)
