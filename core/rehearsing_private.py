@@ -232,6 +232,14 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(each) for each in value)
 
 
+def only_waits(operation: Any, args: Any) -> bool:
+    """Whether an operation waits for a collective, and its tensor has no values. 2.15.
+
+    The operation returns the tensor that it gets. For one without values torch makes another one, which needs memory too.
+    """
+    return bool(operation.name() == "_c10d_functional::wait_tensor" and is_fake(args[0]))
+
+
 def in_backward() -> bool:
     """Whether autograd computes gradients on this thread. 2.15."""
     return torch._C._current_graph_task_id() != -1

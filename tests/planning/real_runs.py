@@ -1,5 +1,6 @@
 """In a worker process: what a plan says of this rank, and what the same update needs in a real run."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -7,17 +8,21 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.utils.flop_counter import FlopCounterMode
 
 from flextrain import __version__
 from flextrain.core.checkpoint import save_checkpoint
 from flextrain.core.random_state import rng_state
+from flextrain.core.rehearsing import rehearsal
 from flextrain.testing.loop import environ
 from flextrain.tools.planning import update
 from flextrain.tools.planning.child import answer
 from flextrain.tools.planning.execution import arguments_for, measure, rehearse
 from flextrain.tools.planning.ledger import Ledger
+from flextrain.tools.planning.links import Network
 from flextrain.tools.planning.plan import PlannedJob
 from flextrain.tools.planning.update import Training, set_seed
 from flextrain.tools.script import runner_arguments
@@ -37,19 +42,20 @@ def measured(job):
     A thread of gloo wakes who waits for a collective, and lets go of its tensors a moment later. Otherwise they may be freed
     after the next operation has allocated its own: peaks of FSDP then differ by 10 % from run to run.
     """
-    own = dist.Work.wait
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((dist.Work, "wait"), (_functional_collectives, "wait_tensor")):
+            stack.enter_context(mock.patch.object(owner, name, _pausing(getattr(owner, name))))
+        return measure(job)
 
-    @functools.wraps(own)
-    def wait(work, *args, **kwargs):
-        found = own(work, *args, **kwargs)
+
+def _pausing(wait):
+    @functools.wraps(wait)
+    def wait_and_pause(*args, **kwargs):
+        found = wait(*args, **kwargs)
         time.sleep(_LETTING_GO_S)
         return found
 
-    dist.Work.wait = wait
-    try:
-        return measure(job)
-    finally:
-        dist.Work.wait = own
+    return wait_and_pause
 
 
 def job_of(strategy, world_size, arguments, changes):
@@ -105,6 +111,17 @@ def compared(strategy, world_size, *arguments, changes=None):
     """The plan of this rank, the books of a real run, and the allocator's peak in another real run."""
     peak = allocated(strategy, world_size, *arguments, changes=changes)
     return *both(strategy, world_size, *arguments, changes=changes), peak
+
+
+def waiting():
+    """Bytes before and after waiting for a collective in a rehearsal, and whether both have the same tensor."""
+    with environ(**dict.fromkeys(OWN, "0")), rehearsal(0, 8) as found, Ledger(0, Network(8)) as ledger:
+        ledger.begin()
+        with found.without_values():
+            sent = torch.empty(100)
+            before = ledger.memory.total
+            received = torch.ops._c10d_functional.wait_tensor(sent)
+        return before, ledger.memory.total, received is sent
 
 
 def counted_by_torch(strategy, world_size, *arguments, changes=None):

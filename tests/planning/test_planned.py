@@ -5,7 +5,7 @@ import torch
 
 from flextrain.tools.planning.update import samples_in
 
-from .real_runs import planned, refusal
+from .real_runs import planned, refusal, waiting
 from .test_refusals import AMP, FSDP, MESH
 
 
@@ -36,6 +36,10 @@ def test_what_a_plan_has_no_values_for_is_said_or_tried_with_values(workers1):
         (says,) = workers1.run(refusal, strategy, 8, "mlp", changes=whole)
         assert says.startswith("optim_wrapper.optimizer: NormedSGD computes with a parameter as a whole"), says
     assert not workers1.run(refusal, "ddp", 8, "mlp", changes=whole)[0]
+
+
+def test_waiting_for_a_collective_makes_no_tensor(workers1):
+    assert workers1.run(waiting) == [(400, 400, True)]
 
 
 def test_a_batch_that_is_a_list_of_tensors_has_their_samples(workers1):

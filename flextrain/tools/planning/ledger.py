@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...core.rehearsing import aside, is_aside, listeners
-from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward
+from ...core.rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
 from ...core.torch_private import TorchDispatchMode, tree_flatten
 from .books import Books
 from .flops import flops_of
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_aside():
             return func(*args, **kwargs)
         self._operation = func.name().replace("::", ".").removesuffix(".default")
-        result = func(*args, **kwargs)
+        result = args[0] if only_waits(func, args) else func(*args, **kwargs)
         phase = self._phase()
         leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         kind: Kind = "activations" if phase in ("forward", "recompute") else "temporary"
