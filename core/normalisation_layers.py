@@ -18,6 +18,17 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS)
 
 
+def acts_as_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation layer of torch, or one of somebody's own such as LlamaRMSNorm or T5LayerNorm.
+
+    One's own is known by its class: "Norm" is in its name, and each parameter it holds itself has at most one dimension.
+    """
+    if is_norm(module):
+        return True
+    own = list(module.parameters(recurse=False))
+    return bool(own) and "Norm" in type(module).__name__ and all(parameter.dim() <= 1 for parameter in own)
+
+
 def running_statistics(module: nn.Module) -> dict[str, Tensor]:
     """The buffers, by name, that forward changes in training: statistics of batch and instance normalisation."""
     return {

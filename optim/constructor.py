@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.config import Config, check_call, validate
 from ..core.errors import ConfigError, one_of, suggest
-from ..core.normalisation_layers import is_norm
+from ..core.normalisation_layers import acts_as_norm
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from .group_checks import NotedReads, merged
 
@@ -35,7 +35,7 @@ class ParamwiseConfig(Config):
     bias_decay_mult: float | int | None = None
     """Factor of the weight decay of biases, except in normalisation layers."""
     norm_decay_mult: float | int | None = None
-    """Factor of the weight decay in normalisation layers."""
+    """Factor of the weight decay in normalisation layers, also in those that a model library wrote, as LlamaRMSNorm."""
     flat_decay_mult: float | int | None = None
     """Factor of the weight decay of other parameters with one dimension."""
     dwconv_decay_mult: float | int | None = None
@@ -59,7 +59,9 @@ class DefaultOptimWrapperConstructor:
     4. ``flat_decay_mult``: it has one dimension.
 
     The learning rate of a bias is multiplied by ``bias_lr_mult``, except in normalisation layers, and that of a deformable
-    convolution's offsets by ``dcn_offset_lr_mult``. RMSNorm, unknown to MMEngine, counts as a normalisation layer.
+    convolution's offsets by ``dcn_offset_lr_mult``. RMSNorm, unknown to MMEngine, counts as a normalisation layer. So does
+    a module of somebody's own with "Norm" in the name of its class, if no parameter that it holds itself has more than one
+    dimension: LlamaRMSNorm, T5LayerNorm.
 
     A subclass is named in ``optim_wrapper=dict(constructor=...)``. It overrides ``settings`` to decide parameter by
     parameter, or ``add_params``, as in MMEngine, to make groups of its own. ``paramwise_cfg`` may hold keys of its own. It
@@ -183,7 +185,7 @@ class DefaultOptimWrapperConstructor:
             if key in searched(name):
                 return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
         cfg, of_dcn = self.config, self._in_deformable
-        of_norm = is_norm(module)
+        of_norm = acts_as_norm(module)
         is_bias = name.rpartition(".")[2] == "bias"
         is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
         lr_mult = cfg.bias_lr_mult if is_bias and not of_norm and not of_dcn else None

@@ -54,6 +54,37 @@ def test_have_a_weight_decay_of_their_own(layer: nn.Module) -> None:
     assert [group["weight_decay"] for group in wrapper.param_groups] == [0.0, 0.5]
 
 
+class LlamaRMSNorm(nn.Module):
+    """As Transformers has it: none of torch's classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class NormedLinear(nn.Linear):
+    """Not a normalisation: its weight has two dimensions."""
+
+
+class NormThenScale(nn.Module):
+    """Not one either: the normalisation is inside, and has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.net = LlamaRMSNorm(), nn.Linear(4, 4)
+
+
+def test_those_of_somebodys_own_too() -> None:
+    optimizer = dict(type="SGD", lr=0.1, weight_decay=0.5)
+    paramwise = dict(norm_decay_mult=0.0, bias_lr_mult=2.0)
+    wrapper = build_optim_wrapper(dict(optimizer=optimizer, paramwise_cfg=paramwise))
+    model = nn.ModuleDict(dict(own=LlamaRMSNorm(), linear=NormedLinear(4, 4), both=NormThenScale()))
+    wrapper.build(model)
+    decays = {id(p): group["weight_decay"] for group in wrapper.param_groups for p in group["params"]}
+    undecayed = [name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0]
+    assert undecayed == ["own.weight", "both.norm.weight"]
+
+
 def test_statistics() -> None:
     kept = [layer for layer in LAYERS if running_statistics(layer)]
     assert all(isinstance(layer, BATCH_NORM) for layer in kept)
