@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -167,7 +168,8 @@ def of_transformers(kind: str, layers: int = 2, **options: Any) -> nn.Module:
     # The default kernels of experts compute in float32 and below.
     is_exact = torch.get_default_dtype() == torch.float64
     more = {"experts_implementation": "eager"} if is_exact and kind in ("mixtral", "qwen3_moe") else {}
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **more)
+    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, **{dtype: torch.get_default_dtype()}, **more)
     model.config.use_cache = False
     if torch.get_default_dtype() == torch.float64:
         model.loss_function = _exact_loss
