@@ -41,7 +41,7 @@ class MeshConfig(FSDPConfig):
     (Ulysses); "auto": the latter for models of transformers whose number of heads ``cp * tp`` divides."""
     cp_keys: dict[str, int | None] | None = None
     """The dimension of sequences by key of the batch, for example ``{"tokens": 1}``; None: that entry stays whole.
-    Keys of transformers' models need not be given."""
+    Keys of transformers' models need not be given. An entry that only some batches have is None in the others."""
     cp_positions: str | None = "position_ids"
     """The parameter of forward for the position of each token, given if the batch has none; None: the model needs none."""
     ep: int = 1

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import StrategyError
+from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.strategies.mesh.context import of_transformers as adapting
 from flextrain.strategies.mesh.context import ring
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches
@@ -269,6 +269,22 @@ def test_what_a_cut_may_get_wrong(
     workers: Callable[[int], WorkerGroup], world_size: int, name: str, options: dict[str, Any]
 ) -> None:
     workers(world_size).run(same_training, name, options)
+
+
+def of_wrong_key() -> str:
+    """In a worker: the message of the first update with a key that no batch has."""
+    torch.set_num_threads(1)
+    with started(dict(MESH, cp=2, cp_keys={"input_idz": 1}), "plain", RECIPES["accumulate-clip"]) as session:
+        try:
+            train(session.strategy, session.model, session.optim, data("plain", RECIPES["accumulate-clip"], 1))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_key_that_no_batch_has(workers2: WorkerGroup) -> None:
+    for message in workers2.run(of_wrong_key):
+        assert message.startswith('strategy.cp_keys: "input_idz" is not in the batch, which has "input_ids"')
 
 
 # Checkpoints

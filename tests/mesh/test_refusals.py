@@ -44,6 +44,12 @@ def cut(batch: Any, count: int = 2, **options: Any) -> Callable[[], object]:
     return lambda: SequenceBatches(**{**given, **options}).cut(batch)
 
 
+def keys_of(*batches: dict[str, Any], **keys: int | None) -> Callable[[], object]:
+    """The check of ``cp_keys`` with the batches of the first update."""
+    batch = SequenceBatches(keys=keys, positions="where", shards=lambda n: SequenceShards(n, 2, False), index=0)
+    return lambda: batch.check_keys(batches)
+
+
 def ids(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.long)
 
@@ -139,6 +145,15 @@ CONTEXT: list[Row] = [
         "strategy.cp_keys.tokens: 2 is no dimension of a tensor of shape (2, 8)",
     ),
     (
+        keys_of({"input_ids": ids(2, 8), "labels": ids(2, 8)}, input_idz=1),
+        'strategy.cp_keys: "input_idz" is not in the batch, which has "input_ids", "labels"; did you mean "input_ids"?',
+    ),
+    (
+        keys_of({"tokens": ids(2, 8)}, tokens=1, hint=None),
+        'strategy.cp_keys: "hint" is not in the batch, which has "tokens"; if only some batches have it, let it be None in the '
+        "others",
+    ),
+    (
         cut({"input_ids": ids(2, 9)}),
         'batch["input_ids"]: 9 positions do not divide over cp=2 processes; pad to a multiple of 2, with label -100',
     ),
@@ -203,6 +218,11 @@ def test_refused(call: Callable[[], object], message: str) -> None:
         call()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_may_be_absent_from_the_first_update() -> None:
+    """What transformers' models may be given, positions that are counted, and what one of its batches has."""
+    keys_of({"tokens": 1}, {"tokens": 1, "hint": None}, tokens=1, hint=1, token_type_ids=1, where=1)()
 
 
 def test_causal_masks_of_transformers_are_known() -> None:

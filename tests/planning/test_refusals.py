@@ -89,6 +89,10 @@ OF_TRANSFORMERS = {
         {},
         "strategy.ep: 8 does not divide the 4 experts of model.layers.0.mlp.experts",
     ),
+    "keys": (
+        *("llama", {**MESH, "cp": 2, "cp_keys": {"input_idz": 1}}, {}),
+        'strategy.cp_keys: "input_idz" is not in the batch, which has "input_ids", "labels"; did you mean "input_ids"?',
+    ),
     "length": ("llama", "mesh:cp128", {}, 'batch["input_ids"]: 64 positions do not divide over cp=128 processes'),
     "sequence": (
         *("llama", {**MESH, "tp": 2, "sequence_parallel": True}, {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ....core.errors import ConfigError, StrategyError
+from ....core.errors import ConfigError, StrategyError, suggest
 from .sequence import SequenceShards
 
 KEYS: Mapping[str, int] = {
@@ -117,6 +117,24 @@ class SequenceBatches:
         if cut.is_void:
             self._fill(cut, ignoring)
         return cut
+
+    def check_keys(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the given keys name entries of the first update's batches, as they were before they were cut.
+
+        The names of transformers and the positions may be absent: models have optional inputs. Any other entry that only
+        some batches have is None in the others, so that a wrong name is not taken for one of these.
+
+        Raises:
+            ConfigError: no batch has the key.
+        """
+        has = dict.fromkeys(key for batch in batches for key in batch)
+        for key in self.keys:
+            if key not in has and key not in KEYS and key != self.positions:
+                names = ", ".join(f'"{name}"' for name in has)
+                way_out = suggest(key, has).replace(",", ";", 1) or (
+                    "; if only some batches have it, let it be None in the others"
+                )
+                raise ConfigError(f'strategy.cp_keys: "{key}" is not in the batch, which has {names}{way_out}')
 
     def _fill(self, cut: CutBatch, key: str | None) -> None:
         """Let one target count in a loss whose factor is 0.

@@ -109,6 +109,8 @@ class Context(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
+        if not self._is_compared["training"]:
+            self._batches.check_keys([batch.whole for batch in window])
         if rehearsing():  # without values, nothing can be compared
             not_checked(
                 "strategy.cp: the first batch was not compared with one process that has all positions; a real run compares it, and "
