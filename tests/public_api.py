@@ -32,6 +32,8 @@ INTERFACES = (
     "flextrain.runner.run.TrainingProgress",
     "flextrain.runner.run.Evaluation",
     "flextrain.runner.hooks.pruning.SearchTrial",
+    "flextrain.strategies.Needs",
+    "flextrain.strategies.StrategyConfig",
     "flextrain.strategies.base.TrainStep",
 )
 """What hooks, strategies and the like receive, or have to offer."""

@@ -27,6 +27,12 @@ from .registry_kinds import KINDS
 
 _PUBLIC = ("flextrain", "flextrain.ray", "flextrain.testing")
 PUBLIC_GROUP = "public-names"
+_FOR_STRATEGIES = {
+    "Needs": "flextrain.strategies:Needs",
+    "StrategyConfig": "flextrain.strategies:StrategyConfig",
+    "TrainStep": "flextrain.strategies.steps:TrainStep",
+}
+"""What docs/strategies.md imports from other modules, for strategies of one's own."""
 
 
 @functools.cache
@@ -138,6 +144,8 @@ def find(name: str) -> list[Entry]:
         own = name.removeprefix(f"{package}.")
         if own in module.__all__:
             return [_of_public(f"{package}.{own}", getattr(module, own))]
+    if bare in _FOR_STRATEGIES:
+        return [_of_path(bare, import_path(_FOR_STRATEGIES[bare], "show"))]
     options = [*runner_options(), *strategy_options(), *launchers()]
     if found := [each for each in options if each.name == name]:
         return found
@@ -225,6 +233,7 @@ def all_names() -> Iterator[str]:
     for package in _PUBLIC:
         module = importlib.import_module(package)
         yield from (name if package == "flextrain" else f"{package}.{name}" for name in sorted(set(module.__all__)))
+    yield from _FOR_STRATEGIES
     yield from dict.fromkeys(each.name for each in (*runner_options(), *strategy_options(), *launchers()))
 
 
