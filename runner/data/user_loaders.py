@@ -32,8 +32,10 @@ def adopt(
             name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
             own_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
             kept = type(loader.batch_sampler if own_batches else loader.sampler).__name__
-            rest = "" if training else ", or samples are counted several times"
-            logger.warning(f"{where}: {name}keeps its {kept}, which must split the data over processes itself{rest}")
+            rest = "all of them may train on the same samples" if training else "samples are counted several times"
+            logger.warning(
+                f"{where}: {name}keeps its {kept}, which must split the data over processes itself, or {rest}"
+            )
         return loader
     shuffle = not isinstance(loader.sampler, SequentialSampler)
     sampler = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)

@@ -70,6 +70,20 @@ def _one_sample(failure: Failure) -> str:
 rule(r"weight of size \[.*\], expected input\[.*\] to have \d+ channels")(
     "the channels of the input are its second dimension, (batch, channels, height, width); permute it in the dataset"
 )
+
+
+@rule(r"The size of tensor a \(\d+\) must match the size of tensor b|CheckpointError")
+def _cache(failure: Failure) -> str | None:
+    strategy = failure.run.strategy
+    caches = bool(getattr(getattr(strategy.module, "config", None), "use_cache", False))
+    if not caches or strategy.config.activation_checkpointing is None:
+        return None
+    return (
+        "model.config.use_cache=True: layers that activation_checkpointing computes again in backward add to the cache of "
+        "keys and values a second time; set use_cache=False in the model's config"
+    )
+
+
 rule(r"The size of tensor a \(\d+\) must match the size of tensor b")(
     "two tensors of different shapes are combined: compare their shapes, from the last dimension on"
 )

@@ -642,6 +642,31 @@ def test_one_line(tmp_path: Path, row: Row) -> None:
         rest = rest.partition(part)[2]
 
 
+class Cached(nn.Module):
+    """A layer of Transformers with a cache: it adds to it whenever it is computed, and masks what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(self.net(x))
+        return (torch.cat(cache) + torch.zeros(len(x), 1)).tanh()
+
+
+def test_activation_checkpointing_with_a_cache(tmp_path: Path) -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return entropy(model, model.layer(x, []), y)
+
+    made = Made(loss, layer=Cached())
+    made.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    recompute = dict(type="single", activation_checkpointing=dict(classes=["Cached"]))
+    runner = make_runner(tmp_path, model=made, strategy=recompute, train_dataloader=loader())
+    with pytest.raises(RuntimeError, match="The size of tensor a"):
+        runner.train()
+    assert any("set use_cache=False in the model's config" in line for line in lines_of(tmp_path))
+
+
 def test_the_advice_is_also_below_the_traceback(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, **data(lambda sample, index: {**sample, "y": 7}))
     with pytest.raises(IndexError) as caught:
