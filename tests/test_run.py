@@ -27,7 +27,8 @@ from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, Progre
 from flextrain.core.torch_private import watched_agent
 from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
 from flextrain.tools.elastic.launching import Supervisor, _parsed
-from flextrain.tools.elastic.starts import Fault, History, failure_of
+from flextrain.tools.elastic.starts import Fault, History, failure_elsewhere, failure_of
+from flextrain.tools.elastic.summary import summary
 
 # Options
 
@@ -291,6 +292,49 @@ def test_what_the_processes_of_each_start_get(tmp_path: Path, monkeypatch: pytes
     assert not watched.may_restart()
     watched.ended("gave_up", why=watched.futile)
     assert [event["event"] for event in read_events(work_dir)] == ["failed", "launched", "restarted", "gave_up"]
+
+
+@pytest.mark.parametrize(
+    ("before", "events", "reason"),
+    [
+        (2, [{"event": "failed", "rank": 1, "reason": "broken"}], "rank 1 failed: broken"),
+        (2, [{"event": "failed", "rank": 0, "reason": "lost", "follows": True}, {"event": "stalled", "rank": 1}], "rank 1 stalled"),
+        (2, [{"event": "failed", "rank": 1, "reason": "rank 1 is gone", "killed": True}], "rank 1 is gone"),
+        (2, [{"event": "failed", "rank": 0, "reason": "lost", "follows": True}], "another machine started again"),
+        (2, [], "another machine started again"),
+        (3, [{"event": "failed", "rank": 1, "reason": "broken"}], "the number of machines changed"),
+    ],
+)  # fmt: skip
+def test_why_a_machine_starts_again_of_which_no_process_failed(before: int, events: list[Any], reason: str) -> None:
+    assert failure_elsewhere(before, 2, [{"time": float(i), **event} for i, event in enumerate(events)]) == reason
+
+
+def test_the_first_machine_names_the_failure_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (JOB, PROGRESS, RESTARTS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    store, watched = HashStore(), Supervisor("", tmp_path)
+    for starts in (0, 1):
+        other = json.dumps({"starts": starts, "job": "job"})
+        store.set("flextrain/agents/1", other)
+        watched.starting(group(store, 0, 2))
+        ProgressFile(os.environ[PROGRESS]).write(Progress(str(tmp_path), 0, 12))
+        watched.looked(None)
+        append_event(tmp_path, "failed", rank=1, iter=12, reason="ValueError: broken", follows=False)
+    restarted = next(event for event in read_events(tmp_path) if event["event"] == "restarted")
+    assert restarted["reason"] == "rank 1 failed: ValueError: broken"
+    assert "  rank 1 failed: ValueError: broken" in summary(0, "finished", watched)
+
+
+@pytest.mark.parametrize(("samples", "advised"), [(None, False), ([3], True)])
+def test_samples_are_left_out_only_if_a_batch_could_not_be_read(tmp_path: Path, samples: Any, advised: bool) -> None:
+    watched = Supervisor("", tmp_path)
+    watched.history.begin(2, 1, 0)
+    watched.history.current.fault = Fault("rank 1 failed: StorageError", 1, samples)
+    watched.futile = "iteration 102 failed twice"
+    said = summary(1, "failed", watched)
+    assert ("leave such samples out" in said) is advised
+    assert "To do: mend what fails" in said
 
 
 def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ...core.events import append_event, read_events
 from ...core.supervision import JOB, PROGRESS, RESTARTS, read_progress
 from ..doctor.restarts import SHARED_STORE
 from .command_line import DEFAULT_SIGNALS, Options
-from .starts import Fault, History, failure_of, signal_name
+from .starts import Fault, History, failure_elsewhere, failure_of, signal_name
 
 _FAILED = 1
 
@@ -55,14 +55,14 @@ class Supervisor:
         self.is_first_machine = group.group_rank == 0
         processes = group.workers[0].world_size
         before = self.history.current if self.history.starts else None
+        if before is not None and before.fault is None:
+            before.elsewhere = failure_elsewhere(before.machines, group.group_world_size, self._own_events())
         self.history.begin(processes, group.group_world_size, number)
         self._began_at = time.time()
         if before is None and number == 0:
             self._tell("launched", job=self._job, processes=processes, machines=group.group_world_size)
             return
-        reason = "this machine joined"
-        if before is not None:
-            reason = "the number of machines changed" if before.fault is None else before.fault.reason
+        reason = "this machine joined" if before is None else before.reason
         facts: dict[str, Any] = {} if before is None else {"iter": before.iter}
         if before is not None and before.fault is not None and before.fault.samples:
             facts["samples"] = list(before.fault.samples)

@@ -46,7 +46,8 @@ class Start:
         processes, machines: how many of each.
         began: the iteration from which training went on; None if it was not reached.
         iter: updates done in the end, counted from the beginning of training.
-        fault: why it ended; None if it ended well, or goes on.
+        fault: why it ended; None if it ended well, goes on, or if no process of this machine failed.
+        elsewhere: why it ended if no process of this machine failed, in words; see failure_elsewhere.
     """
 
     number: int
@@ -55,6 +56,12 @@ class Start:
     began: int | None = None
     iter: int = 0
     fault: Fault | None = None
+    elsewhere: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in words."""
+        return self.elsewhere if self.fault is None else self.fault.reason
 
     @property
     def gained_nothing(self) -> bool:
@@ -125,7 +132,7 @@ class History:
             return "nobody wants it"
         if len(self.starts) < 2 or any(
             start.fault is None for start in self.starts[-2:]
-        ):  # the number of machines changed
+        ):  # machines came or went, or one of them failed that counts its own failures
             return None
         last = self.starts[-1]
         assert last.fault is not None
@@ -192,6 +199,21 @@ def failure_of(exits: Mapping[int, int], events: Sequence[Mapping[str, Any]]) ->
     return Fault(f"rank {rank} {first['event']}{f': {said}' if said else ''}", status, first.get("samples"))
 
 
+def failure_elsewhere(before: int, now: int, events: Sequence[Mapping[str, Any]]) -> str:
+    """Say why the processes of a machine were started again though none of them failed.
+
+    Args:
+        before, now: numbers of machines.
+        events: as for failure_of.
+    """
+    if before != now:
+        return "the number of machines changed"
+    told = [event for event in events if event.get("event") in ("failed", "stalled", "preempted")]
+    if all(event.get("follows") for event in told):
+        return "another machine started again"
+    return failure_of({_NO_RANK: 1}, told).reason
+
+
 def _ended(rank: int, code: int) -> Fault:
     how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}{_KNOWN.get(code, '')}"
     return Fault(f"rank {rank} {how}", code if code > 0 else 128 - code)
@@ -202,5 +224,6 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in [int(one) for one in signal.Signals] else f"signal {number}"
 
 
+_NO_RANK = -1
 _TERM = int(signal.SIGTERM)
 _KNOWN = {STALLED: " (a stall)", 143: " (preempted)"}

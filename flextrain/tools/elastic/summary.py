@@ -11,9 +11,7 @@ from .launching import Supervisor
 def summary(status: int, how: str, watched: Supervisor) -> str:
     """What happened to a job, in a few lines: starts, restarts with their reasons, what they cost, and what to do."""
     history = watched.history
-    reasons = Counter(
-        "the number of machines changed" if start.fault is None else start.fault.reason for start in history.starts[:-1]
-    )
+    reasons = Counter(start.reason for start in history.starts[:-1])
     lines = [f"{how}; exit status {status}"]
     if history.starts:
         last = history.current
@@ -38,5 +36,6 @@ def _advice(status: int, watched: Supervisor) -> str:
     if status in (130, 143) or is_preemption:
         return f"To go on: the same command, with resume=True in the script.{where}"
     if watched.futile:
-        return f"To do: mend what fails, or leave such samples out; then the same command with resume=True.{where}"
+        or_leave = ", or leave such samples out" if fault is not None and fault.samples else ""
+        return f"To do: mend what fails{or_leave}; then the same command with resume=True.{where}"
     return f"To do: see the first error above; the same command with resume=True in the script goes on.{where}"
