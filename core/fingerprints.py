@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -94,3 +94,29 @@ def of_bits(tensor: Tensor) -> Tensor:
     columns[: rest.numel()] += rest.long()
     ends = torch.arange(1, max(len(rows), _ROW) + 1, dtype=torch.int64, device=bits.device)
     return (rows * (2 * ends[: len(rows)] * _ODD[0])).sum() + (columns * ((2 * ends[:_ROW] + 1) * _ODD[1])).sum()
+
+
+def of_chunk(chunk: Tensor, offsets: Sequence[int]) -> Tensor:
+    """A hash of the bits of a chunk and their positions in the whole tensor, 0-dim int64 on its device.
+
+    The hashes of the chunks of a tensor add up to the hash of the whole, whatever its chunks are. As in ``of_bits`` it is a
+    weighted sum, with odd weights along the first dimension and even ones along the others.
+
+    Args:
+        chunk: any dtype.
+        offsets: where it begins in the whole tensor, by dimension.
+    """
+    stored = as_stored(chunk.detach())
+    if stored.is_complex():
+        stored, offsets = torch.view_as_real(stored), (*offsets, 0)
+    bits = stored.view(_BITS[stored.itemsize])
+    if not bits.dim():
+        return bits.long() * _ODD[0]
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for dim, begin in enumerate(offsets):
+        others = [other for other in range(bits.dim()) if other != dim]
+        sums = bits.sum(others, dtype=torch.int64) if others else bits.long()
+        ends = torch.arange(begin, begin + len(sums), dtype=torch.int64, device=bits.device)
+        factor = (of_name(f"dimension {dim}") | 1) - 2**63
+        total += (sums * ((2 * ends + (dim == 0)) * factor)).sum()
+    return total

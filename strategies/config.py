@@ -61,7 +61,8 @@ class StrategyConfig(Config):
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
     exclude_frozen_parameters: bool | None = None
-    """Leave frozen parameters out of checkpoints; a resumed run takes them from its newly built model. None: False."""
+    """Leave frozen parameters out of checkpoints; a resumed run takes them from its newly built model, and raises
+    if they are not those of the run that saved. None: False."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..core.checkpoint.frozen_prints import FrozenPrints
 from ..core.errors import StrategyError, counted, suggest
 from ..core.module_state import tensor_names
 from ..core.rehearsing import rehearsing
@@ -35,6 +36,7 @@ class CanonicalState(ProcessEnvironment):
         self._module: nn.Module | None = None
         self._names = Names(nn.Module())
         self._at_setup: frozenset[str] = frozenset()  # names of parameters and buffers when the model was set up
+        self._frozen_prints = FrozenPrints()
         self._uninitialised: set[str] = set()  # names of parameters that are zero until they are loaded
 
     @property
@@ -92,6 +94,17 @@ class CanonicalState(ProcessEnvironment):
         if not self.config.exclude_frozen_parameters:
             return frozenset()
         return frozenset(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
+
+    def fingerprints_of_left_out(self) -> dict[str, str]:
+        """Return a fingerprint for each parameter of ``left_out`` on any process, by name; a collective.
+
+        It depends on neither the strategy nor the number of processes, only on dtype, shape and values. It begins with the
+        dtype, because a strategy may keep frozen parameters in half precision. Computed again after a parameter was written.
+        """
+        if not self.config.exclude_frozen_parameters:
+            return {}
+        left_out = self.left_out()
+        return self._frozen_prints.of({name: t for name, t in self.model_state().items() if name in left_out})
 
     def _offered(self) -> dict[str, Tensor]:
         """Return this process's entries ``model.<name>`` for a checkpoint: its parameters, and the buffers it saves."""

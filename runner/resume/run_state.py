@@ -33,6 +33,7 @@ from ...core.torch_private import storage_key
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
+from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView
 from .model_extras import LATE, extra_template, finish, module_state, prepare
 from .optimizer_settings import check_optimizer, telling_what_differs
@@ -91,6 +92,8 @@ def save(
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     own = {"rng": rng_state(strategy.device), "loader": runner.train_loop.data.loader_state()}
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
+    if prints := strategy.fingerprints_of_left_out():
+        state[LEFT_OUT] = prints
     staging = staging or Staging()
     staging.compared = {key for key, tensor in strategy.check_replicas().items() if _is_same(state.get(key), tensor)}
     options: dict[str, Any] = dict(
@@ -156,6 +159,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     _, _, report = match_weights(checkpoint, live, strategy.aliases())
     if report := report.of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
+    check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
         progress = begin_epoch_anew(loop.data, values["loop"])

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flextrain import CheckpointError, ConfigError, FSDPStrategy, Hook, StrategyError
+from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, FSDPStrategy, Hook, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
+from flextrain.core.checkpoint.frozen_prints import FrozenPrints
+from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
+from flextrain.testing.loop import alone as alone_here
 
 from .training import Net, Samples, make_runner, whole_state
 
@@ -24,9 +27,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": dict(type="FSDPStrategy", wrap=["Linear"]),
     "zero1": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1)),
     "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
+    "tp2": dict(type="MeshStrategy", tp=2, plan={"net.0": "colwise", "net.3": "rowwise"}),
+    "half": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2), bf16=dict(enabled=True)),
 }
 FROZEN = {"net.0.weight", "net.0.bias"}
-ALL = [pytest.param(name, marks=pytest.mark.deepspeed if "zero" in name else ()) for name in STRATEGIES]
+MARKS: dict[str, Any] = {"zero1": pytest.mark.deepspeed, "zero3": pytest.mark.deepspeed, "tp2": pytest.mark.full}
+ALL = [pytest.param(name, marks=MARKS.get(name, ())) for name in STRATEGIES if name != "half"]
 
 
 class HalfFrozen(Net):
@@ -80,6 +86,8 @@ def test_a_run_goes_on_without_them(tmp_path: Path, workers2: WorkerGroup, strat
     whole = workers2.run(trained, tmp_path / "whole", strategy, 2)
     workers2.run(trained, tmp_path / "first", strategy, 1)
     assert parameters(tmp_path / "first" / "epoch_1") == {"net.3.weight", "net.3.bias"}
+    of_whole = FrozenPrints().of({name: whole[0][f"model.{name}"] for name in FROZEN})
+    assert Checkpoint.open(tmp_path / "first" / "epoch_1").values["left_out"] == of_whole
     for found, expected in zip(workers2.run(resumed, tmp_path, strategy), whole, strict=True):
         assert isinstance(found, dict)
         assert found.keys() == expected.keys()
@@ -87,14 +95,108 @@ def test_a_run_goes_on_without_them(tmp_path: Path, workers2: WorkerGroup, strat
 
 
 def test_the_model_brings_them_and_a_checkpoint_that_has_them_counts(tmp_path: Path, workers2: WorkerGroup) -> None:
-    (first, _) = workers2.run(trained, tmp_path / "first", "fsdp", 1)
-    (other, _) = workers2.run(resumed, tmp_path, "fsdp", seed=5)
-    assert isinstance(other, dict)
-    assert not torch.equal(other["model.net.0.weight"], first["model.net.0.weight"])
+    workers2.run(trained, tmp_path / "first", "fsdp", 1)
+    for message in workers2.run(resumed, tmp_path, "fsdp", seed=5):
+        assert message.startswith(
+            f"{tmp_path / 'first' / 'epoch_1'}: was saved without its frozen parameters, and net.0.bias and 1 other are not as in "
+        )
     (whole, _) = workers2.run(trained, tmp_path / "first", "fsdp", 1, exclude=False)
     (found, _) = workers2.run(resumed, tmp_path, "fsdp", seed=5)
     assert isinstance(found, dict)
     assert torch.equal(found["model.net.0.weight"], whole["model.net.0.weight"])
+
+
+def alone(folder: Path, **changes: Any) -> FlexibleRunner:
+    return make_runner(
+        folder,
+        model=changes.pop("model", HalfFrozen),
+        strategy=dict(type="SingleDeviceStrategy", exclude_frozen_parameters=True, device="cpu"),
+        train_dataloader=dict(batch_size=8, dataset=Samples(16), collate_fn="default_collate"),
+        train_cfg=dict(max_epochs=2),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
+        **changes,
+    )
+
+
+class Writes(Hook):
+    """Writes to a frozen parameter before the second epoch."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 1:
+            self.before = runner.strategy.module.net[0].weight.detach().clone()
+            with torch.no_grad():
+                runner.strategy.module.net[0].weight[0, 0] += 1
+
+
+def test_the_base_of_a_resumed_run_is_that_of_the_first(tmp_path: Path) -> None:
+    run = alone(tmp_path / "first", randomness=dict(seed=1), custom_hooks=[hook := Writes()])
+    run.train()
+    base = tmp_path / "base.pth"
+    weights = {name: tensor.clone() for name, tensor in run.strategy.module.state_dict().items()}
+    written = {name: tensor.clone() for name, tensor in weights.items()}
+    weights["net.0.weight"] = hook.before
+    for name, held, refused in (("epoch_1", weights, written), ("epoch_2", written, weights)):
+        path = tmp_path / "first" / name
+        torch.save(refused, base)
+        again = alone(tmp_path / name, randomness=dict(seed=5), resume=str(path))
+        again.load_checkpoint(base)
+        with pytest.raises(CheckpointError, match="net.0.weight is not as in that run; build the model with the same"):
+            again.train()
+        torch.save(held, base)
+        again = alone(tmp_path / name, randomness=dict(seed=5), resume=str(path))
+        again.load_checkpoint(base)
+        again.train()
+
+
+def prints_of_stages() -> dict[str, str]:
+    """In a worker: those of two stages of a pipeline, which both hold a tied parameter."""
+    strategy = DDPStrategy(device="cpu")
+    strategy.setup_environment()
+    whole = dict(HalfFrozen().named_parameters())
+    names = [{"net.0.weight", "net.0.bias"}, {"net.0.weight", "net.3.bias"}][dist.get_rank()]
+    for name, parameter in whole.items():
+        torch.nn.init.constant_(parameter, len(name))
+    found = FrozenPrints().of({name: whole[name] for name in names})
+    with alone_here():
+        assert found == FrozenPrints().of({name: whole[name] for name in found})
+    strategy.teardown()
+    return found
+
+
+def test_fingerprints_of_a_pipeline(workers2: WorkerGroup) -> None:
+    for found in workers2.run(prints_of_stages):
+        assert found.keys() == {"net.0.weight", "net.0.bias", "net.3.bias"}
+
+
+def test_a_checkpoint_without_fingerprints_resumes_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenPrints, "of", lambda *_: {})
+        alone(tmp_path / "first", randomness=dict(seed=1)).train()
+    path = tmp_path / "first" / "epoch_1"
+    assert "left_out" not in Checkpoint.open(path).values
+    alone(tmp_path / "again", randomness=dict(seed=5), resume=str(path)).train()
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+def test_frozen_parameters_in_half_precision_are_compared_with_their_like(
+    tmp_path: Path, workers2: WorkerGroup
+) -> None:
+    workers2.run(trained, tmp_path / "first", "half", 1)
+    assert all(isinstance(found, dict) for found in workers2.run(resumed, tmp_path, "half"))
+    assert all("not as in that run" in found for found in workers2.run(resumed, tmp_path, "half", seed=5))
+    assert all(isinstance(found, dict) for found in workers2.run(resumed, tmp_path, "ddp", log_level="INFO"))
+    log = "".join(file.read_text() for file in (tmp_path / "again").rglob("*.log"))
+    assert "because their dtype is another: float32, and bfloat16 then" in log
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+def test_a_run_goes_on_under_another_strategy(tmp_path: Path, workers2: WorkerGroup) -> None:
+    workers2.run(trained, tmp_path / "first", "zero3", 1)
+    for strategy in ("ddp", "fsdp", "zero1", "tp2"):
+        assert all(isinstance(found, dict) for found in workers2.run(resumed, tmp_path, strategy)), strategy
+        assert all("not as in that run" in found for found in workers2.run(resumed, tmp_path, strategy, seed=5))
 
 
 def test_whatever_else_is_missing_is_an_error(tmp_path: Path, workers2: WorkerGroup) -> None:

@@ -1,0 +1,43 @@
+"""Frozen parameters that a checkpoint leaves out: the resumed run must have those of the run that saved it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...core.checkpoint import Checkpoint
+from ...core.errors import CheckpointError, counted
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+LEFT_OUT = "left_out"
+
+
+def check_left_out(runner: Run, checkpoint: Checkpoint) -> None:
+    """Compare the model's frozen parameters with the fingerprints in a checkpoint, if it has any; a collective.
+
+    Raises:
+        CheckpointError: on every process; it names the first parameter with other values.
+    """
+    saved = checkpoint.values.get(LEFT_OUT)
+    if not isinstance(saved, dict):  # the checkpoint has all parameters, or an older version has saved it
+        return
+    own = runner.strategy.fingerprints_of_left_out()
+    here = {name: value for name, value in own.items() if name in saved and f"model.{name}" not in checkpoint.entries}
+    other_dtype = [name for name, value in here.items() if value.split()[0] != str(saved[name]).split()[0]]
+    different = [name for name, value in here.items() if value != saved[name] and name not in other_dtype]
+    if different:
+        raise CheckpointError(
+            f"{checkpoint.path}: was saved without its frozen parameters, and {_some(different)} not as in that run; build the model "
+            "with the same weights or seed as then, or call runner.load_checkpoint() with these weights before train()"
+        )
+    if other_dtype:
+        runner.logger.warning(
+            f"{checkpoint.path}: was saved without its frozen parameters; {_some(other_dtype)} not compared with those of that run, "
+            f"because their dtype is another: {here[other_dtype[0]].split()[0]}, and {str(saved[other_dtype[0]]).split()[0]} then"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {counted(len(names) - 1, 'other')} are" if len(names) > 1 else " is"
+    return names[0] + more
