@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from flextrain.cli import main
 from flextrain.core import horovod
-from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, examine
+from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, count_devices, examine
 from flextrain.tools.doctor.package_probe import strategy_facts
 
 ROOT = Path(__file__).parents[1]
@@ -313,6 +314,23 @@ def test_hardware_that_torch_does_not_see() -> None:
         "warning: there is an Ascend NPU and torch_npu is not installed; pip install 'flextrain[npu]'",
     ]
     assert report.exit_status == 0
+
+
+def test_a_machine_that_lacks_a_device_fails_its_check() -> None:
+    assert count_devices({"cuda": ["H100"] * 8}, 8) == []
+    seven, none = count_devices({"cuda": ["H100"] * 7}, 8), count_devices({}, 8)
+    assert [finding.level for finding in (*seven, *none)] == ["error", "error"]
+    assert seven[0].what == "torch finds 7 accelerators (7 x cuda) and --devices says 8"
+    assert none[0].what == "torch finds 0 accelerators (none) and --devices says 8"
+
+
+def test_the_command_counts_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("flextrain.commands.doctor.diagnose", lambda: Diagnosis({}, {"cuda": ["H100"] * 7}))
+    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--devices", "7"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "--json", "--devices", "8"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["level"] == "error"
 
 
 def test_accelerators_are_named() -> None:

@@ -8,9 +8,11 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -382,7 +384,7 @@ JOB_SCRIPT = """
         def __len__(self):
             return 64
         def __getitem__(self, i):
-            if kind == "raise" and i == 33:
+            if kind == "raise-at-once" or kind == "raise" and i == 33:
                 raise ValueError("sample 33 is broken")
             return dict(x=torch.full((4,), float(i)))
 
@@ -468,3 +470,34 @@ def test_a_broken_sample_is_named_after_the_second_time(tmp_path: Path) -> None:
     assert 33 in last["samples"]
     assert "failed twice, with samples" in last["why"]
     assert last["why"] in shown
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_machine_whose_job_was_given_up_elsewhere_says_so(tmp_path: Path) -> None:
+    """The other one has the rendezvous's store, and leaves with it."""
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(JOB_SCRIPT))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "flextrain", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
+    command += ["--rdzv-id", tmp_path.name, str(script), str(tmp_path / "work")]
+
+    def start(kind: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def listens() -> bool:
+        with socket.socket() as to:
+            return to.connect_ex(("localhost", port)) == 0
+
+    with start("raise-at-once") as first:
+        while not listens():
+            assert first.poll() is None
+            time.sleep(0.1)
+        with start("") as second:
+            shown = [job.communicate(timeout=300)[0] for job in (first, second)]
+            assert (first.returncode, second.returncode) == (1, 1), shown
+    assert "not restarted" in shown[0]
+    assert "flextrain run: the job has ended on" in shown[1]
+    assert "did not find each other" not in shown[1]

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ..tools.doctor import diagnose
+from ..tools.doctor import count_devices, diagnose
 from .output import console, print_json
 
 
@@ -19,12 +19,20 @@ def add(commands: Any) -> None:
         description="Examine this machine and this Python. Exit status: 0 if nothing is broken, 1 if something is.",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="as a check of a machine of a cluster: it is an error if torch does not find N accelerators",
+    )
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis."""
     report = diagnose()
+    if arguments.devices is not None:
+        report.findings += count_devices(report.devices, arguments.devices)
     if arguments.json:
         print_json(report.as_json())
     elif find_spec("rich") is None:

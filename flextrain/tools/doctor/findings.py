@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,21 @@ def find_problems(machine: Machine) -> list[Finding]:
     """All problems, errors and warnings."""
     findings = [*_torch(machine), *_missing(machine), *_too_old(machine), *_torch_npu(machine), *_torchvision(machine)]
     return [*findings, *_deepspeed(machine), *_horovod(machine), *_hardware(machine)]
+
+
+def count_devices(devices: Mapping[str, Sequence[str]], wanted: int) -> list[Finding]:
+    """An error if there are not as many devices as a machine should have.
+
+    Args:
+        devices: names of devices by their type.
+        wanted: how many accelerators there should be.
+    """
+    found = sum(map(len, devices.values()))
+    if found == wanted:
+        return []
+    which = ", ".join(f"{len(names)} x {kind}" for kind, names in devices.items()) or "none"
+    advice = "look at the driver's own tool, such as nvidia-smi, and at CUDA_VISIBLE_DEVICES"
+    return [Finding("error", f"torch finds {found} accelerators ({which}) and --devices says {wanted}", advice)]
 
 
 def _torch(machine: Machine) -> list[Finding]:

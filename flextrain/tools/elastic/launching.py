@@ -151,7 +151,7 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
     from ...core.torch_private import watched_agent
 
@@ -189,12 +189,23 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
         except RendezvousClosedError:
             watcher.ended("ended", reason="the job has ended on another machine", status=_FAILED)
             return _FAILED, "the job has ended on another machine, whose output says how", watcher
+        except RendezvousConnectionError as error:
+            if not watcher.history.starts:
+                raise _not_found(error) from error
+            # The machine with the store has left, because its processes may not be started again, or is lost.
+            how = "the job has ended on the machine of --rdzv-endpoint, whose output says how, or that machine is lost"
+            watcher.ended("ended", reason=how, status=_FAILED)
+            return _FAILED, how, watcher
         except (RendezvousError, TimeoutError) as error:
             watcher.ended("gave_up", reason=str(error), status=_FAILED)
-            raise LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}") from error
+            raise _not_found(error) from error
         how = watcher.how_it_ended()
         watcher.ended("ended", reason=how, status=0)
         return 0, how, watcher
+
+
+def _not_found(error: Exception) -> LaunchError:
+    return LaunchError(f"run: the machines did not find each other, {' '.join(str(error).split())}")
 
 
 def _take_as_sigterm(number: signal.Signals) -> None:
