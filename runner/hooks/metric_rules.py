@@ -47,6 +47,12 @@ def infer_rule(
     raise ConfigError(f'{where}: missing, the name "{key}" does not say whether greater or less is better')
 
 
+def says_greater(key: str) -> bool:
+    """True if the metric's name says that greater is better, and nothing of errors or losses (``top1_error``)."""
+    name = key.lower()
+    return any(word.lower() in name for word in GREATER_KEYS) and not any(word in name for word in ("err", "loss"))
+
+
 def is_better(rule: Rule, value: float, than: float) -> bool:
     """True if ``value`` is better than ``than``; never for NaN and infinity, which no later value could beat."""
     return math.isfinite(value) and (value > than if rule == "greater" else value < than)

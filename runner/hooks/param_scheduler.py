@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.registry import HOOKS
 from .hook import Hook
+from .metric_rules import says_greater
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -36,6 +37,12 @@ class ParamSchedulerHook(Hook):
         schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
         self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
         self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
+        for scheduler in self._by_epoch:
+            if scheduler.need_val_args and scheduler.rule == "less" and says_greater(scheduler.monitor):
+                runner.logger.warning(
+                    f'{type(scheduler).__name__}.rule: with "less" the value falls while {scheduler.monitor} grows; give '
+                    'rule="greater" if more is better'
+                )
 
     def after_train_iter(
         self,

@@ -17,7 +17,8 @@ from .base import BaseMetric
 class TorchMetric(BaseMetric):
     """A torchmetrics metric or collection; torchmetrics keeps its state on the device and combines it over processes.
 
-    The model's predictions are passed to ``update``: a tuple or list as positional arguments, a dict by name.
+    The model's predictions are passed to ``update``: a tuple or list as positional arguments, a dict by name,
+    one tensor as it is.
     """
 
     def __init__(self, metric: Any, prefix: str | None = None) -> None:
@@ -34,6 +35,8 @@ class TorchMetric(BaseMetric):
         self._updates += 1
         if isinstance(data_samples, Mapping):
             self.metric.update(**data_samples)
+        elif isinstance(data_samples, torch.Tensor):  # not its rows
+            self.metric.update(data_samples)
         else:
             self.metric.update(*data_samples)
 

@@ -148,6 +148,9 @@ def test_a_predict_that_torchmetrics_can_use(tmp_path: Path) -> None:
         }
     parts = validation(4) | dict(val_evaluator=torchmetrics.MeanMetric(), model=lambda: Pairs("mean"))
     assert evaluate(tmp_path, **parts) == {"MeanMetric": pytest.approx(float(Samples(4).x.mean()))}
+    # One tensor is one argument, not a row for each: update(value, weight) would take the second of two as a weight.
+    parts["model"] = lambda: Pairs("tensor")
+    assert evaluate(tmp_path, **parts) == {"MeanMetric": pytest.approx(float(Samples(4).x.mean()))}
 
 
 class Pairs(nn.Module):
@@ -159,9 +162,13 @@ class Pairs(nn.Module):
 
     def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
         logits = self.net(index, x, y)
-        return {"dict": {"preds": logits, "target": y}, "tuple": (logits, y), "mean": [x], "cat": {"value": x}}[
-            self.kind
-        ]
+        return {
+            "dict": {"preds": logits, "target": y},
+            "tuple": (logits, y),
+            "mean": [x],
+            "tensor": x,
+            "cat": {"value": x},
+        }[self.kind]
 
 
 def torch_metrics(folder: Path | str, length: int, as_dict: bool = True) -> dict[str, Any]:

@@ -38,6 +38,7 @@ ROWS = [
     warns("cycle too long", schedule(type="OneCycleLR", eta_max=0.1, total_steps=100, by_epoch=False), "total_steps: 100 is more than the 6 iterations"),
     warns("cycle too short", schedule(type="OneCycleLR", eta_max=0.1, total_steps=3, by_epoch=False), "total_steps: 3 is less than the 6 iterations"),
     warns("plateau without time", schedule(type="ReduceOnPlateauLR", monitor="accuracy", rule="greater"), "param_scheduler.patience: 10 is not less than the 2 epochs"),
+    warns("plateau of an accuracy without a rule", schedule(type="ReduceOnPlateauLR", monitor="accuracy", patience=1), 'ReduceOnPlateauLR.rule: with "less" the value falls while accuracy grows; give rule="greater"'),
     Row("schedule after the end", schedule(type="ExponentialLR", gamma=0.9, begin=30), "param_scheduler.begin: 30 is not allowed, training ends at 2"),
     warns("window after the end", schedule(type="ExponentialLR", gamma=0.9, begin=30, end=40), "param_scheduler.begin: 30 is not within the 2 epochs of training, the schedule never acts"),
     Row("float epochs", schedule(type="CosineAnnealingLR", T_max=2.0), "param_scheduler.T_max: 2.0 is not allowed, give an integer"),
