@@ -43,9 +43,14 @@ def _held(tensor: Tensor) -> int:
 
 def _of_optimizer(state: EngineState, fragments: Sequence[Fragment]) -> int | None:
     masters = sum(each.numel * each.flat.element_size() for each in fragments if each.flat is not each.parameter)
+    # The optimizer sees the flat tensors: what it keeps once for each, such as a counter, is there once for many fragments.
+    flats: dict[int, list[Fragment]] = {}
+    for each in fragments:
+        flats.setdefault(id(each.flat), []).append(each)
     groups = state.optimizer.param_groups
     moments = state_of_shapes(
-        state.optimizer, (((each.numel,), each.flat.dtype, groups[each.group]) for each in fragments)
+        state.optimizer,
+        (((sum(each.numel for each in held),), held[0].flat.dtype, groups[held[0].group]) for held in flats.values()),
     )
     return None if moments is None else masters + moments
 
