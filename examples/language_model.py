@@ -339,6 +339,12 @@ def main() -> None:
         compile=arguments.compile,
     )
     model = runner.train()
+    if runner.strategy.elsewhere():
+        if runner.rank == 0:
+            print(
+                f"No text is generated, because each process has only some of the layers; {runner.work_dir} has a checkpoint"
+            )
+        return
     with runner.strategy.autocast():
         text = generate(model, arguments.prompt, arguments.sample_length, runner.strategy.device)
     if runner.rank == 0:

@@ -146,6 +146,16 @@ def test_meshes(run_example: RunExample, script: str, flags: tuple[str, ...]) ->
 
 
 @pytest.mark.full
+@pytest.mark.distributed
+def test_a_pipeline_generates_no_text(run_example: RunExample) -> None:
+    size = ("--layers", "2", "--dim", "32", "--heads", "2", "--context", "32", "--steps", "10", "--accumulate", "2")
+    alone = run_example("language_model.py", *size).stdout
+    pipeline = run_example("language_model.py", *size, "--mesh", "pp=2", processes=2).stdout
+    assert figures("loss", pipeline) == pytest.approx(figures("loss", alone), abs=2e-4)
+    assert pipeline.count("No text is generated, because each process has only some of the layers") == 1
+
+
+@pytest.mark.full
 def test_a_mesh_that_is_none(run_example: RunExample) -> None:
     done = run_example("language_model.py", "--mesh", "tp=two", check=False)
     assert done.returncode == 1
