@@ -171,18 +171,19 @@ def test_without_a_change_that_could_help_none_is_planned():
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_the_new_peak_is_that_of_the_change_planned_by_hand():
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.deepspeed)])
+def test_the_new_peak_is_that_of_the_change_planned_by_hand(strategy):
     memory = {"world_size": 8, "arguments": ("llama",)}
-    whole = plan(SCRIPT, ["fsdp"], **memory).strategies[0].highest.peak
+    whole = plan(SCRIPT, [strategy], **memory).strategies[0].highest.peak
     rest = whole.total - whole.by_kind["activations"]
     room = int((rest + whole.by_kind["activations"] // 4) / 0.95)  # more than half of the samples at once do not fit
-    found = plan(SCRIPT, ["fsdp"], device_memory=room, advice=True, **memory)
-    (fsdp,) = found.strategies
-    assert found.fits(fsdp) is False
-    last = fsdp.advice[-1]
+    found = plan(SCRIPT, [strategy], device_memory=room, advice=True, **memory)
+    (base,) = found.strategies
+    assert found.fits(base) is False
+    last = base.advice[-1]
     assert last.fits
-    assert not any(one.fits for one in fsdp.advice[:-1])
-    by_hand = plan_strategy(PlannedJob(SCRIPT, "fsdp", 8, 1, ("llama",), last.changes))
+    assert not any(one.fits for one in base.advice[:-1])
+    by_hand = plan_strategy(PlannedJob(SCRIPT, strategy, 8, 1, ("llama",), last.changes))
     assert by_hand.highest.peak.total == last.peak <= room
-    assert by_hand.samples == fsdp.samples
-    assert by_hand.sent == pytest.approx(last.sent * fsdp.sent)
+    assert by_hand.samples == base.samples
+    assert by_hand.sent == pytest.approx(last.sent * base.sent)
