@@ -270,6 +270,21 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         if any(has_some for has_some, _ in everywhere) and all(fits for _, fits in everywhere):
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
+    _warn_of_averages(runner, opened)
+
+
+def _warn_of_averages(runner: Run, checkpoint: Checkpoint) -> None:
+    """Say it if that run was validated with other weights than those that were loaded here."""
+    here = {name for name, hook in named_hooks(runner) if hook.holds_weights}
+    kinds = {key.removeprefix("hook.").split(_SEPARATOR)[0] for key in checkpoint.tensors if averaged_name(key)}
+    # Before the first update averages have no meaning, and validation did not use them.
+    left = sorted(kind for kind in kinds - here if checkpoint.values.get(f"hook.{kind}/updates"))
+    if left:
+        runner.logger.warning(
+            f"{checkpoint.path}: the averages of {', '.join(left)} are not loaded, this run has no such hook; the run that "
+            "saved them was validated with them, so its scores are not those of the weights loaded here. Add the hook, or "
+            "load what flextrain checkpoint export --averaged writes"
+        )
 
 
 def _warn_if_marked(runner: Run, checkpoint: Checkpoint) -> None:

@@ -318,6 +318,21 @@ def test_loaded_averages_are_what_is_validated_and_training_averages_anew(
     assert follow.same == [True] * 30
 
 
+@pytest.mark.parametrize("begin_epoch, warns", [(0, True), (3, False)], ids=["averaged", "not_yet"])
+def test_averages_that_nobody_loads_are_told(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, begin_epoch: int, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = EMAHook(momentum=0.1, begin_epoch=begin_epoch)
+    new_run(custom_hooks=[hook], default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}}).train()
+    path = str(tmp_path / "work" / "epoch_1")
+    capsys.readouterr()
+    new_run(load_from=path).val()
+    said = "".join(capsys.readouterr())
+    assert (f"{path}: the averages of EMAHook are not loaded, this run has no such hook" in said) == warns
+    new_run(load_from=path, custom_hooks=[EMAHook(momentum=0.1)]).val()
+    assert "not loaded" not in "".join(capsys.readouterr())
+
+
 def test_half_weights_with_masters_are_averaged_in_float32_and_validated(
     new_run: Callable[..., FlexibleRunner],
 ) -> None:
