@@ -8,6 +8,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
+from mmengine.visualization import LocalVisBackend
 from mmengine.visualization import Visualizer as Theirs
 
 from ..core.config import check_call
@@ -57,6 +58,12 @@ class AdaptedVisualizer(Visualizer):
             for kind in (Theirs, find(VISUALIZERS, cfg["type"])):
                 kind._instance_dict.pop(cfg["name"], None)
             self.theirs = VISUALIZERS.build(cfg)
+
+    @property
+    def record_dir(self) -> Path | None:
+        """See Visualizer; the JSON lines are those of LocalVisBackend."""
+        backends = getattr(self.theirs, "_vis_backends", {}).values()
+        return next((Path(each._save_dir) for each in backends if isinstance(each, LocalVisBackend)), None)
 
     def open(self) -> None:
         """See Visualizer; records the configuration."""

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .jsonl import JsonLinesReporter
-
 if TYPE_CHECKING:
     from ..run import Run
 
@@ -33,8 +31,7 @@ class RunRecord:
     """
 
     def __init__(self, run: Run) -> None:
-        folders = [each.save_dir for each in run.visualizer.reporters if isinstance(each, JsonLinesReporter)]
-        self._folder: Path | None = folders[0] if folders else None
+        self._folder: Path | None = run.visualizer.record_dir
         self._rank = run.rank
         self._values: dict[str, Any] = {}
         self._lines: TextIO | None = None

@@ -15,6 +15,7 @@ from ...core.errors import ConfigError, nearest, suggest
 from ...core.overriding import overridden
 from ...core.registry import REPORTERS, VISUALIZERS
 from .build import build_reporters
+from .jsonl import JsonLinesReporter
 from .pictures import Picture, PictureWriter, check_figure, checked_picture, render
 from .reporter import Reporter, describe
 from .shared import Shared
@@ -92,6 +93,11 @@ class Visualizer(Shared):
         if self._reporters is None:
             self._reporters = self._build(Path("vis_data"))
         return self._reporters
+
+    @property
+    def record_dir(self) -> Path | None:
+        """The folder of the JSON lines, for what a report needs beside them; None if none are written."""
+        return next((each.save_dir for each in self.reporters if isinstance(each, JsonLinesReporter)), None)
 
     def open(self) -> None:
         """Open the reporters unless they are open; every other method does so too when it is needed."""

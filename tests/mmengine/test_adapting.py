@@ -22,6 +22,8 @@ from torch.nn import functional
 from flextrain import ConfigError
 from flextrain.mmengine import FlexibleRunner
 from flextrain.testing import WorkerGroup
+from flextrain.tools.report.recorded_run import recorded_run
+from flextrain.tools.report.run_facts import facts_of
 
 from .digits import configuration, train
 
@@ -185,6 +187,11 @@ def test_classes_in_place_of_names(tmp_path: Path) -> None:
     runner.train()
     assert (tmp_path / "epoch_1").is_dir()
     assert runner.log_processor.window_size == 3
+    facts = facts_of(recorded_run(tmp_path, "run"))
+    assert facts["strategy"] == "SingleDeviceStrategy on 1 process"
+    assert facts["batch"] == "2 samples per update"
+    assert facts["state"] == "finished"
+    assert "time" in facts
 
 
 # Models

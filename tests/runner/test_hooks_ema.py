@@ -320,7 +320,11 @@ def test_loaded_averages_are_what_is_validated_and_training_averages_anew(
 
 @pytest.mark.parametrize("begin_epoch, warns", [(0, True), (3, False)], ids=["averaged", "not_yet"])
 def test_averages_that_nobody_loads_are_told(
-    new_run: Callable[..., FlexibleRunner], tmp_path: Path, begin_epoch: int, warns: bool, capsys: pytest.CaptureFixture[str]
+    new_run: Callable[..., FlexibleRunner],
+    tmp_path: Path,
+    begin_epoch: int,
+    warns: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hook = EMAHook(momentum=0.1, begin_epoch=begin_epoch)
     new_run(custom_hooks=[hook], default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}}).train()
