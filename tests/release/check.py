@@ -125,7 +125,9 @@ class Check:
         is_right = done.returncode == 0 and expect in output
         print(f"{'ok  ' if is_right else 'FAIL'} {time.monotonic() - began:6.1f} s  {what}", flush=True)
         if not is_right:
-            print("      " + "\n      ".join(output.splitlines()[-25:]), flush=True)
+            # Both ends: libraries that are unloaded write their own lines after everything else.
+            ends = [*done.stdout.splitlines()[-25:], *done.stderr.splitlines()[-10:]]
+            print("      " + "\n      ".join(ends), flush=True)
             self.failures.append(what)
         return output
 
