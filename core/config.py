@@ -275,7 +275,7 @@ def known_keywords(elsewhere: Mapping[str, str] | None = None) -> Callable[[Call
     """Decorator: an unknown keyword raises a ConfigError that suggests the nearest name, instead of a TypeError.
 
     Args:
-        elsewhere: keywords of other functions, with what to call instead.
+        elsewhere: keywords that are known from elsewhere, with what to do instead.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -300,5 +300,5 @@ def check_keywords(given: Iterable[str], names: Iterable[str], elsewhere: Mappin
     known = list(names)
     for name in given:
         if name not in known:
-            hint = f", call {elsewhere[name]}" if name in elsewhere else suggest(name, known)
+            hint = f", {elsewhere[name]}" if name in elsewhere else suggest(name, known)
             raise ConfigError(f"{name}: unknown key{hint}")

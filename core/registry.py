@@ -15,6 +15,7 @@ from .config import check_call, known_keywords
 from .errors import ConfigError, nearest, one_of, suggest
 from .import_paths import UnknownNameError, import_dotted, import_path
 from .registering_modules import REGISTERING_MODULES
+from .synonyms import NAMES
 
 T = TypeVar("T")
 Factory = Callable[..., Any]
@@ -35,9 +36,9 @@ class Registry:
 
     @known_keywords(
         {
-            "parent": "register_module of the registry that shall know the name, names are global here",
-            "scope": "register_module(name=...), names are global here",
-            "build_func": "a class method of your own, build(cfg) calls the class",
+            "parent": "call register_module of the registry that shall know the name, names are global here",
+            "scope": "call register_module(name=...), names are global here",
+            "build_func": "call a class method of your own, build(cfg) calls the class",
         }
     )
     def __init__(
@@ -179,7 +180,8 @@ class Registry:
                 return import_dotted(key, where)
             names = [*self, *self.short_names(), *others]
             listed = f", choose {one_of(sorted(names))}" if names and self._lists_names else ""
-            raise UnknownNameError(f'{where}: "{key}" is no known {self.name}{suggest(key, names) or listed}')
+            hint = f', did you mean "{NAMES[key]}"?' if NAMES.get(key) in names else suggest(key, names) or listed
+            raise UnknownNameError(f'{where}: "{key}" is no known {self.name}{hint}')
         if _is_factory(key):
             return key
         raise ConfigError(

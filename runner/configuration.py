@@ -48,9 +48,9 @@ def check_cfg(cfg: Mapping[str, Any] | None) -> None:
             raise ConfigError(f"cfg.{key}: has no effect, cfg is kept for the record; {instead}")
 
 
-_LOADING = "runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
+_LOADING = "call runner.load_checkpoint(path, strict=..., revise_keys=...) in place of load_from"
 ELSEWHERE = {"strict": _LOADING, "revise_keys": _LOADING}
-"""Names that are not arguments of a runner, and what to call instead."""
+"""Names that are not arguments of a runner, and what to do instead."""
 
 
 def check_loading(strict: Any, revise_keys: Any) -> None:

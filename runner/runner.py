@@ -16,6 +16,7 @@ from ..core.config import check_call, check_keywords, known_keywords
 from ..core.config_files import Config, located
 from ..core.errors import ConfigError
 from ..core.seed import set_seed
+from ..core.synonyms import RUNNER as OTHER_TRAINERS
 from ..strategies.base import Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
 from .arguments import check_everything
@@ -90,7 +91,7 @@ class FlexibleRunner(Checkpoints):
 
     _takes_mmengines_models = False
 
-    @known_keywords(ELSEWHERE)
+    @known_keywords({**OTHER_TRAINERS, **ELSEWHERE})
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],

@@ -15,6 +15,7 @@ from typing import Any
 from ...core import registry
 from ...core.errors import FlexTrainError, nearest
 from ...core.import_paths import UnknownNameError, import_dotted, import_path
+from ...core.synonyms import NAMES
 from ...runner.hooks.priority import Priority
 from .annotations import default_text
 from .describe import describe, home_of, methods_of
@@ -215,6 +216,8 @@ def near(name: str) -> list[str]:
     """The names most like ``name``, at most three: those that are spelled alike, then those that contain it."""
     if len(name.strip()) < 2:
         return []
+    if name in NAMES:
+        return [NAMES[name]]
     names = list(all_names())
     found: list[str] = []
     rest = [*names, *(each.rpartition(".")[2] for each in names)]
