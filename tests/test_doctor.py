@@ -294,7 +294,7 @@ def test_versions_that_are_too_old() -> None:
     report, lines = findings(versions={**HERE.versions, "torch": "2.5.1", "pydantic": "1.10.2"})
     assert lines == [
         "error: torch 2.5.1 is too old for flextrain; pip install 'torch>=2.6'",
-        "error: pydantic 1.10.2 is too old for flextrain; pip install 'pydantic>=2.3'",
+        "error: pydantic 1.10.2 is too old for flextrain; pip install 'pydantic>=2.5'",
     ]
     assert report.exit_status == 1
 

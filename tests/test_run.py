@@ -127,7 +127,7 @@ def test_help_explains_what_a_restart_does(capsys: pytest.CaptureFixture[str]) -
         main(["run", "--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in OPTIONS)
-    assert "newest checkpoint that this job has saved" in shown
+    assert "newest checkpoint that this job has saved" in " ".join(shown.split())
 
 
 # Progress

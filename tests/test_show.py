@@ -32,7 +32,8 @@ def test_a_hook_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(pair == ("", "") for pair in itertools.pairwise(lines)), "an empty line too many"
 
 
-def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["show", "EMAHook"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  interval  int, default 1: the average moves at every ``interval``-th update." in lines

@@ -182,10 +182,12 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     err = Console(stderr=True, markup=False, emoji=False)
 
     def say(what: str) -> None:
-        line = Text(f"Planning: {what}")
-        status.update(line) if err.is_terminal else err.print(line, soft_wrap=True)
+        if err.is_terminal:
+            status.update(Text(f"Planning: {what}"))
+        else:
+            err.print(Text(f"Planning: {what}"), soft_wrap=True)
 
-    with _ending_at_sigterm(), err.status("Starting a process") as status:
+    with _ending_at_sigterm(), err.status(Text("Starting a process")) as status:
         return plan(
             arguments.script,
             names if axes is None else [],

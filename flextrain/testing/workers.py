@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -64,7 +65,9 @@ class _Worker:
         """The tail of what the process printed during this call."""
         if not self.log.exists():
             return ""
-        return self.log.read_bytes()[self.log_start :].decode(errors="replace")[-last_chars:].strip()
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        # Python ends the stacks of a crash with a list of modules, which may be longer than the rest.
+        return re.sub(r"\n+Extension modules: .*", "", text)[-last_chars:].strip()
 
 
 class WorkerGroup:

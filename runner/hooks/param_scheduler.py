@@ -38,7 +38,11 @@ class ParamSchedulerHook(Hook):
         self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
         self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
         for scheduler in self._by_epoch:
-            if scheduler.need_val_args and scheduler.rule == "less" and says_greater(scheduler.monitor):
+            if (
+                scheduler.need_val_args
+                and getattr(scheduler, "rule", None) == "less"
+                and says_greater(scheduler.monitor)
+            ):
                 runner.logger.warning(
                     f'{type(scheduler).__name__}.rule: with "less" the value falls while {scheduler.monitor} grows; give '
                     'rule="greater" if more is better'

@@ -46,14 +46,14 @@ class Table:
 
     def drawn(self) -> RichTable:
         """Return the table for a terminal."""
-        from rich import box
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(
             title=Text(self.title, style="bold"),
             title_justify="left",
-            box=box.SIMPLE_HEAD,
+            box=SIMPLE_HEAD,
             show_header=any(self.columns),
             pad_edge=False,
         )
