@@ -314,6 +314,7 @@ FlexibleRunner(
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_simulated_ranks_draw_the_weights_of_one_device(tmp_path: Path, workers: WorkerFactory) -> None:
     """The script makes its model before there is a runner, which would seed."""

@@ -310,6 +310,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux does")
 @pytest.mark.parametrize(

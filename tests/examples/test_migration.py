@@ -21,7 +21,9 @@ def weights(work_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name == "hugging_face" else ())  # transformers imports for seconds
+        pytest.param(
+            name, marks=pytest.mark.full if name in ("hugging_face", "mmengine") else ()
+        )  # transformers imports for seconds
         for name in PEERS
     ],
 )

@@ -225,6 +225,7 @@ def is_compiled_without_units(mesh: str, folder: Path) -> bool:
         made.strategy.teardown()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2"])
 def test_compiles_the_whole_model_without_units(workers2: WorkerGroup, tmp_path: Path, mesh: str) -> None:
     assert all(workers2.run(is_compiled_without_units, mesh, tmp_path))

@@ -63,7 +63,7 @@ def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
     "strategy",
     [
         pytest.param("ddp", marks=FULL),
-        "fsdp",
+        pytest.param("fsdp", marks=FULL),
         pytest.param("zero3", marks=DEEPSPEED),
         pytest.param("zero1", marks=[FULL, DEEPSPEED]),
         pytest.param("zero2", marks=[FULL, DEEPSPEED]),

@@ -58,6 +58,7 @@ def test_they_train_like_their_twins(one: Any, name: str, recipe: str) -> None:
     assert one.run(fused.gap_to_twin, name, recipe)[0] < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", fused.IN_TWO_PROCESSES)
 @pytest.mark.parametrize("name", ["NpuFusedAdamW", "NpuFusedSGD"])
 def test_they_train_like_their_twins_in_two_processes(two: Any, name: str, recipe: str) -> None:

@@ -42,6 +42,7 @@ ON_DEVICE = (
 )
 
 
+@pytest.mark.full
 def test_conformance(npu2: Any) -> None:
     with npu2.visible() as workers:
         report = check_strategy("NPUStrategy", workers=workers)

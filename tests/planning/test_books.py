@@ -42,7 +42,9 @@ def check(workers, strategy, model, changes=None):
         assert mine == all_executed
 
 
-@pytest.mark.parametrize("strategy", ["ddp", {**FSDP, "wrap": ["Sequential"]}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param({**FSDP, "wrap": ["Sequential"]}, marks=pytest.mark.full)], ids=["ddp", "fsdp"]
+)
 def test_an_update_of_many_micro_batches(workers1, strategy):
     check(workers1, strategy, "mlp")
 

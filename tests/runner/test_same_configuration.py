@@ -79,7 +79,7 @@ def test_another_model(workers2: WorkerGroup, tmp_path: Path, way: str) -> None:
     "strategy, is_built",
     [
         (FSDP, True),
-        (FSDP, False),
+        pytest.param(FSDP, False, marks=pytest.mark.full),
         pytest.param(ZERO1, True, marks=pytest.mark.deepspeed),
         pytest.param(ZERO3, True, marks=pytest.mark.deepspeed),
     ],

@@ -45,6 +45,7 @@ def test_ddp(workers2: WorkerGroup) -> None:
     assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -59,6 +60,7 @@ def test_ddp_with_options(workers2: WorkerGroup, strategy: Any) -> None:
     assert check_strategy(strategy, workers=workers2, only=["gradients", "accumulation", "resume_itself"]).passed
 
 
+@pytest.mark.full
 def test_ddp_on_three_processes_whose_parts_differ_in_size(workers3: WorkerGroup) -> None:
     assert check_strategy(DDPStrategy, world_size=3, workers=workers3, only=ARITHMETIC).passed
 
@@ -74,6 +76,7 @@ def test_ddp_in_a_world_of_one(workers1: WorkerGroup) -> None:
     assert check_strategy("DDPStrategy", world_size=1, workers=workers1, only=only).passed
 
 
+@pytest.mark.full
 def test_the_example_of_a_third_party(workers2: WorkerGroup) -> None:
     with loaded(EXAMPLE) as module:
         (strategy,) = [

@@ -106,6 +106,7 @@ SOME = ["initial_weights", "gradients", "accumulation", "clipping", "overflow", 
 OF_OPTIONS = ["gradients", "accumulation", "clipping", "resume_itself"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

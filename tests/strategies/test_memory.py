@@ -49,6 +49,7 @@ STRATEGIES_THAT_SHARD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES_THAT_SHARD)
 def test_400_million_parameters_on_two_processes(strategy: dict[str, Any]) -> None:
     base = max(run_distributed(peak_bytes, 2, 240.0, strategy, 2, 8))
