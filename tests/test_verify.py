@@ -230,6 +230,7 @@ def test_data_that_cannot_be_divided(cfg: Any, message: str) -> None:
 # The verdict
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_classifier_example_is_the_same(group: WorkerGroup) -> None:
     pytest.importorskip("sklearn")

@@ -192,6 +192,7 @@ def rows(output: str) -> list[tuple[str, str, str]]:
     return re.findall(row, output, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_demo_in_short(run_example: RunExample, tmp_path: Path) -> None:

@@ -82,9 +82,8 @@ LAYOUTS: dict[str, Layout] = {
     "dp2xtp2xpp2": mesh(8, tp=2, pp=2),
 }
 QUICK = {
-    ("ep2", "single"),
     ("single", "dp2xtp2"),
-    ("pp2", "ep2"),
+    ("ep2", "single"),
     ("tp2", "pp2"),
     ("cp2", "pp2xdp2"),
 }

@@ -68,6 +68,7 @@ def blocks(*sizes: int) -> list[tuple[int, bool]]:
     return [(block.numel(), block.is_pinned()) for block in buffer._blocks]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes, expected",
     [

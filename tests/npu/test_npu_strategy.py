@@ -184,6 +184,7 @@ def normalised(folder: Path) -> tuple[list[float], list[float], list[float]]:
     return together, apart, train_on_cpu(folder / "cpu", model=Normalising)
 
 
+@pytest.mark.full
 def test_statistics_over_all_devices(npu2: Any, tmp_path: Path) -> None:
     for together, apart, expected in npu2.run(normalised, tmp_path):
         assert together == pytest.approx(expected, rel=1e-4)

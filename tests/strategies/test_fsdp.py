@@ -97,6 +97,7 @@ def whole(strategy: Any) -> dict[str, Tensor]:
 # The contract
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_conformance(workers2: WorkerGroup) -> None:
     assert check_strategy("FSDPStrategy", workers=workers2).passed
