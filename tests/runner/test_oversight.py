@@ -80,7 +80,13 @@ def test_the_thread_ends_with_a_runner_that_nobody_uses(tmp_path: Path, monkeypa
     wait_until(lambda: threads() == before)
 
 
-def test_without_watchers_there_is_no_thread(tmp_path: Path) -> None:
+def make_one_without_watchers(folder: Path) -> tuple[int, int]:
     before = threads()
-    make_runner(tmp_path)
-    assert threads() == before
+    make_runner(folder)
+    return before, threads()
+
+
+def test_without_watchers_there_is_no_thread(tmp_path: Path, workers1: WorkerGroup) -> None:
+    # Not in the process of the session, in which tests before may have left runners.
+    ((before, after),) = workers1.run(make_one_without_watchers, tmp_path)
+    assert after == before
