@@ -6,6 +6,7 @@ from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoin
 from .export.weights import export_weights
 from .flat_shard import FlatShard
 from .load.checkpoint import Checkpoint
+from .load.prefixes import without_prefix
 from .load.weights import MatchReport, match_weights, open_weights, open_weights_together
 from .newest import complete_ones, iteration_of, newest_complete
 from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
@@ -39,4 +40,5 @@ __all__ = [
     "save_checkpoint",
     "save_in_background",
     "what_is_not_finite",
+    "without_prefix",
 ]

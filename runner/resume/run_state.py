@@ -21,6 +21,7 @@ from ...core.checkpoint import (
     save_checkpoint,
     save_in_background,
     what_is_not_finite,
+    without_prefix,
 )
 from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
@@ -250,6 +251,11 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         runner.logger.warning(
             f"{path}: is read by names and shapes, the model's own code for older files is not called: {', '.join(methods)}"
         )
+    if opened.origin:
+        names = [*runner.strategy.model_state(), *runner.strategy.aliases()]
+        opened, line = without_prefix(opened, names, revise_keys)
+        if line:
+            runner.logger.info(line)
     prepare(runner, opened)
     opened, extra = extra_template(runner, opened, revise_keys)
     source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)

@@ -112,7 +112,7 @@ class _Reader:
         for name, original in (model.get("shared_params") or {}).items():
             if MODEL + original in self.entries:
                 self.entries[MODEL + name] = self.entries[MODEL + original]
-        return Checkpoint(self.folder, self.entries, {}, self._source)
+        return Checkpoint(self.folder, self.entries, {}, self._source, origin="DeepSpeed")
 
     def _check_world(self, states: Sequence[Mapping[str, Any]]) -> None:
         count = states[0]["partition_count"]

@@ -37,6 +37,17 @@ class Inert:
     def __init__(self, *_: object) -> None: ...
 
 
+class Record:
+    """Placeholder for an object whose attributes are read: what the pickle would set is kept as ``state``, unused.
+
+    It may be a key of a dict, which then knows it by identity: nothing in it is hashed or compared.
+    """
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+
+
 class Named:
     """A class or function that a pickle names, with the function to call instead."""
 
@@ -144,8 +155,10 @@ class _Machine:
         return function.make(*arguments)
 
     def set_state(self, _: object) -> None:
-        """Drop the attributes of an object, which are ignored."""
-        self._pop(1)
+        """Keep the attributes of a Record; those of other objects are ignored."""
+        (state,) = self._pop(1)
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
 
     def by_id(self, _: object) -> None:
         """Push the object of a persistent id, which is outside of the pickle."""
@@ -221,7 +234,7 @@ class _Machine:
 
 
 def pairs(items: Any) -> dict[Any, Any]:
-    """A dict of the (key, value) pairs whose key is a plain value; names of tensors always are.
+    """A dict of the (key, value) pairs whose key is a plain value or a Record; names of tensors always are plain.
 
     Hashing other keys is not safe: for a tuple that has another tuple twice, which has a third one twice, and so on, it
     never finishes.
@@ -229,7 +242,7 @@ def pairs(items: Any) -> dict[Any, Any]:
     return {key: value for key, value in items if isinstance(key, _PLAIN_TYPES)}
 
 
-_PLAIN_TYPES = (str, bytes, int, float, type(None))
+_PLAIN_TYPES = (str, bytes, int, float, type(None), Record)
 _LITERALS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),

@@ -79,4 +79,5 @@ def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str,
         chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in found.chunks)
         entries[MODEL + name] = found.model_copy(update={"chunks": chunks})
     sources = {label(numbers[file]): part.source for file, part in parts.items()}
-    return Checkpoint(path, entries, {}, lambda file: sources[file](label(0)))
+    origin = next(iter(parts.values())).origin if parts else "safetensors"
+    return Checkpoint(path, entries, {}, lambda file: sources[file](label(0)), origin=origin)

@@ -11,12 +11,13 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from .mapped_span import Mapped, MappedSpan
 from .pickles import ForbiddenNameError, Inert, Named, describe, pairs
 
 # The first two values in a file of the format before torch 1.6.
@@ -92,6 +93,7 @@ class TorchFile:
 
     Args:
         path: the file.
+        span: offset and length, in bytes, of the part of a file that was written so; None: the whole file.
 
     Attributes:
         content: dicts, lists, plain values and ``StoredTensor``.
@@ -100,16 +102,16 @@ class TorchFile:
         CheckpointError: the file is damaged, or has objects that are neither tensors nor plain values.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, span: tuple[int, int] | None = None) -> None:
         self.path = path
-        self.size = path.stat().st_size
+        self._file_size = path.stat().st_size
+        self._start, self.size = span or (0, self._file_size)
         self._begins: dict[str, int] = {}
         try:
             with path.open("rb") as file:
-                if file.read(2) == b"PK":
-                    self.content = self._read_zip(file)
-                else:
-                    self.content = self._read_legacy(file)
+                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                with whole, whole if span is None else MappedSpan(whole, *span) as data:
+                    self.content = self._read_zip(data) if data[:2] == b"PK" else self._read_legacy(data)
         except ForbiddenNameError as error:
             raise CheckpointError(
                 f"{path}: cannot be read as weights, it holds {error}, and loading that would execute code; "
@@ -124,11 +126,11 @@ class TorchFile:
 
     def map(self) -> Callable[[StoredTensor], Tensor]:
         """Map the file; return a function that gives a tensor as a view of it. Using the tensor reads the file."""
-        data = torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8)
+        data = torch.from_file(str(self.path), shared=False, size=self._file_size, dtype=torch.uint8)
 
         def tensor(stored: StoredTensor) -> Tensor:
             storage = stored.storage
-            begin = self._begins[storage.key] + storage.offset * storage.dtype.itemsize
+            begin = self._start + self._begins[storage.key] + storage.offset * storage.dtype.itemsize
             part = data[begin : begin + storage.nbytes]
             if begin % stored.dtype.itemsize:  # the old format does not align tensors
                 part = part.clone()
@@ -139,8 +141,10 @@ class TorchFile:
 
     # The formats
 
-    def _read_zip(self, file: IO[bytes]) -> Any:
-        with zipfile.ZipFile(file) as archive:
+    def _read_zip(self, data: Mapped) -> Any:
+        # A mapped file lacks what zipfile asks of one before Python 3.13.
+        view = data if isinstance(data, MappedSpan) else MappedSpan(data, 0, len(data))
+        with zipfile.ZipFile(view) as archive:
             records = {record.filename: record for record in archive.infolist()}
         root = next(iter(records)).partition("/")[0]
         if f"{root}/constants.pkl" in records:
@@ -149,46 +153,44 @@ class TorchFile:
         packed = [name for name, record in records.items() if record.compress_type != zipfile.ZIP_STORED]
         if packed:
             raise CheckpointError(f"{packed[0]} in it is compressed, which torch.save does not do")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if byteorder := records.get(f"{root}/byteorder"):
-                _check_byteorder(_record(data, byteorder))
-            sizes = {}
-            for name, record in records.items():
-                if name.startswith(f"{root}/data/"):
-                    key = name.removeprefix(f"{root}/data/")
-                    self._begins[key], sizes[key] = _begin(data, record), record.file_size
-            data.seek(_begin(data, records[f"{root}/data.pkl"]))
-            return describe(data, self._known, lambda given: self._storage(given, sizes))  # type: ignore[arg-type]
+        if byteorder := records.get(f"{root}/byteorder"):
+            _check_byteorder(_record(data, byteorder))
+        sizes = {}
+        for name, record in records.items():
+            if name.startswith(f"{root}/data/"):
+                key = name.removeprefix(f"{root}/data/")
+                self._begins[key], sizes[key] = _begin(data, record), record.file_size
+        data.seek(_begin(data, records[f"{root}/data.pkl"]))
+        return describe(data, self._known, lambda given: self._storage(given, sizes))  # type: ignore[arg-type]
 
-    def _read_legacy(self, file: IO[bytes]) -> Any:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            described = [self._without_storages(data) for _ in range(3)]
-            if described[:2] != [_MAGIC, _PROTOCOL]:
-                raise ValueError("no file of torch.save")
-            if isinstance(described[2], dict):
-                _check_byteorder(b"little" if described[2].get("little_endian", True) else b"big")
-            storages: dict[str, Storage] = {}
+    def _read_legacy(self, data: Mapped) -> Any:
+        described = [self._without_storages(data) for _ in range(3)]
+        if described[:2] != [_MAGIC, _PROTOCOL]:
+            raise ValueError("no file of torch.save")
+        if isinstance(described[2], dict):
+            _check_byteorder(b"little" if described[2].get("little_endian", True) else b"big")
+        storages: dict[str, Storage] = {}
 
-            def storage(given: Any) -> Storage:
-                found = _storage_of(given)
-                root = Storage(found.key, found.dtype, 0, int(given[4]))
-                if storages.setdefault(found.key, root).nbytes != root.nbytes:
-                    raise ValueError("a storage of two sizes")
-                return found
+        def storage(given: Any) -> Storage:
+            found = _storage_of(given)
+            root = Storage(found.key, found.dtype, 0, int(given[4]))
+            if storages.setdefault(found.key, root).nbytes != root.nbytes:
+                raise ValueError("a storage of two sizes")
+            return found
 
-            content = describe(data, self._known, storage)  # type: ignore[arg-type]
-            for key in self._without_storages(data):
-                (numel,) = struct.unpack("<q", data.read(8))
-                begin, nbytes = data.tell(), storages[str(key)].nbytes
-                if numel != storages[str(key)].numel or begin + nbytes > self.size:
-                    raise CheckpointError(f"a tensor of {nbytes} bytes exceeds the {self.size} bytes of the file")
-                self._begins[str(key)] = begin
-                data.seek(begin + nbytes)
-            if storages.keys() - self._begins.keys():
-                raise ValueError("a storage that is not there")
-            return content
+        content = describe(data, self._known, storage)  # type: ignore[arg-type]
+        for key in self._without_storages(data):
+            (numel,) = struct.unpack("<q", data.read(8))
+            begin, nbytes = data.tell(), storages[str(key)].nbytes
+            if numel != storages[str(key)].numel or begin + nbytes > self.size:
+                raise CheckpointError(f"a tensor of {nbytes} bytes exceeds the {self.size} bytes of the file")
+            self._begins[str(key)] = begin
+            data.seek(begin + nbytes)
+        if storages.keys() - self._begins.keys():
+            raise ValueError("a storage that is not there")
+        return content
 
-    def _without_storages(self, data: mmap.mmap) -> Any:
+    def _without_storages(self, data: Mapped) -> Any:
         return describe(data, self._known, _no_storage)  # type: ignore[arg-type]
 
     def _storage(self, given: Any, sizes: Mapping[str, int]) -> Storage:
@@ -233,7 +235,7 @@ def _check_byteorder(written: bytes) -> None:
         raise CheckpointError("it was written on a machine with another byte order")
 
 
-def _begin(data: mmap.mmap, record: zipfile.ZipInfo) -> int:
+def _begin(data: Mapped, record: zipfile.ZipInfo) -> int:
     """Offset of a record's content in the file."""
     local = data[record.header_offset : record.header_offset + 30]
     name, extra = struct.unpack("<HH", local[26:30])
@@ -243,7 +245,7 @@ def _begin(data: mmap.mmap, record: zipfile.ZipInfo) -> int:
     return begin
 
 
-def _record(data: mmap.mmap, record: zipfile.ZipInfo) -> bytes:
+def _record(data: Mapped, record: zipfile.ZipInfo) -> bytes:
     begin = _begin(data, record)
     return data[begin : begin + min(record.file_size, 16)]
 
@@ -334,6 +336,8 @@ _INERT = (
     r"numpy\.(dtype|ndarray|_?core\.multiarray\.(_reconstruct|scalar))|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path",
     r"torch\.(Tensor|device|nn\.parameter\.Buffer|serialization\._get_layout|distributed\.tensor\.[\w.]+)",
     r"torch\.distributed\.device_mesh\.DeviceMesh",
+    # What Lightning's files have beside the weights: hyper parameters, states of callbacks.
+    r"(lightning|lightning_fabric|pytorch_lightning|torchmetrics|omegaconf|torch\.optim|typing)\.[\w.]+",
 )
 _INERT_NAMES = re.compile("|".join(_INERT))
 

@@ -18,6 +18,9 @@ from ..storage import mapped_source
 from .stored_tensors import MODEL, dtype_name, whole
 from .torch_files import StoredTensor, TorchFile
 
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""A key that every checkpoint file of Lightning's Trainer has."""
+
 
 def open_file(path: Path) -> Checkpoint:
     """Open the weights in a file, under the keys ``model.<name>``.
@@ -41,7 +44,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error}") from None
     source = mapped_source(path.parent)
-    return Checkpoint(path, entries, {}, lambda _: source(path.name))
+    return Checkpoint(path, entries, {}, lambda _: source(path.name), origin="safetensors")
 
 
 def _open_torch(path: Path) -> Checkpoint:
@@ -62,7 +65,11 @@ def _open_torch(path: Path) -> Checkpoint:
         tensor_of = file.map()
         yield Fetch(path, lambda name, slices: tensor_of(tensors[name])[slices])
 
-    return Checkpoint(path, entries, values, source)
+    content = file.content
+    is_lightning = isinstance(content, Mapping) and LIGHTNING_VERSION in content
+    beside = [str(key) for key in content if key not in ("state_dict", LIGHTNING_VERSION)] if is_lightning else []
+    origin = "Lightning" if is_lightning else "torch.save"
+    return Checkpoint(path, entries, values, source, origin=origin, not_read=beside)
 
 
 def _extra_state(path: Path, content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

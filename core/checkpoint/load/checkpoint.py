@@ -44,6 +44,8 @@ class Checkpoint:
         source: opens the files with the chunks.
         files: files whose checksums are compared before anything is read from them.
         nonfinite: keys of tensors with NaN or infinity, for which the checkpoint was marked when it was saved.
+        origin: the program that wrote the files, for messages; empty for flextrain.
+        not_read: names of what the files hold besides, which is not read.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Checkpoint:
         source: Source,
         files: Mapping[str, FileEntry] | None = None,
         nonfinite: Sequence[str] = (),
+        origin: str = "",
+        not_read: Sequence[str] = (),
     ) -> None:
-        self.nonfinite = tuple(nonfinite)
+        self.nonfinite, self.origin, self.not_read = tuple(nonfinite), origin, tuple(not_read)
         self.path, self.entries, self.values, self.source = path, dict(entries), dict(values), source
         self._unchecked = dict(files or {})
         self.unverified: Mapping[str, FileEntry] = {}
@@ -137,8 +141,22 @@ class Checkpoint:
     def renamed(self, entries: Mapping[str, SavedTensor], values: Mapping[str, Any] | None = None) -> Checkpoint:
         """The same checkpoint with other keys of tensors, and other ``values`` if they are given."""
         kept = self.values if values is None else values
-        other = Checkpoint(self.path, entries, kept, self.source, nonfinite=self.nonfinite)
+        other = Checkpoint(
+            self.path,
+            entries,
+            kept,
+            self.source,
+            nonfinite=self.nonfinite,
+            origin=self.origin,
+            not_read=self.not_read,
+        )
         other._unchecked = self._unchecked
+        return other
+
+    def from_program(self, origin: str, not_read: Sequence[str]) -> Checkpoint:
+        """The same source, with the name of the program that wrote it, and of further files that are not read."""
+        other = self.renamed(self.entries)
+        other.origin, other.not_read = origin, (*self.not_read, *not_read)
         return other
 
     def check_file(self, name: str) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 from ...comm.joint_errors import gather_differing, raising_together, told_by_rank_0
-from ...errors import CheckpointError, nearest
+from ...errors import nearest
 from ...module_state import EXTRA, module_of
 from ..directory import is_checkpoint
-from ..foreign import deepspeed, hugging_face
+from ..foreign import accelerate, dcp, deepspeed, hugging_face
 from ..foreign.stored_tensors import MODEL
 from ..foreign.weights_file import open_file
 from ..paths import as_path, is_local
@@ -31,7 +31,8 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
         path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at
             the top or under "state_dict", "model" or "module"; an index of Hugging Face
             (``model.safetensors.index.json``) or its folder; a checkpoint directory of DeepSpeed, with or without its
-            tag. Only the first may be a URL.
+            tag; a directory of torch.distributed.checkpoint, as plain scripts, torchtitan and Lightning write it; a
+            folder of Accelerate's ``save_state``. Only the first may be a URL.
 
     Raises:
         CheckpointError: the file does not exist, or has no weights that can be read safely.
@@ -78,13 +79,13 @@ def _open_directory(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     if (found := deepspeed.find(path)) is not None:
         return deepspeed.open_directory(found)
+    if (saved := accelerate.find(path)) is not None:
+        found, beside = saved
+        return _open(found).from_program("Accelerate", beside)
     if (found := hugging_face.find(path)) is not None:
         return open_weights(found)
-    if (path / ".metadata").is_file():
-        raise CheckpointError(
-            f"{path}: was written by torch.distributed.checkpoint, whose index is a pickle and could execute code; "
-            "save the state dict with torch.save"
-        )
+    if (found := dcp.find(path)) is not None:
+        return dcp.open_directory(found)
     return Checkpoint.open(path)  # its error says what is missing
 
 
