@@ -25,9 +25,10 @@ from .model_parts import spread_updates
 from .names import Names
 from .preparing import prepare
 from .requirements import Needs
-from .state import CanonicalState, Optim
+from .state import Optim
 from .state_memory import StateMemory, size_of, state_of_optimizer
 from .steps import EvalStep, TrainStep
+from .whole import WholeWeights
 
 
 def kept_gradients(engine: str) -> StrategyError:
@@ -42,7 +43,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 """A context that does nothing; a single object, because every micro-batch enters two."""
 
 
-class Strategy(CanonicalState):
+class Strategy(WholeWeights):
     """Trains a model on one or many devices and gives its state in canonical form; the base class uses one device.
 
     Most subclasses override ``_wrap``; some also ``grad_sync``, ``autocast``, ``module`` and the three methods of
@@ -113,6 +114,7 @@ class Strategy(CanonicalState):
         if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
             check_trainable(model)
         self._check_request(model, optim)
+        self._note_blueprint(model)
         cast_parameters(model, self.precision)
         if (recompute := self.config.activation_checkpointing) is not None:
             chooser = recompute.check_fn or recompute.classes or ()
@@ -123,6 +125,8 @@ class Strategy(CanonicalState):
         self._names = Names(model)
         self._module = model
         self._model = self._wrap(model)
+        if self._blueprint is not None:
+            self._blueprint.follow()
         if self.config.compile:
             self._compile(self._model)
         if optim is not None:
@@ -167,10 +171,6 @@ class Strategy(CanonicalState):
         """
         return prepare(self, model, optim_wrapper, param_scheduler, dispatch_kwargs)
 
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``init_context``."""
-        return tensor.shape
-
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""
 
@@ -193,7 +193,7 @@ class Strategy(CanonicalState):
 
     def teardown(self) -> None:
         """Leave the process group, if this strategy joined it, and drop the model; may be called again."""
-        self._model = self._module = self.optim = None
+        self._model = self._module = self.optim = self._blueprint = None
         self._leave_environment()
 
     # Around a micro-batch

@@ -21,7 +21,9 @@ LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself 
 STRATEGY_FREE = re.compile(r"flextrain\.(core|optim|runner|tools|commands|testing)(\.|$)")
 MAX_LINES, MEDIAN_LINES = 400, 120
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
-TORCH_PRIVATE = {f"flextrain.core.{name}_private" for name in ("torch", "dtensor", "group", "rehearsing")}
+TORCH_PRIVATE = {
+    f"flextrain.core.{name}_private" for name in ("torch", "dtensor", "group", "module_copy", "rehearsing")
+}
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.
 RANKS_HOME = re.compile(r"flextrain\.core\.(comm|checkpoint)(\.|$)|flextrain\.strategies\.launch$")

@@ -7,6 +7,9 @@ import importlib
 import inspect
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from ...core.errors import ConfigError, StrategyError
 from ...core.registry import OPTIMIZERS
 from ...core.rehearsing import with_values
@@ -91,3 +94,16 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
             f"{wrapper.where}.optimizer: {kind.__name__} {reason}; ZeRO gives it shards of flattened parameters, choose "
             "AdamW, stage 0, or DDPStrategy"
         )
+
+
+def take_out_frozen(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Leave the frozen parameters out of an optimizer, and groups without any other; return their groups, by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        # The group object itself, so that frozen parameters get the values that schedulers set for the group.
+        frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+        found |= {names[id(parameter)]: group for parameter in frozen}
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return found

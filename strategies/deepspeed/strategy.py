@@ -33,7 +33,7 @@ from .engine_config import Request, check_accelerator, check_wrapper, engine_con
 from .engine_memory import engine_memory
 from .engine_state import EngineState
 from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
-from .optimizers import check_supported
+from .optimizers import check_supported, take_out_frozen
 from .own_parallelism import check_layers
 from .package import deepspeed as _deepspeed
 from .rehearsed import RehearsedZero
@@ -267,14 +267,7 @@ class DeepSpeedStrategy(Strategy):
             ) from error
         optimizer = wrapper.optimizer
         check_supported(wrapper, stage)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        frozen_groups: dict[str, dict[str, Any]] = {}
-        for group in optimizer.param_groups:
-            # The group object itself, so that frozen parameters get the values that schedulers set for the group.
-            frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-            frozen_groups |= {names[id(parameter)]: group for parameter in frozen}
-            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        frozen_groups = take_out_frozen(optimizer, model)
         if not optimizer.param_groups:
             raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
         return frozen_groups
@@ -376,6 +369,14 @@ class DeepSpeedStrategy(Strategy):
         """See Strategy."""
         zero, trains = self.config.zero_optimization, self._wrapper is not None
         return engine_memory(self._engine_state, self.module, zero, trains=trains)
+
+    def _computes_alone(self) -> bool:
+        return self.config.zero_optimization.stage != 3  # whose hooks gather, and learn the order of the calls
+
+    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
+        if self._request.dtype is not torch.float32:
+            cast_inputs_and_outputs(model, self._request.dtype, self.config.inputs_to_half)
+        return None
 
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..blocks import repeated_blocks
 from .config import FSDPConfig, MixedPrecision
 from .model_wrapper import FSDPWrapperConfig
 from .strategy import FSDPStrategy
-from .units import repeated_blocks
 
 __all__ = ["FSDPConfig", "FSDPStrategy", "MixedPrecision", "FSDPWrapperConfig", "repeated_blocks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
 from ...core.normalisation_layers import running_statistics
-from ...core.precision import PrecisionReport
+from ...core.precision import PrecisionReport, cast_tensors
 from ...core.registry import STRATEGIES
 from ...core.rehearsing import rehearsing, with_values
 from ...core.transforms import compile_in_place
@@ -35,6 +35,7 @@ from ..state import Optim
 from ..steps import EvalStep
 from .config import FSDPConfig
 from .lost_writes import watch_first_forward
+from .micro_batches import NotingErrors, settle_gradients
 from .nodes import replicas_by_node
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .without_memory import ModelWithoutMemory
@@ -67,7 +68,7 @@ class FSDPStrategy(Strategy):
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
-        self._noting = _NotingErrors()
+        self._noting = NotingErrors()
 
     @property
     def module(self) -> nn.Module:
@@ -190,7 +191,7 @@ class FSDPStrategy(Strategy):
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
-        _settle_gradients(self._scalars)
+        settle_gradients(self._scalars)
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
             if running_statistics(root) and self.topology.data.count > 1:
@@ -206,7 +207,7 @@ class FSDPStrategy(Strategy):
         self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
         if not rehearsing():
             model.to(self.device)
-        _settle_gradients(model.parameters())
+        settle_gradients(model.parameters())
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
@@ -344,6 +345,19 @@ class FSDPStrategy(Strategy):
 
     # Precision
 
+    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
+        mixed = self.config.mixed_precision
+        if mixed is None or (dtype := mixed.dtype("param_dtype")) is None:
+            return None
+        computes, gives = dtype, mixed.dtype("output_dtype")
+        if mixed.cast_forward_inputs:
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast_tensors(args, computes), cast_tensors(kwargs, computes)), with_kwargs=True
+            )
+        if gives is not None:
+            model.register_forward_hook(lambda _, args, output: cast_tensors(output, gives))
+        return dtype
+
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""
         report, mixed = super().precision_report(), self.config.mixed_precision
@@ -361,37 +375,3 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots, self._unsettled = [], [], []
-
-
-class _NotingErrors:
-    """Context around a micro-batch.
-
-    Attributes:
-        has_seen: an error has left it, so that FSDP may have stopped in the middle.
-        is_final: FSDP cannot go on after it.
-    """
-
-    has_seen = is_final = False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.has_seen = True
-
-
-def _settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
-
-    They may be pending sums over processes, whose summands cannot be clipped.
-    """
-
-    def settle(parameter: Tensor) -> None:
-        gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
-        if gradient.placements != own.placements:
-            parameter.grad = gradient.redistribute(placements=own.placements)
-
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]

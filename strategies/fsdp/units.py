@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...core.errors import ConfigError, StrategyError
 from ...core.model import overrides
 from ...core.transforms import module_filter
+from ..blocks import repeated_blocks
 from .config import FSDPConfig
 
 _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
@@ -99,19 +100,6 @@ def prefetch(model: nn.Module, units: Sequence[nn.Module], ahead: int) -> None:
     for i, unit in enumerate(order):
         unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
         unit.set_modules_to_backward_prefetch(order[max(0, i - ahead) : i][::-1])
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules, with children, that a ModuleList or Sequential has several of, by class."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)) and container not in inside:
-            kinds = [type(child) for child in container]
-            blocks = [c for c in container if kinds.count(type(c)) > 1 and any(True for _ in c.children())]
-            found += blocks
-            inside.update(part for block in blocks for part in block.modules())
-    return [block for block in found if any(True for _ in block.parameters())]
 
 
 def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

@@ -202,6 +202,9 @@ class MeshStrategy(FSDPStrategy):
         """See Strategy."""
         return self._evaluation(batch, step)
 
+    def _computes_alone(self) -> bool:
+        return not self._axes
+
     def teardown(self) -> None:
         """See Strategy."""
         for axis in self._axes if self._model is not None else ():

@@ -34,7 +34,7 @@ from ...runner.data.user_loaders import batch_size, goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
 from ...runner.loops.step import Stepper
 from ...strategies.base import Strategy
-from ...strategies.fsdp.units import repeated_blocks
+from ...strategies.blocks import repeated_blocks
 from ...strategies.mesh.config import MeshConfig
 from ...strategies.mesh.pipeline.pipeline_parallel import stages_per_process
 from ...strategies.mesh.transformers_private import pretrained_models, taking_sequences_for_whole

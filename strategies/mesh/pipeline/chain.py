@@ -10,7 +10,7 @@ from torch import nn
 
 from ....core.errors import ConfigError, StrategyError, counted, suggest
 from ....core.module_state import keepers
-from ...fsdp.units import repeated_blocks
+from ...blocks import repeated_blocks
 
 _PREPROCESSOR = "data_preprocessor"
 
