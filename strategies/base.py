@@ -114,7 +114,7 @@ class Strategy(WholeWeights):
         if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
             check_trainable(model)
         self._check_request(model, optim)
-        self._note_blueprint(model)
+        self._note_blueprint(model, self.shape_of)
         cast_parameters(model, self.precision)
         if (recompute := self.config.activation_checkpointing) is not None:
             chooser = recompute.check_fn or recompute.classes or ()
@@ -170,6 +170,10 @@ class Strategy(WholeWeights):
             StrategyError, ConfigError: a setting is not possible.
         """
         return prepare(self, model, optim_wrapper, param_scheduler, dispatch_kwargs)
+
+    def shape_of(self, tensor: Tensor) -> Sequence[int]:
+        """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``init_context``."""
+        return tensor.shape
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""

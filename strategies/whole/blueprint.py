@@ -38,7 +38,7 @@ class Blueprint:
 
     def follow(self) -> None:
         """Take note that the strategy has changed the model: later changes of plain attributes are the user's."""
-        self._before = [_plain(module()) for module in self._live]
+        self._before = [_values(module()) for module in self._live]
 
     def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """Return a copy of the model, and its parameters and buffers by name, on the meta device.
@@ -53,13 +53,13 @@ class Blueprint:
             raise StrategyError(f"full_weights: {self.problem}")
         model = copy_modules(self._model, lambda tensor: tensor.shape)
         for copy, live, before in zip(model.modules(), self._live, self._before, strict=True):
-            for key, value in _plain(live()).items():
+            for key, value in _values(live()).items():
                 if key == "training" or (key in before and value != before[key]):
                     vars(copy)[key] = value
         return model, tensors_of(model)
 
 
-def _plain(module: nn.Module | None) -> Mapping[str, Any]:
+def _values(module: nn.Module | None) -> Mapping[str, Any]:
     return {} if module is None else {key: value for key, value in vars(module).items() if isinstance(value, _VALUES)}
 
 

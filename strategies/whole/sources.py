@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...core.checkpoint.flat_shard import FlatShard
-from ...core.comm.collectives import get_rank
 from ...core.comm.joint_errors import gather_differing
 from ...core.dtensor_chunks import full_tensor
 from ...core.errors import StrategyError
@@ -41,13 +40,16 @@ class Sources:
         shapes: the whole shapes, by name; the same on every process.
         own: what this process has, see ``held``.
         live: the tensors that this process computes with, by the same names.
+        rank: of this process.
 
     Raises:
         StrategyError: the model has lost a tensor since set-up.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], own: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-        self._shapes, self._own, self._rank = shapes, own, get_rank()
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], own: Mapping[str, Tensor], live: Mapping[str, Tensor], rank: int
+    ) -> None:
+        self._shapes, self._own, self._rank = shapes, own, rank
         mine = []
         for name in shapes:
             if name not in own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...core.rehearsing import rehearsing
 from ..state import CanonicalState
 from .blueprint import Blueprint
 from .by_layer import LayerByLayer, Layers
-from .filling import Writes, empty, fill
+from .copied_tensors import Writes, empty, fill
 from .sources import Sources, held
 
 
@@ -98,13 +98,9 @@ class WholeWeights(CanonicalState):
         """
         return None
 
-    def _note_blueprint(self, model: nn.Module) -> None:
+    def _note_blueprint(self, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> None:
         if not rehearsing():
-            self._blueprint = Blueprint(model, self.shape_of)
-
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``init_context``."""
-        return tensor.shape
+            self._blueprint = Blueprint(model, shape_of)
 
     def _asking(self, ranks: Collection[int] | None) -> list[int]:
         if ranks is None:
@@ -129,7 +125,7 @@ class WholeWeights(CanonicalState):
                 )
             live = {**dict(self.module.named_buffers()), **parameters}
             own = held(shapes, live, self.model_state, parameters)
-        return Sources(shapes, own, live)
+        return Sources(shapes, own, live, self.rank)
 
     @contextmanager
     def _copied(self, sources: Sources, asking: list[int], limit: int | None, by_layer: bool) -> Iterator[Any]:
@@ -147,7 +143,11 @@ class WholeWeights(CanonicalState):
             return sources.make(name, keep, self.device)
 
         asks = self.rank in asking
-        session = LayerByLayer(model, layers, tensors, make, float(self.config.timeout_s)) if by_layer else None
+        session = (
+            LayerByLayer(model, layers, tensors, make, float(self.config.timeout_s), self.world_size)
+            if by_layer
+            else None
+        )
         try:
             for name in layers.rest if by_layer else tensors:
                 if (value := make(name, asks)) is not None:

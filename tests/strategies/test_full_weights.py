@@ -17,7 +17,7 @@ from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.core.module_copy_private import tensors_of
 from flextrain.core.registry import STRATEGIES
 from flextrain.strategies.whole.blueprint import Blueprint
-from flextrain.strategies.whole.filling import empty, fill
+from flextrain.strategies.whole.copied_tensors import empty, fill
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
