@@ -18,6 +18,9 @@ READ_VALUES: dict[str, Callable[..., Tensor]] = {
 }
 """They do nothing to a tensor on the meta device; not every torch has the private ones."""
 
+ALL = tuple(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_"))
+"""The names of the functions that initialise a tensor in place."""
+
 
 @contextmanager
 def initializing_with(replacement: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:

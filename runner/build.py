@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigError
+from ..core.hugging_face.pretrained import Pretrained
 from ..core.model import BaseModel, overrides, parts_to_initialise
 from ..core.registry import MODELS
 from ..core.torch_private import is_compiled_wrapper
@@ -53,7 +54,10 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         with strategy.init_context():
             if isinstance(given, Mapping) and preprocessor is not None:
                 given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
-            model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
+            if (pretrained := Pretrained.of(given, "model")) is not None:
+                model = pretrained.build()
+            else:
+                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

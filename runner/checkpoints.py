@@ -6,16 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.checkpoint import as_path
+from torch import nn
+
+from ..core.checkpoint import as_path, export_hugging_face
 from ..core.checkpoint.foreign.download import local_copy, shown
-from ..core.config import known_keywords, validate
+from ..core.config import check_call, known_keywords, validate
+from ..core.hugging_face.model_description import Description, describe
+from ..core.hugging_face.pretrained import pretrained_in
 from .arguments import Checked
 from .build_methods import BuildMethods
 from .configuration import check_loading
 from .options import Resume
 from .resume import run_state
 from .resume.choose_checkpoint import find_start
+from .resume.exporting import export_model
 from .resume.failed_saves import check_on_error
+from .resume.pretrained_weights import ToRead, read_pretrained
 from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
 
@@ -34,7 +40,23 @@ class Checkpoints(BuildMethods):
         self._has_begun = False  # True after before_run
         self._has_weights = False  # True once load_checkpoint has run
         self._started = False  # True once training has loaded its start or resumed
+        self._pretrained: list[ToRead] = []
+        self.hugging_face: Description | None = None
+        """What exports have to know of a model of transformers; None for other models, and before it is built."""
         self._ending: Exception | None = None  # what train() raises once the run has ended in order
+
+    def _build_model(self) -> nn.Module:
+        model = super()._build_model()
+        self.hugging_face = describe(model)  # before a strategy changes the configuration
+        self._pretrained = [ToRead(source, model) for source in pretrained_in(model)]
+        self.strategy.expect_values({name for part in self._pretrained for name in part.names.values()})
+        return model
+
+    def _setup_model(self) -> None:
+        is_new = self._model is None
+        super()._setup_model()
+        for part in self._pretrained if is_new else ():
+            read_pretrained(self, part)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at the hook point ``fn_name``."""
@@ -110,6 +132,27 @@ class Checkpoints(BuildMethods):
     def has_saved(self, path: str | Path) -> bool:
         """True if this run saved the checkpoint ``path``, and it was complete."""
         return self._saver.has_saved(path)
+
+    def export_hugging_face(self, folder: str | Path, **options: Any) -> list[Path]:
+        """Write the model of transformers that is trained to a folder which ``from_pretrained`` loads; a collective.
+
+        Every process writes its own part beside the folder first, as in a checkpoint, so that none holds the whole model.
+
+        Args:
+            folder: the folder to write, which every process reaches.
+            options: ``tokenizer``, ``dtype`` and ``max_shard_size`` of ``export_hugging_face`` in flextrain.core.checkpoint.
+
+        Returns:
+            The files that were written.
+
+        Raises:
+            CheckpointError: the model is none of transformers, or the folder holds one already.
+            ConfigError: an unknown option.
+        """
+        check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
+        self.strategy.meet("export_hugging_face()")
+        self._setup_model()
+        return export_model(self, Path(folder), options)
 
     @property
     def saving_s(self) -> float:

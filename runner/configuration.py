@@ -14,6 +14,7 @@ from ..core.checkpoint.untrusted import one_line
 from ..core.config import check_call
 from ..core.errors import ConfigError, suggest
 from ..core.foreign_classes import refuse_foreign
+from ..core.hugging_face.pretrained import Pretrained
 from ..core.model import overrides
 from ..core.registry import LOOPS, MODELS
 from ..core.tta_model import BaseTTAModel
@@ -103,7 +104,10 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
     elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
         raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
-    if isinstance(model, (Mapping, str)):
+    if (pretrained := Pretrained.of(model, "model")) is not None:
+        if data_preprocessor is not None or where in model:
+            raise ConfigError(f"{where}: {pretrained.name} takes none")
+    elif isinstance(model, (Mapping, str)):
         kind = MODELS.check(model, "model")
         refuse(kind)
         must_be(kind, nn.Module, "model.type", "torch.nn.Module")
@@ -208,7 +212,7 @@ def model_class(model: Any) -> Any:
         return model
     kind = model["type"] if isinstance(model, Mapping) else model
     found = MODELS.resolve(kind, "model") if isinstance(kind, str) else kind
-    return found if inspect.isclass(found) else None
+    return found if inspect.isclass(found) and issubclass(found, nn.Module) else None
 
 
 def merging_model(model: Any) -> type[BaseTTAModel] | None:

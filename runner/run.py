@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from ..core.hugging_face.model_description import Description
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
@@ -86,6 +87,7 @@ class Run(Protocol):
 
     seed: int
     config_text: str
+    hugging_face: Description | None
     """The configuration file with all that it inherits, as Python; empty for a run that was not made from one."""
     stop_check: Callable[[str], None] | None
     """Called after every update ("update") and every batch of an evaluation ("batch"), once somebody asks for the end."""

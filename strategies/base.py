@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -87,6 +87,15 @@ class Strategy(WholeWeights):
     def init_weights(self, model: BaseModel) -> None:
         """Call ``model.init_weights()`` for a model built in ``init_context``; before ``setup``."""
         model.init_weights()
+
+    def expect_values(self, names: Collection[str]) -> None:
+        """Take note of parameters that nothing has initialised, because their values are read after ``setup``.
+
+        Called between ``init_context`` and ``setup``. By default nothing: only who keeps parameters without memory has to know.
+
+        Args:
+            names: of parameters and buffers, in the user's model.
+        """
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """Give every process rank 0's weights, place and wrap the model, and build the optimizer; a collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .export.hugging_face import export_hugging_face
 from .export.weights import export_weights
 from .flat_shard import FlatShard
 from .load.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ __all__ = [
     "MatchReport",
     "PendingSave",
     "Staging",
+    "export_hugging_face",
     "export_weights",
     "find_latest",
     "is_checkpoint",

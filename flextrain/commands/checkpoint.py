@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
+from . import export_hf
 from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
@@ -65,6 +66,7 @@ def add(commands: Any) -> None:
     )
     export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
     export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
+    export_hf.add_options(export)
     diff = _action(actions, "diff", _diff, "compare two checkpoints; exit status 1: they differ")
     diff.add_argument("a", metavar="A", help="a checkpoint's folder, or weights that load_from takes")
     diff.add_argument("b", metavar="B", help="the other one")
@@ -284,15 +286,19 @@ def _export(arguments: argparse.Namespace) -> int:
 
     from ..core.checkpoint import export_weights
 
-    files = export_weights(
-        arguments.checkpoint,
-        arguments.out,
-        averaged=arguments.averaged,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        max_shard_size=arguments.max_shard_size,
-        tied=not arguments.tied_once,
-        replace=arguments.force,
-    )
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    if export_hf.is_asked(arguments):
+        files = export_hf.export(arguments, dtype)
+    else:
+        files = export_weights(
+            arguments.checkpoint,
+            arguments.out,
+            averaged=arguments.averaged,
+            dtype=dtype,
+            max_shard_size=arguments.max_shard_size,
+            tied=not arguments.tied_once,
+            replace=arguments.force,
+        )
     written = {str(file): file.stat().st_size for file in files}
     if arguments.json:
         print_json([{"path": path, "bytes": size} for path, size in written.items()])

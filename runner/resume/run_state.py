@@ -27,6 +27,7 @@ from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError, counted
 from ...core.fingerprints import replica_of
+from ...core.hugging_face.model_description import META_KEY
 from ...core.module_state import own_loading
 from ...core.random_state import rng_state
 from ...core.supervision import job
@@ -81,6 +82,7 @@ def save(
         **{key: state["loop"][key] for key in ("epoch", "iter")},
         **({"job": job()} if job() else {}),
         **({"cfg": runner.config_text} if runner.config_text else {}),
+        **({META_KEY: runner.hugging_face.values()} if runner.hugging_face else {}),
         **(meta or {}),
     }
     hooks = hook_states(runner)

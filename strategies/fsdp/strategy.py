@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -98,6 +98,10 @@ class FSDPStrategy(Strategy):
         is_deferred = any(parameter.is_meta for parameter in model.parameters())
         with self._without_memory.context if is_deferred else NOTHING:
             model.init_weights()
+
+    def expect_values(self, names: Collection[str]) -> None:
+        """See Strategy."""
+        self._without_memory.read_later = frozenset(names)
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""

@@ -30,6 +30,8 @@ class ModelWithoutMemory:
         self._keep_zeros = keep_zeros
         self.left_at_zero: frozenset[str] = frozenset()
         """Names of the parameters that are not initialised, because a checkpoint will be loaded."""
+        self.read_later: frozenset[str] = frozenset()
+        """Names of parameters that nothing has to initialise, because their values are read after set-up."""
         self._built: dict[str, Tensor] = {}
         self._names: dict[str, list[str]] = {}
 
@@ -46,7 +48,8 @@ class ModelWithoutMemory:
         """Raise StrategyError if a parameter on the meta device is never initialised."""
         if self._keep_zeros:
             return
-        untouched = {name for name, built in self._built.items() if storage_key(built) not in self.context.touched}
+        touched = self.context.touched
+        untouched = {name for name, built in self._built.items() if storage_key(built) not in touched} - self.read_later
         if untouched:
             raise StrategyError(
                 f"model.{min(untouched)}: is built without memory and nothing initialises it, do it in the constructor "

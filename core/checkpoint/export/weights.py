@@ -74,7 +74,7 @@ def export_weights(
     limit = _parse_size(max_shard_size)
     if suffix and path.is_file() and not replace:
         raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
-    names = _weights(source, averaged, dtype)
+    names = weights_to_export(source, averaged, dtype)
     if suffix in ("", _SUFFIX):
         _check_in_format(names, path)
     if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
@@ -127,7 +127,8 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-def _weights(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[ExportedTensor]:
+def weights_to_export(source: Checkpoint, averaged: bool | str, dtype: torch.dtype | None) -> list[ExportedTensor]:
+    """Return the tensors to export, under the model's names."""
     keys = {key.removeprefix(MODEL): key for key in source.entries if key.startswith(MODEL)}
     if averaged:
         keys |= _averages(source, averaged, keys)

@@ -1,0 +1,227 @@
+"""Folders that are exported load with from_pretrained, whatever strategy has trained the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from flextrain.cli import main
+from flextrain.core.checkpoint import export_hugging_face
+from flextrain.core.errors import CheckpointError, ConfigError
+from flextrain.testing import WorkerGroup
+
+from .folders import model_of, runner_of, save_folder, save_tokenizer, tokens
+
+CAUSAL = "transformers:AutoModelForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a Llama with a tokenizer, whose head is tied to its embeddings."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    save_folder(path, tie_word_embeddings=True, dtype=torch.bfloat16)
+    save_tokenizer(path)
+    return path
+
+
+def train_and_export(work_dir: Path, model: dict[str, Any], strategy: Any, **options: Any) -> list[Tensor] | None:
+    """Train, export the live model; return the logits of the trained model where it is whole."""
+    runner = runner_of(work_dir, model, strategy=strategy, lr=0.5)
+    runner.train()
+    runner.export_hugging_face(work_dir / "live", max_shard_size="20KB", **options)
+    logits = None
+    if strategy in ("single", "ddp"):
+        logits = [_logits(runner.strategy.module)]
+    runner.close()
+    return logits
+
+
+def _logits(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: Tensor = model(
+            **{k: torch.stack([t[k] for t in tokens(4)]) for k in ("input_ids", "attention_mask")}
+        ).logits
+    return found
+
+
+def loaded(folder: Path) -> Any:
+    """The model in a folder; everything in it has to fit."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model
+
+
+@pytest.mark.parametrize("kind, tied", [("llama", False), ("llama", True), ("gpt2", True)])
+def test_the_folder_has_the_logits_of_the_trained_model(tmp_path: Path, kind: str, tied: bool) -> None:
+    save_folder(tmp_path / "base", kind, tie_word_embeddings=tied)
+    model = dict(type=CAUSAL, pretrained=str(tmp_path / "base"))
+    logits = train_and_export(tmp_path / "run", model, "single")
+    assert logits is not None
+    for written in (tmp_path / "run" / "live", tmp_path / "exported"):
+        if not written.exists():
+            export_hugging_face(tmp_path / "run" / "iter_2", written)
+        assert torch.equal(_logits(loaded(written)), logits[0])
+    assert not torch.equal(_logits(loaded(tmp_path / "base")), logits[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "count, strategy",
+    [
+        pytest.param(2, dict(type="fsdp", wrap="blocks"), id="fsdp"),
+        pytest.param(2, "zero3", id="zero3"),
+        pytest.param(2, dict(type="mesh", pp=2), id="pp2"),
+        pytest.param(4, dict(type="mesh", dp_shard=2, tp=2), id="dp2xtp2", marks=pytest.mark.full),
+        pytest.param(2, dict(type="mesh", tp=2), id="tp2", marks=pytest.mark.full),
+    ],
+)
+def test_every_strategy_exports_what_one_device_would(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, folder: Path, count: int, strategy: Any
+) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    model = dict(type=CAUSAL, pretrained=str(folder))
+    divides = (
+        (isinstance(strategy, dict) and not {"pp", "tp"} & strategy.keys())
+        or "dp_shard" in strategy
+        or strategy == "zero3"
+    )
+    # As many samples per update: 2 processes with different data, or the same data on all.
+    work_dir = tmp_path / "run"
+    workers(count).run(train_and_export, work_dir, model, strategy)
+    export_hugging_face(work_dir / "iter_2", tmp_path / "exported")
+    live, exported = loaded(work_dir / "live"), loaded(tmp_path / "exported")
+    assert torch.equal(_logits(live), _logits(exported))
+    if divides:
+        workers(2).run(train_and_export, tmp_path / "reference", model, "ddp")
+    else:
+        train_and_export(tmp_path / "reference", model, "single")
+    reference = _logits(loaded(tmp_path / "reference" / "live"))
+    torch.testing.assert_close(_logits(live), reference, rtol=1e-5, atol=1e-5)
+    assert (_logits(loaded(folder).float()) - reference).abs().max() > 1e-2
+
+
+def test_the_command_writes_configurations_and_the_tokenizer(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    train_and_export(tmp_path / "run", dict(type=CAUSAL, pretrained=str(folder)), "single")
+    assert (
+        main(["checkpoint", "export", str(tmp_path / "run" / "iter_2"), str(tmp_path / "out"), "--hf", "--json"]) == 0
+    )
+    written = [Path(entry["path"]).name for entry in json.loads(capsys.readouterr().out)]
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(written)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("onely three")["input_ids"]
+    half = tmp_path / "half"
+    assert (
+        main(["checkpoint", "export", str(tmp_path / "run" / "iter_2"), str(half), "--hf", "--dtype", "bfloat16"]) == 0
+    )
+    assert loaded(half).dtype == torch.bfloat16
+
+
+def test_averages_are_exported_too(tmp_path: Path, folder: Path) -> None:
+    model = dict(type=CAUSAL, pretrained=str(folder))
+    runner = runner_of(tmp_path, model, lr=0.5, custom_hooks=[dict(type="EMAHook", momentum=0.5)])
+    runner.train()
+    runner.close()
+    export_hugging_face(tmp_path / "iter_2", tmp_path / "averaged", averaged=True)
+    export_hugging_face(tmp_path / "iter_2", tmp_path / "last")
+    assert not torch.equal(_logits(loaded(tmp_path / "averaged")), _logits(loaded(tmp_path / "last")))
+
+
+class Inside(nn.Module):
+    """A model of transformers inside of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = model_of("llama")
+        self.extra = nn.Linear(2, 2)
+
+    def forward(self, **batch: Tensor) -> Any:
+        return {"loss": self.llm(**batch).loss + 0 * self.extra.weight.sum()}
+
+
+def test_a_model_inside_of_another_module_is_exported(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, dict(type=Inside), lr=0.5)
+    runner.train()
+    export_hugging_face(tmp_path / "iter_2", tmp_path / "out")
+    assert torch.equal(_logits(loaded(tmp_path / "out")), _logits(runner.strategy.module.llm))
+    runner.close()
+
+
+def _of_another(tmp_path: Path) -> Path:
+    runner = runner_of(tmp_path / "other", dict(type=Other))
+    runner.train()
+    runner.close()
+    return tmp_path / "other" / "iter_2"
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(96, 4)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return {"loss": self.table(input_ids).square().mean()}
+
+
+def test_what_cannot_be_exported_is_told_in_a_line(tmp_path: Path, folder: Path) -> None:
+    train_and_export(tmp_path / "run", dict(type=CAUSAL, pretrained=str(folder)), "single")
+    saved, other = tmp_path / "run" / "iter_2", _of_another(tmp_path)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: export_hugging_face(other, tmp_path / "a"), "does not say which model of transformers"),
+        (
+            lambda: export_hugging_face(other, tmp_path / "a", config=folder),
+            "lacks model.embed_tokens.weight and 19 others",
+        ),
+        (lambda: export_hugging_face(saved, folder), "config.json: is there already, give another folder"),
+        (lambda: export_hugging_face(saved, tmp_path / "a", tokenizer=3), "tokenizer: int is not allowed"),
+        (lambda: export_hugging_face(saved, tmp_path / "a", tokenizer=tmp_path), "has no files of a tokenizer"),
+        (lambda: export_hugging_face(saved, tmp_path / "a", config=tmp_path), "config.json: cannot be read"),
+        (lambda: export_hugging_face(saved, tmp_path / "a", max_shard_size="5XB"), 'max_shard_size: "5XB"'),
+        (lambda: export_hugging_face(saved, tmp_path / "a", averaged=True), "holds no averaged weights"),
+    ]
+    for call, message in cases:
+        with pytest.raises(CheckpointError, match=message) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "a" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tokenizer", "x"], "--tokenizer has no effect without --hf"),
+        (["--config", "x"], "--config has no effect without --hf"),
+        (["--hf", "--force"], "--force has no effect with --hf"),
+        (["--hf", "--tied-once"], "--tied-once has no effect with --hf"),
+    ],
+)
+def test_options_of_the_command_that_do_not_fit(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out"), *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_another_model_says_so(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, dict(type=Other))
+    with pytest.raises(CheckpointError, match="Other is no model of transformers"):
+        runner.export_hugging_face(tmp_path / "out")
+    with pytest.raises(ConfigError, match="export_hugging_face.*shard_size.*max_shard_size"):
+        runner.export_hugging_face(tmp_path / "out", shard_size="5GB")
+    runner.close()

@@ -1,0 +1,213 @@
+"""Models of transformers begin with the weights of a folder, under every strategy, each process with its own part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from flextrain.core.checkpoint.load.partial_read import Fetch
+from flextrain.core.errors import ConfigError
+from flextrain.testing import WorkerGroup
+
+from .folders import runner_of, save_folder, whole_weights
+
+CAUSAL = "transformers:AutoModelForCausalLM"
+CLASSIFIER = "transformers:LlamaForSequenceClassification"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a Llama in bfloat16, in several files."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    save_folder(path, shard="20KB", dtype=torch.bfloat16)
+    return path
+
+
+def check(work_dir: Path, model: Mapping[str, Any], strategy: Any) -> tuple[dict[str, Any], int]:
+    """Build the model, train it with a learning rate of 0; return its weights and how many elements were read."""
+    read = 0
+    fill = Fetch.fill
+
+    def counting(self: Any, name: str, slices: Any, target: Any) -> None:
+        nonlocal read
+        read += target.numel()
+        fill(self, name, slices, target)
+
+    Fetch.fill = counting  # type: ignore[method-assign]
+    try:
+        runner = runner_of(work_dir, model, strategy=strategy)
+        runner.model  # noqa: B018 - built here
+        weights = whole_weights(runner)
+    finally:
+        Fetch.fill = fill  # type: ignore[method-assign]
+    runner.train()
+    runner.close()
+    return weights, read
+
+
+def expected(folder: Path) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()  # type: ignore[no-any-return]
+
+
+def test_one_device_has_the_folders_weights_in_float32(tmp_path: Path, folder: Path) -> None:
+    weights, _ = check(tmp_path, dict(type=CAUSAL, pretrained=folder), "single")
+    wanted = expected(folder)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(dict(type="fsdp", wrap="blocks"), id="fsdp"),
+        pytest.param("zero3", id="zero3"),
+        pytest.param("ddp", id="ddp", marks=pytest.mark.full),
+        pytest.param("zero1", id="zero1", marks=pytest.mark.full),
+        pytest.param("zero2", id="zero2", marks=pytest.mark.full),
+        pytest.param(dict(type="mesh", tp=2), id="tp2", marks=pytest.mark.full),
+        pytest.param(dict(type="mesh", pp=2), id="pp2"),
+    ],
+)
+def test_every_process_reads_its_own_part(workers2: WorkerGroup, tmp_path: Path, folder: Path, strategy: Any) -> None:
+    if str(strategy).startswith("zero"):
+        pytest.importorskip("deepspeed")
+    wanted = expected(folder)
+    alone = [check(tmp_path / kind[-9:], _of(kind, folder), "single")[0] for kind in (CAUSAL, CLASSIFIER)]
+    for reference, kind in zip(alone, (CAUSAL, CLASSIFIER), strict=True):
+        found = workers2.run(check, tmp_path / f"run{kind[-9:]}", _of(kind, folder), strategy)
+        assert {name for weights, _ in found for name in weights} == reference.keys()
+        for weights, _ in found:
+            # A new head has the same random values as on one device too.
+            assert all(torch.equal(weights[name], reference[name]) for name in weights)
+        if kind == CAUSAL and strategy not in ("ddp", "zero1", "zero2"):
+            size = sum(tensor.numel() for tensor in wanted.values())
+            assert max(read for _, read in found) < 0.65 * size
+            assert sum(read for _, read in found) < 1.1 * size
+
+
+def _of(kind: str, folder: Path) -> dict[str, Any]:
+    return dict(type=kind, pretrained=str(folder), **(dict(num_labels=2) if kind == CLASSIFIER else {}))
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("strategy", [dict(type="fsdp", wrap="blocks"), "zero3"], ids=["fsdp", "zero3"])
+def test_names_with_other_prefixes_and_tied_heads(
+    workers2: WorkerGroup, tmp_path: Path, kind: str, strategy: Any
+) -> None:
+    save_folder(tmp_path / kind, kind)
+    auto = CAUSAL if kind == "gpt2" else "transformers:AutoModelForSequenceClassification"
+    model = dict(type=auto, pretrained=str(tmp_path / kind))
+    reference, _ = check(tmp_path / "single", model, "single")
+    for weights, _ in workers2.run(check, tmp_path / "both", model, strategy):
+        assert all(torch.equal(weights[name], reference[name]) for name in reference)
+
+
+def test_what_is_new_and_what_is_not_used_is_told(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(tmp_path, dict(type=CLASSIFIER, pretrained=folder, num_labels=2), log_level="INFO")
+    runner.model  # noqa: B018 - built here
+    assert "does not have score.weight, which start with new random values" in caplog.text
+    assert "lm_head.weight is not used, LlamaForSequenceClassification has no such tensor" in caplog.text
+    assert "from bfloat16 to float32 (model.dtype)" in caplog.text
+    head = dict(runner.strategy.module.named_parameters())["score.weight"]
+    assert 0.005 < head.std() < 0.05  # initializer_range is 0.02
+    runner.close()
+
+
+def test_settings_reach_the_configuration(tmp_path: Path, folder: Path) -> None:
+    settings = dict(attn_implementation="eager", attention_dropout=0.25, dtype="auto")
+    runner = runner_of(tmp_path, dict(type=CAUSAL, pretrained=folder, **settings))
+    runner.model  # noqa: B018 - built here
+    config = runner.strategy.module.config
+    assert (config._attn_implementation, config.attention_dropout) == ("eager", 0.25)
+    assert next(runner.strategy.module.parameters()).dtype == torch.bfloat16
+    runner.close()
+
+
+def test_a_head_of_another_size_is_initialised_if_asked(tmp_path: Path, folder: Path) -> None:
+    model = dict(type=CAUSAL, pretrained=folder, vocab_size=50)
+    runner = runner_of(tmp_path / "a", model)
+    with pytest.raises(
+        ConfigError, match=r"model\.model\.embed_tokens\.weight: has shape \(50, 32\), and \(96, 32\) in"
+    ):
+        runner.model  # noqa: B018
+    runner.close()
+    runner = runner_of(tmp_path / "b", {**model, "ignore_mismatched_sizes": True})
+    assert runner.model.model.embed_tokens.weight.isfinite().all()  # type: ignore[union-attr]
+    runner.close()
+
+
+def _changed(folder: Path, **settings: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    return folder
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no folder": (dict(pretrained="org/missing-model"), "model.pretrained: org/missing-model is no folder, and no model of the"),
+    "no path": (dict(pretrained="./missing"), r"model.pretrained: ./missing is no folder$"),
+    "empty": (dict(pretrained=""), "model.pretrained: an empty name|has no config.json"),
+    "number": (dict(pretrained=3), "model.pretrained: 3 is not allowed, give a folder"),
+    "left out": (dict(), 'model.pretrained: missing, AutoModelForCausalLM needs the folder of a model, pretrained="folder"'),
+    "file": (dict(pretrained="{folder}/config.json"), "config.json is a file, give the folder"),
+    "no config": (dict(pretrained="{bare}"), "has no config.json, give a folder of save_pretrained"),
+    "adapter": (dict(pretrained="{adapter}"), "is an adapter of peft; give the folder of its base"),
+    "no weights": (dict(pretrained="{hollow}"), "has no weights, neither model.safetensors nor"),
+    "unknown": (dict(attn_implementaton="eager"), 'no such setting, did you mean "attn_implementation"'),
+    "dtype": (dict(dtype="float33"), 'model.dtype: "float33" is not allowed'),
+    "integers": (dict(dtype=torch.int64), "give a floating-point dtype"),
+    "torch_dtype": (dict(torch_dtype="float32"), "model.torch_dtype: give dtype"),
+    "device_map": (dict(device_map="auto"), "model.device_map: the strategy places the model"),
+    "load_in_8bit": (dict(load_in_8bit=True), "model.load_in_8bit: a quantised model"),
+    "other task": (dict(type="transformers:AutoModelForObjectDetection"), "AutoModelForObjectDetection has no model for llama"),
+    "other class": (dict(type="transformers:GPT2LMHeadModel"), "model.type: GPT2LMHeadModel is a gpt2, .* holds a llama"),
+    "quantised": (dict(pretrained="{quantised}"), "holds quantised weights"),
+    "damaged": (dict(pretrained="{damaged}"), "the configuration of .* cannot be read"),
+    "preprocessor": (dict(data_preprocessor=dict(type="BaseDataPreprocessor")), "data_preprocessor: AutoModelForCausalLM takes none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_configurations_are_told_in_a_line(tmp_path: Path, folder: Path, case: str) -> None:
+    given, message = WRONG[case]
+    folders = {name: tmp_path / name for name in ("bare", "adapter", "hollow", "quantised", "damaged")}
+    for path in folders.values():
+        path.mkdir()
+    (folders["adapter"] / "adapter_config.json").write_text("{}")
+    for name in ("hollow", "quantised", "damaged"):
+        shutil.copy(folder / "config.json", folders[name])
+    for name in ("quantised", "damaged"):
+        for file in folder.glob("model*"):
+            shutil.copy(file, folders[name])
+    _changed(folders["quantised"], quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True))
+    (folders["damaged"] / "config.json").write_text("{")
+    model = {"type": CAUSAL, "pretrained": str(folder), **given}
+    if isinstance(model["pretrained"], str):
+        model["pretrained"] = model["pretrained"].format(folder=folder, **folders)
+    if case == "left out":
+        del model["pretrained"]
+    with pytest.raises(ConfigError, match=message) as raised:
+        runner_of(tmp_path / "run", model)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_impossible_setting_is_told_when_the_model_is_built(tmp_path: Path, folder: Path) -> None:
+    runner = runner_of(tmp_path, dict(type=CAUSAL, pretrained=folder, attn_implementation="nonsense"))
+    with pytest.raises(ConfigError, match="model: ValueError, .*nonsense") as raised:
+        runner.model  # noqa: B018
+    assert "\n" not in str(raised.value)
+    runner.close()
