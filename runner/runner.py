@@ -25,6 +25,7 @@ from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
 from .data.user_loaders import Batches
 from .from_files import arguments_of, text_of, write_record
+from .generation import generate
 from .hooks.memory_against_plan import planned_memory_hook
 from .options import early_preemption
 from .oversight import Oversight
@@ -229,6 +230,36 @@ class FlexibleRunner(Checkpoints):
         with self._as_current():
             return self._evaluate("test")
 
+    def generate(
+        self,
+        inputs: Any = None,
+        *,
+        seed: int | None = None,
+        memory_limit: int | str | None = None,
+        by_layer: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return what the model's own ``generate`` gives for this process's inputs, with whole weights; a collective.
+
+        Under every strategy the same as on one device. Processes may have different inputs, and generate unequally many
+        tokens. Before training, weights are those of ``load_from`` or ``resume``; in a hook, those of now. Random states,
+        flags and weights are afterwards as before.
+
+        Args:
+            inputs: a tensor, or a dict of arguments such as a tokenizer gives; moved to the device. None: this process has
+                none, keeps no weights and gets None.
+            seed: of torch's random numbers, for sampling: with equal inputs every strategy draws the same. None: go on
+                from the random state of the process.
+            memory_limit, by_layer: see ``Strategy.full_weights``.
+            options: further arguments of the model's ``generate``, such as ``max_new_tokens=20``.
+
+        Raises:
+            ConfigError: the model has no ``generate``, or no process has inputs.
+            StrategyError: more memory is needed than ``memory_limit``.
+        """
+        with self._as_current(), self._with_weights("generate"):
+            return generate(self.strategy, inputs, options, seed=seed, memory_limit=memory_limit, by_layer=by_layer)
+
     def request_stop(self, reason: str = "request_stop()") -> None:
         """Let all processes end as a signal would, see Preemption; one process is enough, and any thread may call it.
 
@@ -295,24 +326,31 @@ class FlexibleRunner(Checkpoints):
                 loop._end_workers()
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
-        self.strategy.meet(f"{mode}()")
-        with self._watched():
-            return self._evaluated(mode)
+        def build() -> Any:
+            with raising_together():  # only rank 0 looks at the folders that metrics write to
+                loop = self.val_loop if mode == "val" else self.test_loop
+            if loop is None:
+                parts = f"{mode}_dataloader, {mode}_cfg and {mode}_evaluator"
+                raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
+            return loop
 
-    def _evaluated(self, mode: str) -> dict[str, Any]:
-        with raising_together():  # only rank 0 looks at the folders that metrics write to
-            loop = self.val_loop if mode == "val" else self.test_loop
-        if loop is None:
-            parts = f"{mode}_dataloader, {mode}_cfg and {mode}_evaluator"
-            raise ConfigError(f"{mode}_cfg: missing, runner.{mode}() needs {parts}")
-        self._setup_model()
-        with self._running():
-            source, _ = find_source(self)
-            if source is not None and not self._started and not self._has_weights:
-                self.load_checkpoint(source)  # _started stays False: train() may still resume from it
-            self._check_initialised()
+        with self._with_weights(mode, build) as loop:
             metrics: dict[str, Any] = loop.run()
         return metrics
+
+    @contextmanager
+    def _with_weights(self, call: str, build: Callable[[], Any] = lambda: None) -> Iterator[Any]:
+        """Context of a call besides train(), in which the model is set up and loaded; gives what ``build`` returns."""
+        self.strategy.meet(f"{call}()")
+        with self._watched():
+            built = build()
+            self._setup_model()
+            with self._running():
+                source, _ = find_source(self)
+                if source is not None and not self._started and not self._has_weights:
+                    self.load_checkpoint(source)  # _started stays False: train() may still resume from it
+                self._check_initialised()
+                yield built
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

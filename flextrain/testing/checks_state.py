@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .check_table import StrategyUnderTest, check
 from .checks_training import adamw, batches, one_each
 from .differences import require, same_keys, same_numbers, same_tensors
 from .loop import learning_rates
-from .sessions import Session, load, run, save, whole_state
+from .models import ConformanceNet
+from .sessions import Session, load, run, save, whole_model, whole_state
 
 BEFORE = 3  # updates before the checkpoint
 AFTER = 4
@@ -88,6 +90,48 @@ def resume_itself(tested: StrategyUnderTest) -> None:
         tolerance = 0.0 if tested.world_size <= 2 else tested.tolerance
         same_numbers(_continue(session, windows), expected, "after resuming, the loss", tolerance)
         same_tensors(whole_state(session.strategy), state, "state at the end", tolerance)
+
+
+@check("full_weights gives a model with whole weights that computes alone, and does not change the following updates")
+def full_weights(tested: StrategyUnderTest) -> None:
+    windows, held_out = one_each(batches(4)), batches(1, seed=5)[0]
+    with tested.session(adamw()) as session:
+        undisturbed = run(session, windows)
+    with tested.session(adamw()) as session:
+        strategy = session.strategy
+        run(session, windows[:2])
+        expected = whole_model(strategy)
+        training = session.model.training
+        with strategy.full_weights() as model, torch.no_grad():
+            require(
+                isinstance(model, ConformanceNet), f"full_weights gave a {type(model).__name__}, not the user's model"
+            )
+            found = {f"model.{name}": tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+            kinds = {type(tensor) for tensor in (*model.parameters(), *model.buffers())}
+            require(kinds <= {Tensor, torch.nn.Parameter}, f"full_weights gave tensors of {sorted(map(str, kinds))}")
+            model.eval()
+            outputs = []
+            for _ in range(1 + strategy.rank):  # unequally often: no call may wait for another process
+                with strategy.autocast():
+                    outputs.append(model(**_on(held_out, strategy.device), mode="tensor").cpu())
+        require(
+            session.model.training == training, "full_weights left the model in another mode, training or evaluation"
+        )
+        last = run(session, windows[2:])
+    single = ConformanceNet()
+    single.load_state_dict({key.removeprefix("model."): value for key, value in expected.items()}, strict=False)
+    with torch.no_grad():
+        reference = single.eval()(**held_out, mode="tensor")
+    same_tensors({key: found[key] for key in expected}, expected, "weights in full_weights", tested.tolerance)
+    for output in outputs:
+        same_tensors(
+            {"logits": output}, {"logits": reference}, "outputs of the model with whole weights", tested.tolerance
+        )
+    same_tensors(last.weights[-1], undisturbed.weights[-1], "final weights with and without full_weights")
+
+
+def _on(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _continue(session: Session, windows: list) -> list[float]:  # type: ignore[type-arg]

@@ -21,7 +21,7 @@ from .workers import WorkerError, WorkerGroup
 # Checks of the basics come first, so that the first failure in the list is nearest to its cause.
 ORDER = (
     "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen", "tied",
-    "evaluation", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
+    "evaluation", "full_weights", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
     "refusals", "teardown",
 )  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset
 
+from ...core.byte_sizes import bytes_of
 from ...core.errors import ConfigError
 from ...core.registry import LOOPS
 from ..data.user_loaders import goes_its_own_way, length_of, name_of
@@ -15,6 +17,7 @@ from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
 from .base import BaseLoop
 from .dry_pass import DryPass
+from .whole_evaluation import WholeEvaluation
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -32,13 +35,29 @@ class EvalLoop(BaseLoop):
     Args:
         evaluator: metrics, or their configuration.
         fp16: run forward under float16 autocast, whatever the precision of training.
+        full_weights: True: predict with whole weights, on the processes that report, as one device does; None: if the model's
+            own code calls a method ``generate``; see ``Strategy.full_weights``.
+        memory_limit: most bytes of whole weights on a process, as a number or "2GiB", also for metrics that use the model;
+            None: no limit.
     """
 
-    def __init__(self, runner: Run, dataloader: Iterable[Any], evaluator: Any, fp16: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Run,
+        dataloader: Iterable[Any],
+        evaluator: Any,
+        fp16: bool = False,
+        full_weights: bool | None = None,
+        memory_limit: int | str | None = None,
+    ) -> None:
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self._topology = self.evaluator.topology = runner.strategy.topology
         self.fp16 = fp16
+        if memory_limit is not None:
+            bytes_of(memory_limit, f"{self.mode}_cfg.memory_limit")
+        self._pass: Generator[Any, None, None] | None = None
+        self._whole = WholeEvaluation(runner, self.evaluator.metrics, self.mode, full_weights, memory_limit)
         self.evaluator.dataset_meta = getattr(getattr(self.loader, "dataset", None), "metainfo", None)
 
     @torch.no_grad()
@@ -51,8 +70,9 @@ class EvalLoop(BaseLoop):
         was_training = runner.model.training
         runner.model.eval()
         idx = -1
-        for idx, batch in enumerate(self.batches()):
-            self.run_iter(idx, batch)
+        with closing(self.batches()) as batches:
+            for idx, batch in enumerate(batches):
+                self.run_iter(idx, batch)
         if idx < 0 and self._topology.is_alone:  # of several processes, another one may have batches
             raise ConfigError(
                 f"{self.mode}_dataloader: {name_of(self.dataloader)} gives no batch, evaluation needs one"
@@ -63,11 +83,18 @@ class EvalLoop(BaseLoop):
         runner.call_hook(f"after_{self.mode}")
         return metrics
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         """See BaseLoop; the metrics begin again."""
         self.evaluator.reset()
         self.evaluator.to(self._runner.strategy.device)
-        return super().batches()
+        if self._pass is not None:  # a loop that defines its own run may have left it in the middle
+            self._pass.close()
+        self._pass = self._with_weights(super().batches())
+        return self._pass
+
+    def _with_weights(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        with self._whole.weights():
+            yield from batches
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Evaluate one batch, with its hooks."""
@@ -84,13 +111,20 @@ class EvalLoop(BaseLoop):
         if self.has_own_methods:
             super().dry_run(num_batches)
             return
-        DryPass(self._runner, self.loader, self.evaluator, self._forward, self.mode).make(num_batches)
+        with self._whole.weights():
+            DryPass(self._runner, self.loader, self.evaluator, self._forward, self.mode).make(num_batches)
 
     def _forward(self, batch: Any, mode: str | None = None) -> Any:
         if not self.fp16:
-            return super()._forward(batch, mode)
+            return self._predicted(batch, mode)
         with torch.autocast(self._runner.strategy.device.type, torch.float16):
+            return self._predicted(batch, mode)
+
+    def _predicted(self, batch: Any, mode: str | None) -> Any:
+        if not self._whole.is_open:
             return super()._forward(batch, mode)
+        with torch.no_grad():
+            return self._whole.predict(batch, mode or self.mode)
 
     def _num_kept(self) -> int | None:
         """Return the number of samples if the user's sampler repeats some to make processes even; otherwise None."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +18,23 @@ from ...core.errors import ConfigError
 from .gathering import from_rank_0, gather_results
 
 _logger = logging.getLogger("flextrain")
+
+
+class _Model:
+    """``BaseMetric.model``; a metric that sets an attribute of this name has its own."""
+
+    def __get__(self, metric: Any, kind: type[Any]) -> Any:
+        if metric is None:
+            return self
+        name = type(metric).__name__
+        if not metric.uses_model:
+            raise ConfigError(
+                f"evaluator: {name} reads self.model, which is there if the class says so; set uses_model = True in the class"
+            )
+        found = None if metric._lent is None else metric._lent()
+        if found is None:
+            raise ConfigError(f"evaluator: {name}.model is there in process() only, while an evaluation is under way")
+        return found
 
 
 class BaseMetric(ABC):
@@ -30,6 +49,15 @@ class BaseMetric(ABC):
     default_prefix: ClassVar[str | None] = None
     writes_files: ClassVar[bool] = False
     """True if ``compute_metrics`` writes files; it is then called after real evaluations only, not in the dry pass."""
+    uses_model: ClassVar[bool] = False
+    """True if ``process`` calls ``self.model``. Its weights are then whole on every process that reports, as long as an
+    evaluation takes; see ``val_cfg.memory_limit``."""
+    model = _Model()
+    """In ``process``, if ``uses_model``: the user's model with whole weights, in evaluation mode. Each process calls it on
+    its own, under every strategy, without gradients and under the strategy's autocast. Weights are the averages of an EMAHook,
+    if there is one."""
+    _lent: Callable[[], Any] | None = None
+    _autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     topology: Topology | None = None
     """The strategy's, set by the loop: one process of each data shard has results. None: every process has results."""
 
@@ -51,6 +79,15 @@ class BaseMetric(ABC):
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Return the metrics by name, from the results of all processes; runs on rank 0."""
+
+    def _lend(self, model: Any, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Give the metric the model for ``process``, or take it back with None; called by the loop."""
+        # Not the model itself: what a metric has is copied before the dry pass.
+        self._lent, self._autocast = None if model is None else weakref.ref(model), autocast
+
+    def _around_process(self) -> AbstractContextManager[Any]:
+        """Return the context for ``process``: that of forward, if the metric uses the model."""
+        return self._autocast()
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - optional
         """Move the metric's state to ``device``; a BaseMetric has no state on a device."""

@@ -81,7 +81,8 @@ class Evaluator:
             return
         samples = as_dicts(data_samples)
         for metric in self.metrics:
-            metric.process(data_batch, samples)
+            with metric._around_process():
+                metric.process(data_batch, samples)
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """Return all metrics by name, on every process; a collective.

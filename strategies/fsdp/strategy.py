@@ -319,7 +319,7 @@ class FSDPStrategy(Strategy):
         if "got mixed torch.Tensor and DTensor" in str(error):
             return (
                 "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
-                "compute in its forward what needs parameters"
+                "compute in its forward what needs parameters; to generate text, call runner.generate()"
             )
         return super().explain(error)
 

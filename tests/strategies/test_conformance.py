@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import STRATEGIES, ConfigError, DDPStrategy, OptimWrapper, SingleDeviceStrategy, Strategy, StrategyError
+from flextrain import (
+    STRATEGIES,
+    ConfigError,
+    DDPStrategy,
+    FSDPStrategy,
+    OptimWrapper,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyError,
+)
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.gradients import average, clip_by_norm, gradients
@@ -329,6 +339,21 @@ class StaysInTheGroup(DDPStrategy):
             super().teardown()
 
 
+class GivesOtherWeights(DDPStrategy):
+    @contextlib.contextmanager
+    def full_weights(self, **options: Any) -> Iterator[Any]:
+        model = copy.deepcopy(self.module)
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        yield model
+
+
+class GivesTheShardedModel(FSDPStrategy):
+    @contextlib.contextmanager
+    def full_weights(self, **options: Any) -> Iterator[Any]:
+        yield self.module
+
+
 class RemembersModels(DDPStrategy):
     models: ClassVar[list[Any]] = []
 
@@ -352,6 +377,8 @@ class DiesOnSecondTeardown(DDPStrategy):
         (ThawsEverything, "frozen", "model.frozen.weight changed"),
         (Unties, "tied", "different tensors"),
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
+        (GivesOtherWeights, "full_weights", "weights in full_weights"),
+        (GivesTheShardedModel, "full_weights", "full_weights gave tensors of"),
         (IgnoresAutocast, "precision", "is not bfloat16"),
         (KeepsSkipsToItself, "overflow", "reports skipped="),
         (CallsEveryStepApplied, "overflow", "reports skipped=[False, False, False, False, False]"),

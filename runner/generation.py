@@ -1,0 +1,69 @@
+"""Generating text: a model's own ``generate`` with whole weights, inside of a run that goes on as if nothing had been generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.comm.joint_errors import gather_differing
+from ..core.device import to_device
+from ..core.errors import ConfigError
+from ..core.model import class_name
+from ..core.random_state import kept_random_state
+from ..core.torch_private import without_compiling
+from ..strategies.base import Strategy
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raise ConfigError if a model has no ``generate``; it names a part of the model that has one."""
+    if callable(getattr(model, "generate", None)):
+        return
+    parts = [name for name, part in model.named_modules() if name and callable(getattr(part, "generate", None))]
+    hint = "define it, or give a model that has one, such as AutoModelForCausalLM of transformers"
+    if parts:
+        hint = f"its {parts[0]} has one: def generate(self, *args, **kwargs): return self.{parts[0]}.generate(*args, **kwargs)"
+    raise ConfigError(f"generate: {class_name(model)} has no method generate; {hint}")
+
+
+def generate(
+    strategy: Strategy,
+    inputs: Any,
+    options: Mapping[str, Any],
+    *,
+    seed: int | None,
+    memory_limit: int | str | None,
+    by_layer: bool,
+) -> Any:
+    """Return what the model generates for this process's inputs, see ``FlexibleRunner.generate``; a collective.
+
+    Args:
+        strategy: it has the model.
+        inputs: tensors, in a mapping by name or alone; None on a process without any.
+        options: further arguments of the model's ``generate``.
+    """
+    check_generates(strategy.module)
+    asking = [rank for rank, asks in enumerate(gather_differing(inputs is not None)) if asks]
+    if not asking:
+        raise ConfigError("generate.inputs: is None on every process, give inputs on one or more")
+    if isinstance(inputs, Mapping) and (both := sorted(inputs.keys() & options.keys())):
+        raise ConfigError(f"generate.{both[0]}: is given twice, in inputs and as an argument; leave one of them out")
+    device = strategy.device
+    with (
+        strategy.full_weights(ranks=asking, memory_limit=memory_limit, by_layer=by_layer) as model,
+        kept_random_state(device),
+        without_compiling(),
+        torch.no_grad(),
+    ):
+        if model is None:
+            return None
+        model.eval()
+        data = to_device(inputs, device)
+        if seed is not None:
+            torch.manual_seed(seed)
+        with strategy.autocast():
+            if isinstance(data, Mapping):
+                return model.generate(**data, **options)
+            return model.generate(data, **options)
