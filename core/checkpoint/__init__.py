@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
+from .export.dcp_folder import export_dcp
 from .export.hugging_face import export_hugging_face
 from .export.weights import export_weights
 from .flat_shard import FlatShard
@@ -23,6 +24,7 @@ __all__ = [
     "PendingSave",
     "Staging",
     "export_hugging_face",
+    "export_dcp",
     "export_weights",
     "find_latest",
     "is_checkpoint",

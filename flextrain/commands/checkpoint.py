@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
-from . import export_hf
+from . import export_dcp, export_hf
 from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
@@ -67,6 +67,7 @@ def add(commands: Any) -> None:
     export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
     export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
     export_hf.add_options(export)
+    export_dcp.add_options(export)
     diff = _action(actions, "diff", _diff, "compare two checkpoints; exit status 1: they differ")
     diff.add_argument("a", metavar="A", help="a checkpoint's folder, or weights that load_from takes")
     diff.add_argument("b", metavar="B", help="the other one")
@@ -287,7 +288,9 @@ def _export(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import export_weights
 
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if export_hf.is_asked(arguments):
+    if export_dcp.is_asked(arguments):
+        files = export_dcp.export(arguments, dtype)
+    elif export_hf.is_asked(arguments):
         files = export_hf.export(arguments, dtype)
     else:
         files = export_weights(

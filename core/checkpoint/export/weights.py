@@ -79,7 +79,7 @@ def export_weights(
         _check_in_format(names, path)
     if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
         _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
-    aliases = _aliases(source, {weight.name for weight in names}) if tied else {}
+    aliases = aliases_of(source, {weight.name for weight in names}) if tied else {}
     if suffix:
         if limit is not None:
             raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
@@ -171,7 +171,7 @@ def _averages(source: Checkpoint, averaged: bool | str, names: Iterable[str]) ->
     return {name: key for name, key in found[hook].items() if name in known}
 
 
-def _aliases(source: Checkpoint, names: set[str]) -> dict[str, str]:
+def aliases_of(source: Checkpoint, names: set[str]) -> dict[str, str]:
     """Further names of tied tensors, to the name under which they are stored."""
     aliases = source.values.get("aliases", {})
     if not isinstance(aliases, Mapping) or not all(isinstance(name, str) for pair in aliases.items() for name in pair):

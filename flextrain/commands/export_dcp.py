@@ -1,0 +1,56 @@
+"""`flextrain checkpoint export --dcp`: a folder for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_options(export: argparse.ArgumentParser) -> None:
+    """Add the options to those of `export`."""
+    group = export.add_argument_group("a folder for torch.distributed.checkpoint")
+    group.add_argument(
+        "--dcp", action="store_true", help="write OUT as a folder that torch.distributed.checkpoint.load reads"
+    )
+    group.add_argument(
+        "--key", metavar="KEY", help="with --dcp: the script's key of the model; default: none, or model"
+    )
+    group.add_argument("--optimizer", action="store_true", help="with --dcp: write the optimizer's state too")
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    """Whether this kind of export was asked for.
+
+    Raises:
+        ConfigError: options of it were given without it, or others with it.
+    """
+    if not arguments.dcp:
+        for name in ("key", "optimizer"):
+            if getattr(arguments, name):
+                raise ConfigError(f"checkpoint export: --{name} has a meaning only with --dcp")
+        return False
+    for name in ("max_shard_size", "force", "hf", "peft"):
+        if getattr(arguments, name, None):
+            raise ConfigError(f"checkpoint export: --{name.replace('_', '-')} has no meaning with --dcp, leave it out")
+    return True
+
+
+def export(arguments: argparse.Namespace, dtype: torch.dtype | None) -> list[Path]:
+    """Write the folder; return its files."""
+    from ..core.checkpoint import export_dcp
+
+    return export_dcp(
+        arguments.checkpoint,
+        arguments.out,
+        key=arguments.key,
+        optimizer=arguments.optimizer,
+        averaged=arguments.averaged,
+        dtype=dtype,
+        tied=not arguments.tied_once,
+    )
