@@ -51,11 +51,6 @@ INITIALIZERS = ("_no_grad_trunc_normal_",)
 """Functions of ``nn.init`` that other packages, such as timm, import by their private names. 2.6, 2.15."""
 
 
-def bytes_in_file(file: str, offset: int, length: int) -> Any:
-    """Where an item is, as the index of torch.distributed.checkpoint's files says it. 2.6, 2.15."""
-    return importlib.import_module("torch.distributed.checkpoint.filesystem")._StorageInfo(file, offset, length)
-
-
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
 """Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
 

@@ -22,7 +22,8 @@ STRATEGY_FREE = re.compile(r"flextrain\.(core|optim|runner|tools|commands|testin
 MAX_LINES, MEDIAN_LINES = 400, 120
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
-    f"flextrain.core.{name}_private" for name in ("torch", "dtensor", "group", "module_copy", "rehearsing")
+    f"flextrain.core.{name}_private"
+    for name in ("torch", "dtensor", "group", "module_copy", "rehearsing", "checkpoint.dcp")
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.

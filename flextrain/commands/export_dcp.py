@@ -44,12 +44,13 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 def export(arguments: argparse.Namespace, dtype: torch.dtype | None) -> list[Path]:
     """Write the folder; return its files."""
     from ..core.checkpoint import export_dcp
+    from ..optim.torch_items import torch_items
 
     return export_dcp(
         arguments.checkpoint,
         arguments.out,
         key=arguments.key,
-        optimizer=arguments.optimizer,
+        optimizer=torch_items if arguments.optimizer else None,
         averaged=arguments.averaged,
         dtype=dtype,
         tied=not arguments.tied_once,

@@ -25,6 +25,7 @@ from flextrain import CheckpointError, FlexibleRunner
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint, export_dcp, export_weights, save_checkpoint
 from flextrain.core.checkpoint.load.whole_tensors import TensorReader
+from flextrain.optim.torch_items import torch_items
 from flextrain.testing import WorkerGroup
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -129,7 +130,7 @@ def test_fsdp_of_plain_torch_loads_the_weights(checkpoint: Path, workers2: Worke
 
 
 def test_a_script_of_plain_torch_goes_on_with_the_optimizer(run: Path, checkpoint: Path, tmp_path: Path) -> None:
-    export_dcp(checkpoint, tmp_path / "dcp", optimizer=True)
+    export_dcp(checkpoint, tmp_path / "dcp", optimizer=torch_items)
     torch.manual_seed(3)
     model = Net()
     optimizer = torch.optim.AdamW(groups(model), lr=7.0, betas=(0.1, 0.2))
@@ -154,7 +155,7 @@ def test_a_script_of_plain_torch_goes_on_with_the_optimizer(run: Path, checkpoin
 
 
 def test_flextrain_reads_what_it_exports(checkpoint: Path, tmp_path: Path) -> None:
-    export_dcp(checkpoint, tmp_path / "dcp", optimizer=True)
+    export_dcp(checkpoint, tmp_path / "dcp", optimizer=torch_items)
     runner = runner_of(
         tmp_path / "run", 1, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)), load_from=tmp_path / "dcp"
     )
@@ -246,5 +247,5 @@ def test_an_optimizer_that_is_not_torchs(checkpoint: Path, tmp_path: Path) -> No
     source = Checkpoint.open(checkpoint)
     other = source.renamed(source.entries, {**source.values, "optim.group.inner.bias.optimizer": "Lion"})
     with pytest.raises(CheckpointError, match="its optimizer is Lion, and only the state of torch"):
-        export_dcp(other, tmp_path / "dcp", optimizer=True)
+        export_dcp(other, tmp_path / "dcp", optimizer=torch_items)
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,6 @@ Source of the format: torch 2.15, ``torch/distributed/checkpoint/filesystem.py``
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import io
 import logging
 import os
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from ...errors import CheckpointError
 from ...heartbeat import heartbeat
 from ...json_values import taken_from, unpack
-from ...torch_private import bytes_in_file
+from ..dcp_private import bytes_in_file
 from ..directory import sync_directory
 from ..foreign.dcp_index import INDEX
 from ..load.checkpoint import Checkpoint
@@ -45,11 +44,10 @@ from .weights import aliases_of, weights_to_export
 
 _logger = logging.getLogger("flextrain")
 
-_STATE, _GROUP, _KIND = "optim.state.", "optim.group.", "optimizer"
+Items = Mapping[str, Callable[[TensorReader], Any]]
+"""Names of an optimizer's state to functions that read it."""
 MODEL_KEY, OPTIMIZER_KEY = "model", "optimizer"
 _FILE_BYTES = 4 * 2**30
-# These choose an implementation for the machine; checkpoints have no value of them, and torch's state has them.
-_IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def export_dcp(
@@ -57,7 +55,7 @@ def export_dcp(
     folder: str | os.PathLike[str],
     *,
     key: str | None = None,
-    optimizer: bool = False,
+    optimizer: Callable[[Checkpoint], Items] | None = None,
     averaged: bool | str = False,
     dtype: torch.dtype | None = None,
     tied: bool = True,
@@ -69,8 +67,8 @@ def export_dcp(
         folder: the folder to write, which must not exist, or be empty.
         key: the script's key of the model, as in ``load({"model": model.state_dict()}, ...)``. Default: none, for
             ``load(model.state_dict(), ...)``; with ``optimizer`` "model".
-        optimizer: also write the optimizer's state, under the key "optimizer", as torch's ``get_optimizer_state_dict``
-            with ``StateDictOptions(flatten_optimizer_state_dict=True)`` names it.
+        optimizer: ``torch_items`` of ``flextrain.optim.torch_items``, to write the optimizer's state too, under the key "optimizer", as
+            torch's ``get_optimizer_state_dict`` with ``StateDictOptions(flatten_optimizer_state_dict=True)`` names it.
         averaged: write EMAHook's averages instead of the weights; the hook's name if several hooks have averages.
         dtype: dtype of the model's floating-point tensors; default: unchanged.
         tied: write tied tensors under all of their names, which takes no space; False: under the first one.
@@ -90,7 +88,7 @@ def export_dcp(
     if bad := [weight.name for weight in weights if weight.key in source.nonfinite]:
         _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
     aliases = aliases_of(source, {weight.name for weight in weights}) if tied else {}
-    state = _optimizer_state(source) if optimizer else {}
+    state = optimizer(source) if optimizer else {}
     inside = (key,) if key else ()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -125,57 +123,6 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(f"{path}: is there already and not empty, give another folder")
     return path
-
-
-# The optimizer
-
-
-def _optimizer_state(source: Checkpoint) -> dict[str, Callable[[TensorReader], Any]]:
-    """Torch's names of the state and of the hyper parameters of each parameter, with functions that read them.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer, or one whose names in torch are not known.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in source.values.items():
-        if key.startswith(_GROUP):
-            parameter, _, name = key.removeprefix(_GROUP).rpartition(".")
-            groups.setdefault(parameter, {})[name] = value
-    if not groups:
-        raise CheckpointError(f"{source.path}: holds no state of an optimizer, leave out optimizer=True (--optimizer)")
-    found: dict[str, Callable[[TensorReader], Any]] = {}
-    for key in source.entries:
-        if key.startswith(_STATE):
-            found[f"state.{key.removeprefix(_STATE)}"] = lambda reader, key=key: reader.read(key)  # type: ignore[misc]
-    for key, value in source.values.items():
-        if key.startswith(_STATE):
-            found[f"state.{key.removeprefix(_STATE)}"] = lambda _, value=value: value  # type: ignore[misc]
-    defaults: dict[str, dict[str, Any]] = {}
-    for parameter, values in groups.items():
-        kind = str(values.pop(_KIND, ""))
-        if kind not in defaults:
-            defaults[kind] = _defaults(source, kind)
-        for name, value in {**defaults[kind], **values}.items():
-            is_pair = isinstance(value, list) and isinstance(defaults[kind].get(name), tuple)
-            own = tuple(value) if is_pair else value
-            found[f"param_groups.{parameter}.{name}"] = lambda _, own=own: own  # type: ignore[misc]
-    return found
-
-
-def _defaults(source: Checkpoint, kind: str) -> dict[str, Any]:
-    """What torch's state of an optimizer has beside the values of a checkpoint: how it is computed on a machine."""
-    made = getattr(torch.optim, kind, None)
-    if not (inspect.isclass(made) and issubclass(made, torch.optim.Optimizer)):
-        raise CheckpointError(
-            f"{source.path}: its optimizer is {kind or 'unknown'}, and only the state of torch.optim's can be written for "
-            "plain torch; leave out optimizer=True (--optimizer)"
-        )
-    parameters = inspect.signature(made).parameters
-    return {
-        name: default.default
-        for name, default in parameters.items()
-        if name in (*_IMPLEMENTATION_KEYS, "betas") and default.default is not inspect.Parameter.empty
-    }
 
 
 # The files
