@@ -45,6 +45,10 @@ class DivergenceError(FlexTrainError, RuntimeError):
     """Processes that should hold replicas of a tensor hold different values; every process raises it."""
 
 
+class DataError(FlexTrainError, ValueError):
+    """A data file is damaged, or not what its source says; the message begins with the file and the sample."""
+
+
 class LaunchError(FlexTrainError, RuntimeError):
     """The processes of a job could not connect to each other, or one of them failed."""
 

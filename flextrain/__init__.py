@@ -84,7 +84,7 @@ REGISTERING_MODULES.update(
         "parameter scheduler": (f"{__name__}.optim.schedulers",),
         "strategy": (f"{__name__}.strategies",),
         "function": (f"{__name__}.runner.data.collate",),
-        "dataset": (f"{__name__}.runner.data.dataset_wrappers",),
+        "dataset": (f"{__name__}.runner.data.dataset_wrappers", f"{__name__}.data"),
         "sampler": (f"{__name__}.runner.data.samplers",),
         "metric": (f"{__name__}.runner.metrics.torchmetrics", f"{__name__}.runner.metrics.dump_results"),
         "evaluator": (f"{__name__}.runner.metrics.evaluator",),

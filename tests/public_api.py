@@ -26,7 +26,14 @@ from flextrain.runner.also_on_class import AlsoOnClass
 
 RECORD = Path(__file__).with_name("public_api.txt")
 # Beside the names in `__all__` of these modules.
-MODULES = ("flextrain", "flextrain.ray", "flextrain.testing", "flextrain.runner.hooks", "flextrain.runner.reporting")
+MODULES = (
+    "flextrain",
+    "flextrain.data",
+    "flextrain.ray",
+    "flextrain.testing",
+    "flextrain.runner.hooks",
+    "flextrain.runner.reporting",
+)
 INTERFACES = (
     "flextrain.runner.run.Run",
     "flextrain.runner.run.TrainingProgress",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flextrain
+import flextrain.data
 import flextrain.ray
 import flextrain.testing
 
@@ -196,6 +197,7 @@ def private_torch_names(modules: Sources) -> list[str]:
 def public_names() -> list[str]:
     return [
         *(f"flextrain.{name}" for name in sorted(flextrain.__all__)),
+        *(f"flextrain.data.{name}" for name in sorted(flextrain.data.__all__)),
         *(f"flextrain.ray.{name}" for name in sorted(flextrain.ray.__all__)),
         *(f"flextrain.testing.{name}" for name in sorted(flextrain.testing.__all__)),
     ]

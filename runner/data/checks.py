@@ -15,7 +15,7 @@ from ...core.errors import ConfigError, counted, one_of, suggest
 from ...core.registry import DATA_SAMPLERS, FUNCTIONS
 from . import first_samples
 from .dataset_wrappers import check_dataset_config, is_config
-from .samplers import InfiniteSampler
+from .samplers import InfiniteSampler, follows_span
 from .user_loaders import gives_batches, length_of
 
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
@@ -166,6 +166,18 @@ def _check_has_end(sampler: Any, where: str) -> None:
     repeats = sampler.get("round_up") if isinstance(sampler, Mapping) else getattr(sampler, "round_up", False)
     if repeats is True:
         raise ConfigError(f"{where}.round_up: True would count repeated samples in evaluation, leave it out")
+
+
+def check_follows_order(loader: Any, where: str) -> Any:
+    """Return a loader; raise ConfigError if its dataset has meaning only in its own order, and its sampler has another."""
+    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    if getattr(dataset, "follows_order", False) is True and not follows_span(sampler):
+        raise ConfigError(
+            f"{where}.sampler: {type(sampler).__name__} has an order of its own, and that of {type(dataset).__name__} follows its "
+            "weights; give DefaultSampler or InfiniteSampler, or leave it out"
+        )
+    return loader
 
 
 def is_infinite(sampler: Any) -> bool:

@@ -17,14 +17,16 @@ from ...core.errors import ConfigError, counted
 from ...core.heartbeat import heartbeat
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
-from . import first_samples
-from .checks import check_dataloader, check_dataset, check_has_batches, named_function, worker_facts
+from . import checks, first_samples
 from .dataloader_reader import Feed
 from .dataset_wrappers import build_dataset, is_config
 from .epochs import tell_loader_epoch
 from .own_loader_reader import Reader
+from .read_again import timed
 from .sample_seeds import order_seed
 from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, use_shard
+from .sources.file_list import print_of
+from .streams.saved_streams import loader_of_stream
 from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
 
 _UNKNOWN = object()
@@ -57,7 +59,7 @@ def build_dataloader(
         where: the configuration key, for messages.
         logger: logs which samplers were replaced.
     """
-    check_dataloader(cfg, where, training)
+    checks.check_dataloader(cfg, where, training)
     told, shard = shard is not None, shard or Topology().shard
     if not isinstance(cfg, Mapping):
         for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
@@ -67,6 +69,7 @@ def build_dataloader(
             if isinstance(cfg, DataLoader)
             else from_elsewhere(cfg, training, shard, where, logger)
         )
+        checks.check_follows_order(loader, where)
         if training:
             say_how_it_resumes(loader, where, logger)
         return loader
@@ -74,25 +77,25 @@ def build_dataloader(
     dataset, limit = kwargs.pop("dataset"), kwargs.pop(first_samples.KEY, None)
     if is_config(dataset):
         dataset = build_dataset(dataset, f"{where}.dataset")
-        check_dataset(dataset, cfg, where, training)
+        checks.check_dataset(dataset, cfg, where, training)
     if hasattr(dataset, "full_init"):
         dataset.full_init()
     dataset = first_samples.limited(dataset, limit, kwargs, shard[1], where)
-    own_batches = kwargs.get("batch_sampler") is not None
-    check_has_batches(dataset, None if own_batches else kwargs.get("batch_size", 1), kwargs.get("drop_last"), where)
+    in_batch = None if kwargs.get("batch_sampler") is not None else kwargs.get("batch_size", 1)
+    checks.check_has_batches(dataset, in_batch, kwargs.get("drop_last"), where)
     collate = kwargs.pop("collate_fn", "pseudo_collate")
     if isinstance(collate, (Mapping, str)):
-        function, arguments = named_function(collate, f"{where}.collate_fn")
+        function, arguments = checks.named_function(collate, f"{where}.collate_fn")
         # A lambda could not be pickled for worker processes that are not forked.
         collate = functools.partial(function, **arguments) if arguments else function
     if isinstance(kwargs.get("worker_init_fn"), (Mapping, str)):
-        function, arguments = named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
+        function, arguments = checks.named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
         facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
-        own = {name: facts[name] for name in worker_facts(function, arguments)}
-        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **own)
+        facts = {name: facts[name] for name in checks.worker_facts(function, arguments)}
+        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **facts)
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, **kwargs)
+        return loader_of_stream(dataset, kwargs, training, where, logger)
     sampler = kwargs.pop("sampler", None)
     shuffle = kwargs.pop("shuffle", training)
     if sampler is None:
@@ -114,14 +117,14 @@ def build_dataloader(
         )
     batch_sampler = kwargs.pop("batch_sampler", None)
     if batch_sampler is None:
-        return DataLoader(dataset, sampler=sampler, **kwargs)
+        return checks.check_follows_order(DataLoader(dataset, sampler=sampler, **kwargs), where)
     size = kwargs.pop("batch_size", 1)
     drop_last = kwargs.pop("drop_last", False)
     if is_config(batch_sampler):
         batch_sampler = DATA_SAMPLERS.build(
             batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
         )
-    return DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
+    return checks.check_follows_order(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs), where)
 
 
 class TrainData:
@@ -272,6 +275,11 @@ class TrainData:
         return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
 
     @property
+    def fingerprint(self) -> str | None:
+        """What the dataset says of its content; None if it says nothing."""
+        return print_of(self._dataset)
+
+    @property
     def stream_workers(self) -> int | None:
         """Number of workers that read a stream, whose order depends on it; None for other data."""
         is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_position
@@ -382,7 +390,10 @@ class TrainData:
         if self._feed is None:
             assert self._reader is not None
             own = self._shard[0] if self.diff_rank_seed else 0
-            return self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
+            again = start and not self._reader.is_placed
+            read = self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
+            return timed(read, start, self.sampler_name) if again else read
         if self._feed.by_position:
             start, stop = self._position_at(epoch, first), None if end is None else self._position_at(epoch, end)
-        return self._feed.batches(self.seed, epoch, start, stop, diff_shard_seed=self.diff_rank_seed)
+        read = self._feed.batches(self.seed, epoch, start, stop, diff_shard_seed=self.diff_rank_seed)
+        return timed(read, start, self.sampler_name) if start and self._feed.is_stream else read

@@ -259,6 +259,7 @@ def check_dataset_config(cfg: Any, where: str) -> Any:
         raise ConfigError(f"{where}.type: {kind.__name__} is no dataset, it has no __getitem__")
     if isinstance(cfg, Mapping) and inspect.isclass(kind):
         key = next((key for wrapper, key in _INNER.items() if issubclass(kind, wrapper)), None)
+        key = key or getattr(kind, "inner_datasets", None)
         inner = cfg.get(key) if key else None
         for at, item in _each(inner, f"{where}.{key}"):
             if is_config(item):

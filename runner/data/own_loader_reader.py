@@ -30,14 +30,15 @@ class Reader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.keeps_position = keeps_position(loader)
-        self._is_placed = False
+        self.is_placed = False
+        """True if the loader's state was restored and nothing has been read since."""
         self._has_begun, self._has_ended = False, True
 
     def batches(self, seed: int, start: int, stop: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
-        first = start if self._is_placed else 0
-        self._is_placed = self._has_ended = False
+        first = start if self.is_placed else 0
+        self.is_placed = self._has_ended = False
         again, self._has_begun = self._has_begun and start == 0, True
         stream = RandomStream(_mixed(seed, 0))
         with stream:
@@ -79,7 +80,7 @@ class Reader:
     def load_state(self, saved: Mapping[str, Any], begins: bool) -> None:
         """Restore the loader's state for the next read; ``begins``: a whole epoch is read next."""
         self.loader.load_state_dict(unpack(saved["state"]))
-        self._is_placed = self._has_begun = True
+        self.is_placed = self._has_begun = True
         if begins and not saved["ended"]:
             # The saved epoch ended early because another process had no more batches; end it early again.
             next(iter(self.loader), None)

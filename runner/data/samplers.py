@@ -17,6 +17,7 @@ from ...core.generators import RandomStream
 from ...core.overriding import overridden
 from ...core.permutation import Shuffled, Straight
 from ...core.registry import DATA_SAMPLERS
+from .streams.stream_orders import own_order
 
 LARGE = 2**20
 """Datasets with more samples compute a random order by index: a whole one would fill every process's memory."""
@@ -30,7 +31,7 @@ class ShardedSampler(Sampler[int]):
     A run that stops after ``n`` samples continues at position ``n`` on any number of processes.
 
     Args:
-        dataset: anything with a length.
+        dataset: anything with a length. One with ``order_of_pass`` says the order itself, see ``flextrain.data.Order``.
         shuffle: draw a new random order every epoch; False keeps the dataset's order.
         seed: seed of the order; the same on all processes.
         shard: (index, count) of this process's data shard; default: the strategy's, once a runner uses the sampler, and
@@ -47,6 +48,7 @@ class ShardedSampler(Sampler[int]):
         self._was_told = shard is not None
         self.epoch = 0
         self.start, self.stop = 0, None
+        self._own_order = own_order(dataset)
         self.by_index = shuffle and self.num_samples > LARGE
         """True if a random order is computed by index, not drawn as a whole."""
 
@@ -70,6 +72,8 @@ class ShardedSampler(Sampler[int]):
 
         A subclass may return any sequence or array of indices.
         """
+        if self._own_order is not None:
+            return self._own_order(self.seed, epoch, self.shuffle)
         if not self.shuffle:
             return Straight()
         if self.by_index:
@@ -148,8 +152,10 @@ def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
 
 
 def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
-    for begin in range(0, len(positions), BLOCK):
-        block = positions[begin : begin + BLOCK]
+    # The order of a mixture computes all positions of a span, those of other processes too.
+    length = max(64, BLOCK // positions.step)
+    for begin in range(0, len(positions), length):
+        block = positions[begin : begin + length]
         yield order[np.arange(block.start, block.stop, block.step) % size].tolist()
 
 

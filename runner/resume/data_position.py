@@ -42,6 +42,8 @@ class DataFacts(Config):
     """True if the order is computed by index; older checkpoints do not have this key."""
     workers: int | None = None
     """Workers that read a stream, whose order may depend on their number; None for other data and older checkpoints."""
+    fingerprint: str | None = None
+    """The dataset's ``fingerprint``, which changes with its files; None for others and older checkpoints."""
 
 
 # Settings that determine the order of samples, and settings that determine how it is cut into batches.
@@ -67,6 +69,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         position=data.position(loop["epoch"], loop["inner"]),
         by_index=sampler.by_index if sampler else False,
         workers=data.stream_workers,
+        fingerprint=data.fingerprint,
     )
 
 
@@ -107,6 +110,11 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
         return dict(loop)
     if loop["left"] == 0:
         return _at_the_end(data, loop) if changed or data.splittable else dict(loop)
+    if then.fingerprint is not None and now.fingerprint != then.fingerprint:
+        raise CheckpointError(
+            f"was saved in the middle of an epoch of {then.fingerprint}, and the data are {now.fingerprint or 'others'} now: files or "
+            "settings of train_dataloader.dataset have changed; give the former ones, or resume from the end of an epoch"
+        )
     _refuse(then, now, [key for key in changed if key in _ORDER or data.splittable is None])
     if data.splittable is None or then.position is None:
         return dict(loop)

@@ -26,7 +26,7 @@ from .launchers import launchers
 from .option_keys import runner_options, strategy_options
 from .registry_kinds import KINDS
 
-_PUBLIC = ("flextrain", "flextrain.ray", "flextrain.testing")
+_PUBLIC = ("flextrain", "flextrain.data", "flextrain.ray", "flextrain.testing")
 PUBLIC_GROUP = "public-names"
 _FOR_STRATEGIES = {
     "Needs": "flextrain.strategies:Needs",
@@ -83,7 +83,7 @@ def _priority(hook: Any) -> Argument:
 
 
 def public_names() -> Iterator[Entry]:
-    """Every public name of flextrain, flextrain.ray and flextrain.testing."""
+    """Every public name of flextrain, flextrain.data, flextrain.ray and flextrain.testing."""
     for package in _PUBLIC:
         module = importlib.import_module(package)
         for name in sorted(set(module.__all__)):

@@ -94,6 +94,9 @@ _PUBLIC = {
     "DeviceSpec": 'register_device(DeviceSpec("xpu", backend="xccl"))',
     "DictAction": 'parser.add_argument("--cfg-options", nargs="+", action=DictAction)',
     "Evaluator": 'val_evaluator=dict(type="Evaluator", metrics=[dict(type="DumpResults", out_file_path="predictions.pkl")])',
+    "FileSource": "class Lines(FileSource):\n    def _count(self, path):\n        return len(path.read_text().splitlines())\n\n"
+    "    def _open(self, path):\n        return path.read_text().splitlines()\n\n"
+    "    def _read(self, opened, row):\n        return opened[row]",
     "FlexibleRunner": "runner = FlexibleRunner(\n    model=Net(),\n"
     '    train_dataloader=dict(batch_size=64, dataset=train_set, collate_fn="default_collate"),\n'
     '    optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),\n    train_cfg=dict(max_epochs=5),\n)\nrunner.train()',
@@ -101,7 +104,9 @@ _PUBLIC = {
     "Hook": "class Shout(Hook):\n    def after_train_epoch(self, runner):\n"
     '        runner.logger.info("Epoch %d is done", runner.epoch + 1)',
     "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',
+    "Order": "order = dataset.order_of_pass(seed=0, number=3, shuffle=True)\nindices = order[np.arange(1000, 1032)]",
     "Registry": 'AUGMENTATIONS = Registry("augmentation")\n\n\n@AUGMENTATIONS.register_module()\nclass Flip: ...',
+    "Source": "class Squares:\n    def __len__(self):\n        return 1000\n\n    def __getitem__(self, index):\n        return index**2",
     "Strategy": "@STRATEGIES.register_module()\nclass Mine(Strategy):\n    def _wrap(self, model):\n        return model",
     "Topology": "runner.strategy.topology.data.count  # processes that train on different data",
     "Visualizer": 'runner.visualizer.add_image("sample", picture, step=runner.iter)',

@@ -1,0 +1,28 @@
+"""Data sets in files of any size, mixtures of them, and packed sequences, which resume at any position at once."""
+
+from __future__ import annotations
+
+from ..core.errors import DataError
+from ..runner.data.sources.arrow_files import ArrowFiles
+from ..runner.data.sources.file_source import FileSource, Source
+from ..runner.data.sources.jsonl_files import JsonlFiles
+from ..runner.data.sources.parquet_files import ParquetFiles
+from ..runner.data.sources.tar_files import TarFiles
+from ..runner.data.sources.token_files import TokenFiles
+from ..runner.data.streams.mixture import Mixture
+from ..runner.data.streams.packing import PackedTokens
+from ..runner.data.streams.stream_orders import Order
+
+__all__ = [
+    "ArrowFiles",
+    "DataError",
+    "FileSource",
+    "JsonlFiles",
+    "Mixture",
+    "Order",
+    "PackedTokens",
+    "ParquetFiles",
+    "Source",
+    "TarFiles",
+    "TokenFiles",
+]

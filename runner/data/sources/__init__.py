@@ -1,0 +1,1 @@
+"""Sources: data sets in files, whose samples have numbers."""

@@ -1,0 +1,88 @@
+"""The files of a source: found by name or pattern, each once, with a fingerprint of what is in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ....core.errors import ConfigError, counted, nearest
+
+_END = 4096
+"""Bytes at the beginning and at the end of a file that its fingerprint looks at."""
+
+
+def find_files(paths: Any, suffixes: Sequence[str], where: str) -> list[Path]:
+    """Return the files that ``paths`` names: files and patterns in the given order, those of one pattern by name.
+
+    Args:
+        paths: a path, a folder, a pattern such as ``"data/*.jsonl"``, or a list of them.
+        suffixes: endings of the files that are taken from a folder.
+        where: the configuration key, for messages.
+
+    Raises:
+        ConfigError: nothing is found, something is no path, or a file is named twice.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ConfigError(f"{where}: {paths!r} is not allowed, give a path, a pattern, or a list of at least one")
+    found: list[Path] = []
+    for item in given:
+        if not isinstance(item, (str, os.PathLike)):
+            raise ConfigError(f"{where}: {item!r} is not allowed, give a path or a pattern")
+        found += _matches(os.fspath(item), suffixes, where)
+    seen: dict[Path, Path] = {}
+    for path in found:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            other = "" if str(first) == str(path) else f" and {first}, which are one file"
+            raise ConfigError(f"{where}: names {path}{other} twice, its samples would be twice in every pass")
+    return found
+
+
+def _matches(pattern: str, suffixes: Sequence[str], where: str) -> list[Path]:
+    if "://" in pattern:
+        raise ConfigError(f'{where}: "{pattern}" is a URL, give files of a local or mounted file system')
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        inside = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(tuple(suffixes)))
+        if not inside:
+            raise ConfigError(f"{where}: the folder {path} has no file *{' or *'.join(suffixes)}")
+        return inside
+    if path.exists():
+        return [path]
+    start = Path(path.anchor) if path.is_absolute() else Path()
+    relative = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
+    matches = sorted(each for each in start.glob(relative) if each.is_file()) if relative != "." else []
+    if not matches:
+        names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = nearest(path.name, names)
+        raise ConfigError(f'{where}: no file matches "{pattern}"{f", did you mean {meant}?" if meant else ""}')
+    return matches
+
+
+def print_of_file(path: Path) -> str:
+    """A hash of a file's name, size, beginning and end: it changes with the data, and not if a file is copied."""
+    size = path.stat().st_size
+    digest = xxhash.xxh3_64(f"{path.name} {size} ".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_END))
+        if size > _END:
+            file.seek(max(_END, size - _END))
+            digest.update(file.read(_END))
+    return digest.hexdigest()
+
+
+def print_of(dataset: object) -> str | None:
+    """The ``fingerprint`` of a dataset; None if it has none."""
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def print_of_parts(kind: str, samples: int, parts: Sequence[object]) -> str:
+    """The fingerprint of a source as text: what it is, how many samples it has, and a hash of its parts in order."""
+    digest = xxhash.xxh3_64("\n".join(map(str, parts)).encode()).hexdigest()
+    return f"{kind} of {counted(samples, 'sample')} ({digest})"

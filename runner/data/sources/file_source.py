@@ -1,0 +1,174 @@
+"""FileSource: base class of data sets that are read from files, sample by sample, by number."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from ....core.errors import ConfigError, DataError, FlexTrainError
+from ....core.registry import FUNCTIONS
+from ..streams.stream_orders import LocalOrder, Order, default_order
+from .file_list import find_files, print_of_file, print_of_parts
+
+T = TypeVar("T")
+_OPEN_FILES = 64
+
+
+class Source(Protocol):
+    """What can be dealt out by position: any object with a length and an item for every number, as map-style datasets have.
+
+    Its methods are ``__len__`` and ``__getitem__``. Three more things are used where a source has them: ``fingerprint`` (a string that changes with the data, compared on
+    resuming), ``order_of_pass(seed, number, shuffle)`` (an order of its own, see ``Order``), and ``lengths`` (the
+    tokens of each sample, for packing).
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return sample ``index``, the same at every call, from 0 to the length."""
+        ...
+
+
+class FileSource(Dataset[Any]):
+    """Base class of sources in files. Sample ``i`` is counted over the files in the order in which they are given.
+
+    A subclass says how many samples a file has, how to open it, and how to read one sample of an open file. Files are
+    opened when they are first read, in the process that reads; the least recently used are closed.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"data/*.jsonl"``, or a list of them.
+        transform: function of a sample that returns what the dataset gives; its name, or ``dict(type=..., **arguments)``.
+            Its random numbers follow from seed, epoch and position.
+        local_shuffle: samples in a block, for sources whose neighbours are faster to read together. Shuffling then moves
+            whole blocks, and mixes samples with those of three other blocks. None: any sample may come after any other.
+        index_dir: folder for the index of the files, where a kind of file needs one; None: beside each file.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or there is no sample.
+        DataError: a file is damaged.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Endings of the files that are taken from a folder."""
+
+    def __init__(
+        self,
+        paths: Any,
+        *,
+        transform: Any = None,
+        local_shuffle: int | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        where: str = "",
+    ) -> None:
+        where = where or type(self).__name__
+        if local_shuffle is not None and (isinstance(local_shuffle, bool) or local_shuffle < 1):
+            raise ConfigError(f"{where}.local_shuffle: {local_shuffle!r} is not allowed, give 1 or more, or None")
+        self.files = find_files(paths, self.suffixes, f"{where}.paths")
+        self.transform = as_function(transform, f"{where}.transform")
+        self.local_shuffle, self.index_dir = local_shuffle, index_dir
+        self._handles: OrderedDict[int, Any] = OrderedDict()
+        self._process = os.getpid()
+        self._ends = list(accumulate(about_file(path, self._count, path) for path in self.files))
+        if not len(self):
+            raise ConfigError(f"{where}.paths: the {len(self.files)} files have no samples, first {self.files[0]}")
+        self.fingerprint = print_of_parts(type(self).__name__, len(self), [print_of_file(path) for path in self.files])
+        """Changes with names, sizes and contents of the files; a checkpoint in the middle of a pass holds it."""
+
+    # What a subclass says
+
+    def _count(self, path: Path) -> int:
+        """Return the number of samples in a file, 0 or more."""
+        raise NotImplementedError
+
+    def _open(self, path: Path) -> Any:
+        """Return an open file, for ``_read``; with ``close()`` if it has to be closed."""
+        raise NotImplementedError
+
+    def _read(self, opened: Any, row: int) -> Any:
+        """Return sample ``row`` of an open file, counted from 0."""
+        raise NotImplementedError
+
+    # What a dataset has
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        number, row = self.find(index)
+        path = self.files[number]
+        sample = about_file(f"{path}: sample {row}", self._read, self.opened(number), row)
+        return sample if self.transform is None else self.transform(sample)
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the number of the file that has sample ``index``, and the sample's number in it."""
+        index = range(len(self))[index]
+        number = bisect.bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+    def order_of_pass(self, seed: int, number: int, shuffle: bool) -> Order:
+        """Return the order of pass ``number``; see ``Order``."""
+        if not shuffle or self.local_shuffle is None or self.local_shuffle <= 1:
+            return default_order(len(self), seed, number, shuffle)
+        return LocalOrder(self._block_ends(self.local_shuffle), seed, number)
+
+    def _block_ends(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the ends of the blocks that stay together, of about ``size`` samples."""
+        ends = np.arange(size, len(self) + size, size, dtype=np.int64)
+        ends[-1] = len(self)
+        return ends
+
+    def opened(self, number: int) -> Any:
+        """Return file ``number``, open in this process."""
+        if self._process != os.getpid():  # a forked worker, which must not share open files
+            self._handles, self._process = OrderedDict(), os.getpid()
+        if number in self._handles:
+            self._handles.move_to_end(number)
+            return self._handles[number]
+        if len(self._handles) >= _OPEN_FILES:
+            close = getattr(self._handles.popitem(last=False)[1], "close", None)
+            if close is not None:
+                close()
+        path = self.files[number]
+        self._handles[number] = about_file(path, self._open, path)
+        return self._handles[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": OrderedDict()}  # open files belong to this process
+
+
+def as_function(given: Any, where: str) -> Callable[[Any], Any] | None:
+    """Return the function that a configuration names: a function, its name, or ``dict(type=..., **arguments)``."""
+    if given is None or (callable(given) and not isinstance(given, Mapping)):
+        return given
+    if isinstance(given, str):
+        return FUNCTIONS.resolve(given, where)
+    if isinstance(given, Mapping) and "type" in given:
+        arguments = {key: value for key, value in given.items() if key != "type"}
+        return partial(FUNCTIONS.resolve(given["type"], f"{where}.type"), **arguments)
+    raise ConfigError(f"{where}: {given!r} is not allowed, give a function, its name, or dict(type=...)")
+
+
+def about_file(what: object, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that reads a file, and name the file in what it raises.
+
+    Raises:
+        DataError: the file is damaged, or not what the source says.
+    """
+    try:
+        return function(*arguments)
+    except (FlexTrainError, FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{what}: cannot be read, {reason}") from error

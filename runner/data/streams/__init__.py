@@ -1,0 +1,1 @@
+"""Streams: orders, mixtures and packed sequences that are computed from a position."""

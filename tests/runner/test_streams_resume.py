@@ -1,0 +1,358 @@
+"""Streams resume with the next sample on any number of processes and workers; and what is no longer the same is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from flextrain import CheckpointError, ConfigError
+from flextrain.data import Mixture, PackedTokens
+from flextrain.runner import build_dataloader
+from flextrain.runner.data.dataloaders import TrainData
+from flextrain.runner.data.streams.document_index import GROUP
+from flextrain.runner.data.streams.mixture_order import MixtureSchedule
+from flextrain.testing import WorkerGroup
+
+from .test_elastic import DDP, on, setting
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def noisy(sample: Any) -> Any:
+    """Augmentation: two numbers that identify a draw."""
+    return [
+        *np.ravel(sample["input_ids"] if isinstance(sample, dict) else sample).tolist(),
+        float(torch.rand(())),
+        np.random.rand(),
+    ]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Shards of JSON lines, and two of tokens."""
+    for number, (start, stop) in enumerate([(0, 5), (5, 5), (5, 6), (6, 19)]):
+        (tmp_path / f"{number}.jsonl").write_text("".join(f"{value}\n" for value in range(start, stop)))
+        np.arange(100 * number, 100 * number + 37 * number, dtype=np.uint16).tofile(tmp_path / f"{number}.bin")
+    return tmp_path
+
+
+def dataset(kind: str, files: Path) -> Any:
+    tokens = dict(type="TokenFiles", paths=str(files / "*.bin"))
+    lines = dict(type="JsonlFiles", paths=str(files / "*.jsonl"))
+    packed = dict(type="PackedTokens", source=tokens, length=7, shuffle_documents=True, position_ids=True)
+    return {
+        "lines": {**lines, "transform": noisy},
+        "local": {**lines, "local_shuffle": 3, "transform": noisy},
+        "packed": {**packed, "transform": noisy},
+        "mixture": dict(type="Mixture", sources=[{**packed, "transform": noisy}, {**lines, "transform": noisy}], weights=[0.3, 0.7], num_samples=23),
+    }[kind]  # fmt: skip
+
+
+def data(cfg: Any, shard: tuple[int, int], workers: int = 0, endless: bool = True, batch_size: int = 2) -> TrainData:
+    loader = build_dataloader(
+        dict(
+            dataset=cfg,
+            batch_size=batch_size,
+            num_workers=workers,
+            collate_fn=list,
+            sampler=dict(type="InfiniteSampler" if endless else "DefaultSampler", shuffle=True),
+        ),
+        training=True,
+        seed=5,
+        shard=shard,
+        where="train_dataloader",
+        logger=logging.getLogger("flextrain"),
+    )
+    return TrainData(loader, 1, seed=5, shard=shard)
+
+
+def read(
+    cfg: Any, processes: int, start: int, updates: int | None, workers: int = 0, endless: bool = True, epoch: int = 0
+) -> tuple[list[Any], int]:
+    """The samples of the next updates over all processes, in the order of their positions, and the position after them."""
+    parts, after = [], 0
+    for index in range(processes):
+        own = data(cfg, (index, processes), workers, endless)
+        window = own.resume_at(epoch, start) if start else 0
+        stop = None if updates is None else window + updates
+        batches = islice(own.windows(epoch, window, stop), updates)
+        parts.append([sample for (batch,) in batches for sample in batch])
+        after = (own.position(epoch, stop) or 0) if stop is not None else 0
+        own.close()
+    return [row[number] for row in zip_evenly(parts) for number in range(len(row))], after
+
+
+def zip_evenly(parts: list[list[Any]]) -> list[list[Any]]:
+    return [[part[at] for part in parts if at < len(part)] for at in range(max(map(len, parts)))]
+
+
+@pytest.mark.parametrize("kind", ["lines", "local", "packed", "mixture"])
+def test_every_pair_of_numbers_of_processes(files: Path, kind: str) -> None:
+    """What is read after a change is what one process would have read, augmentation included, over the ends of passes."""
+    cfg = dataset(kind, files)
+    whole, _ = read(cfg, 1, 0, 60)
+    assert len({json.dumps(sample) for sample in whole}) == 120  # no two draws are alike
+    for before, after in product(range(1, 5), repeat=2):
+        first, position = read(cfg, before, 0, 3)
+        second, end = read(cfg, after, position, 6)
+        assert position == 6 * before
+        assert end == position + 12 * after
+        assert first + second == whole[:end], f"{before} processes, then {after}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["packed", "mixture"])
+def test_workers_change_nothing(files: Path, kind: str) -> None:
+    cfg = dataset(kind, files)
+    whole, _ = read(cfg, 1, 0, 20)
+    for before, after in ((1, 2), (2, 0), (0, 1)):
+        first, position = read(cfg, 2, 0, 2, workers=before)
+        second, end = read(cfg, 1, position, 3, workers=after)
+        assert first + second == whole[:end]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["lines", "local", "packed", "mixture"])
+def test_workers_with_every_pair(files: Path, kind: str) -> None:
+    cfg = dataset(kind, files)
+    whole, _ = read(cfg, 1, 0, 60)
+    for before, after in product(product(range(1, 5), range(3)), repeat=2):
+        first, position = read(cfg, before[0], 0, 2, workers=before[1])
+        second, end = read(cfg, after[0], position, 2, workers=after[1])
+        assert first + second == whole[:end], f"(processes, workers) {before}, then {after}"
+
+
+@pytest.mark.parametrize("kind", ["lines", "local", "packed", "mixture"])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_passes(files: Path, kind: str, processes: int) -> None:
+    """By epochs each sample of a pass comes once; the last batch is filled up with fewer than there are processes."""
+    cfg = dataset(kind, files)
+    size = {"lines": 19, "local": 19, "packed": 31, "mixture": 23}[kind]
+    for epoch in range(2):
+        whole, _ = read(cfg, 1, 0, None, endless=False, epoch=epoch)
+        assert len(whole) == size
+        found, _ = read(cfg, processes, 0, None, endless=False, epoch=epoch)
+        assert [sample[:-2] for sample in found[:size]] == [sample[:-2] for sample in whole]
+        assert found[:size] == whole
+        assert [sample[:-2] for sample in found[size:]] == [sample[:-2] for sample in whole[: len(found) - size]]
+        assert len(found) - size < processes
+        if kind in ("lines", "local"):
+            assert sorted(sample[0] for sample in whole) == list(range(19))
+
+
+def test_passes_of_an_endless_stream(files: Path) -> None:
+    """Nothing is repeated or lost where one pass ends and the next begins, in the middle of a batch of all processes."""
+    found, _ = read(dataset("local", files), 4, 0, 10)  # 80 samples, 19 in a pass
+    passes = [[sample[0] for sample in found[begin : begin + 19]] for begin in range(0, 76, 19)]
+    assert all(sorted(each) == list(range(19)) for each in passes)
+    assert len({tuple(each) for each in passes}) == 4
+
+
+# A billion samples
+
+
+class Huge:
+    """A source of a billion samples that are computed, and counts how many are read."""
+
+    fingerprint = "a billion"
+    reads = 0
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> list[int]:
+        Huge.reads += 1
+        return [index, index + 1]
+
+    def lengths(self) -> Any:
+        return Twos()
+
+
+class Twos:
+    """The lengths of its samples: two each; counts how many are asked for."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, span: slice) -> Any:
+        start, stop, _ = span.indices(10**9)
+        Twos.asked += stop - start
+        return np.full(stop - start, 2)
+
+
+def test_a_billion_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch after resuming needs a number of steps that does not depend on where it is."""
+    from flextrain.runner.data.streams import packing
+
+    ends = np.minimum(np.arange(1, -(-(10**9) // GROUP) + 1) * GROUP, 10**9) * 2
+    monkeypatch.setattr(packing, "ends_of_groups", lambda lengths, extra=0: ends)
+    packed = PackedTokens(Huge(), 8, index_dir=tmp_path, shuffle_documents=True)
+    mixture = Mixture([packed, Huge()], [0.4, 0.6])
+    assert Twos.asked == Huge.reads == 0
+    times: list[int] = []
+    real = MixtureSchedule._times
+    monkeypatch.setattr(
+        MixtureSchedule,
+        "_times",
+        lambda self, source, first, count: times.append(count) or real(self, source, first, count),
+    )
+    position = 987_654_321 * 6
+    for processes in (1, 3):
+        Twos.asked = Huge.reads = 0
+        times.clear()
+        own = data(mixture, (0, processes), batch_size=4)
+        window = own.resume_at(0, position)
+        ((batch,),) = own.windows(0, window, window + 1)
+        assert len(batch) == 4
+        assert sum(times) < 20_000
+        assert Huge.reads <= 4 * 5
+        assert Twos.asked <= 4 * 2 * GROUP + 20
+
+
+# Runs
+
+
+def as_sample(value: Any) -> dict[str, Any]:
+    number = int(value)
+    generator = torch.Generator().manual_seed(number)
+    return {"index": number, "x": torch.randn(6, generator=generator), "y": torch.tensor(number % 2)}
+
+
+def stream(files: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a run that never ends an epoch."""
+    source = dict(type="JsonlFiles", paths=str(files / "*.jsonl"), transform=as_sample)
+    mixture = dict(type="Mixture", sources=[source, {**source, "local_shuffle": 2}], weights=[1, 2])
+    given = setting(4, 2, sampler=dict(type="InfiniteSampler"))
+    given["train_dataloader"] |= {"dataset": mixture, **more}
+    return {**given, "train_cfg": dict(by_epoch=False, max_iters=14), "param_scheduler": None}
+
+
+@pytest.mark.distributed
+def test_runs(files: Path, tmp_path: Path, workers2: WorkerGroup, workers3: WorkerGroup) -> None:
+    """A run that stops on two processes goes on with three, then with one, on the samples of a run that never stopped."""
+    whole = on(None, tmp_path / "whole", {**stream(files), "train_cfg": dict(by_epoch=False, max_iters=40)})
+    order = list(chain(*whole["trained"]))
+    folder = tmp_path / "run"
+    seen: list[int] = []
+    for group, until in ((workers2, 3), (workers3, 7), (None, None)):
+        strategy = {"strategy": DDP} if group else {}
+        found = on(group, folder, stream(files), until, **strategy)
+        seen += deal(found["parts"])
+    assert seen == order[: len(seen)]
+    assert len(seen) == 3 * 4 + 4 * 6 + 7 * 2
+
+
+def deal(parts: list[Any]) -> list[int]:
+    """The samples of all processes, as they were dealt."""
+    return [part[at] for updates in zip(*parts, strict=True) for at in range(len(updates[0])) for part in updates]
+
+
+def test_changed_files(files: Path, tmp_path: Path) -> None:
+    """In the middle of a pass they are refused in a line; so are other weights of a mixture of the same length."""
+    on(None, tmp_path / "run", stream(files), 3)
+    with open(files / "3.jsonl", "r+") as changed:
+        changed.write("9")  # of the same size
+    with pytest.raises(
+        CheckpointError, match=r"in the middle of an epoch of Mixture of 38 samples \(\w+\), and the data are Mixture"
+    ) as error:
+        on(None, tmp_path / "run", stream(files))
+    assert "\n" not in str(error.value)
+    (files / "3.jsonl").write_text("".join(f"{value}\n" for value in range(6, 19)))
+    other = stream(files)
+    other["train_dataloader"]["dataset"]["weights"] = [1, 3]
+    with pytest.raises(CheckpointError, match="files or settings of train_dataloader.dataset have changed"):
+        on(None, tmp_path / "run", other)
+    on(None, tmp_path / "run", stream(files))
+
+
+# Samplers
+
+
+def test_samplers_of_others_are_refused_for_mixtures() -> None:
+    mixture = Mixture([[1], [2]])
+    for sampler in (RandomSampler(mixture), DistributedSampler(mixture, 1, 0)):
+        with pytest.raises(
+            ConfigError, match=rf"train_dataloader.sampler: {type(sampler).__name__} has an order of its own"
+        ):
+            build_dataloader(
+                dict(dataset=mixture, sampler=sampler),
+                training=True,
+                seed=0,
+                shard=(0, 1),
+                where="train_dataloader",
+                logger=logging.getLogger("flextrain"),
+            )
+
+
+# Streams with a state of their own
+
+
+class Counter(IterableDataset[Any]):
+    """A stream with a state, as those of Hugging Face's datasets have it; counts its readings."""
+
+    def __init__(self, stateful: bool = True) -> None:
+        self.at, self.begin, self.reads = 0, 0, 0
+        if stateful:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = lambda state: setattr(self, "begin", state["at"])
+
+    def __iter__(self) -> Any:
+        begin, self.begin = self.begin, 0
+        for number in range(begin, 30):
+            self.at = number + 1
+            self.reads += 1
+            yield as_sample(number)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_streams_with_and_without_a_state(tmp_path: Path, stateful: bool) -> None:
+    """One with a state goes on from it; another is read again, and the log says how long that took."""
+    given = stream(tmp_path)
+
+    def settings(source: Any) -> dict[str, Any]:  # fmt: skip
+        loader = dict(dataset=source, batch_size=2, collate_fn="default_collate")
+        return {**given, "train_dataloader": loader}
+
+    on(None, tmp_path / "run", settings(Counter(stateful)), 4)
+    source = Counter(stateful)
+    found = on(None, tmp_path / "run", settings(source))
+    assert list(chain(*found["trained"])) == list(range(8, 28))
+    assert source.reads == (20 if stateful else 28)
+    said = "\n".join(found["said"])
+    if stateful:
+        assert (
+            "of StreamLoader continues from its state_dict in the checkpoint, on the same number of processes" in said
+        )
+    else:
+        assert "reads 4 batches of Counter again" in said
+        assert "read 4 batches of Counter again in 0." in said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_hugging_face(tmp_path: Path, workers: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("torchdata")
+
+    def settings() -> dict[str, Any]:
+        numbers = datasets.Dataset.from_dict({"number": list(range(40))}).to_iterable_dataset(num_shards=2)
+        source = numbers.map(lambda row: as_sample(row["number"]), remove_columns=["number"]).with_format("torch")
+        loader = dict(dataset=source, batch_size=2, collate_fn="default_collate", num_workers=workers)
+        return {**stream(tmp_path), "train_dataloader": loader}
+
+    whole = on(None, tmp_path / "whole", settings())
+    on(None, tmp_path / "run", settings(), 4)
+    found = on(None, tmp_path / "run", settings())
+    assert found["trained"] == whole["trained"][4:]
+    assert not any("again" in line for line in found["said"])
