@@ -158,3 +158,17 @@ def test_mesh_memory(tmp_path: Path) -> None:
     assert divided["kept_mb"] < 0.95 * one["kept_mb"]
     assert "| tp2 | 2 |" in (tmp_path / "mesh_memory.md").read_text()
     assert (tmp_path / "mesh_memory.png").stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.slow
+def test_streams(tmp_path: Path) -> None:
+    flags = ["--rounds", "1", "--trials", "1", "--iterations", "100", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "streams.py"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "streams.json").read_text())
+    assert len(report["first"]["rows"]) == 8
+    assert len(report["iterations"]) == 4
+    assert report["first"]["index_mib"] < 8
+    assert "| token file, packed |" in (tmp_path / "streams.md").read_text()

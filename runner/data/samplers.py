@@ -22,7 +22,8 @@ from .streams.stream_orders import own_order
 LARGE = 2**20
 """Datasets with more samples compute a random order by index: a whole one would fill every process's memory."""
 BLOCK = 4096
-"""Number of indices computed at once."""
+"""Number of indices computed at once, after some smaller blocks."""
+FIRST_BLOCK = 64
 
 
 class ShardedSampler(Sampler[int]):
@@ -152,10 +153,11 @@ def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
 
 
 def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
-    # The order of a mixture computes all positions of a span, those of other processes too.
-    length = max(64, BLOCK // positions.step)
-    for begin in range(0, len(positions), length):
+    # The first block is small, for a batch at once. The order of a mixture computes other processes' positions too.
+    begin, length, longest = 0, FIRST_BLOCK, max(FIRST_BLOCK, BLOCK // positions.step)
+    while begin < len(positions):
         block = positions[begin : begin + length]
+        begin, length = begin + length, min(2 * length, longest)
         yield order[np.arange(block.start, block.stop, block.step) % size].tolist()
 
 

@@ -23,6 +23,19 @@ T = TypeVar("T")
 _OPEN_FILES = 64
 
 
+class _Forks:
+    """How often this process was forked off; cheaper to ask than its number, which is a system call."""
+
+    number = 0
+
+    @classmethod
+    def count(cls) -> None:
+        cls.number += 1
+
+
+os.register_at_fork(after_in_child=_Forks.count)
+
+
 class Source(Protocol):
     """What can be dealt out by position: any object with a length and an item for every number, as map-style datasets have.
 
@@ -78,7 +91,7 @@ class FileSource(Dataset[Any]):
         self.transform = as_function(transform, f"{where}.transform")
         self.local_shuffle, self.index_dir = local_shuffle, index_dir
         self._handles: OrderedDict[int, Any] = OrderedDict()
-        self._process = os.getpid()
+        self._forks = _Forks.number
         self._ends = list(accumulate(about_file(path, self._count, path) for path in self.files))
         if not len(self):
             raise ConfigError(f"{where}.paths: the {len(self.files)} files have no samples, first {self.files[0]}")
@@ -106,13 +119,17 @@ class FileSource(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         number, row = self.find(index)
-        path = self.files[number]
-        sample = about_file(f"{path}: sample {row}", self._read, self.opened(number), row)
+        opened = self.opened(number)
+        try:
+            sample = self._read(opened, row)
+        except Exception as error:
+            raise as_data_error(f"{self.files[number]}: sample {row}", error) from error
         return sample if self.transform is None else self.transform(sample)
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the number of the file that has sample ``index``, and the sample's number in it."""
-        index = range(len(self))[index]
+        if not 0 <= index < self._ends[-1]:
+            index = range(len(self))[index]
         number = bisect.bisect_right(self._ends, index)
         return number, index - (self._ends[number - 1] if number else 0)
 
@@ -130,11 +147,12 @@ class FileSource(Dataset[Any]):
 
     def opened(self, number: int) -> Any:
         """Return file ``number``, open in this process."""
-        if self._process != os.getpid():  # a forked worker, which must not share open files
-            self._handles, self._process = OrderedDict(), os.getpid()
-        if number in self._handles:
-            self._handles.move_to_end(number)
-            return self._handles[number]
+        if self._forks != _Forks.number:  # a forked worker, which must not share open files
+            self._handles, self._forks = OrderedDict(), _Forks.number
+        if (opened := self._handles.get(number)) is not None:
+            if len(self.files) > _OPEN_FILES:
+                self._handles.move_to_end(number)
+            return opened
         if len(self._handles) >= _OPEN_FILES:
             close = getattr(self._handles.popitem(last=False)[1], "close", None)
             if close is not None:
@@ -144,7 +162,7 @@ class FileSource(Dataset[Any]):
         return self._handles[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": OrderedDict()}  # open files belong to this process
+        return {**self.__dict__, "_handles": OrderedDict(), "_forks": -1}  # open files belong to this process
 
 
 def as_function(given: Any, where: str) -> Callable[[Any], Any] | None:
@@ -167,8 +185,13 @@ def about_file(what: object, function: Callable[..., T], *arguments: Any) -> T:
     """
     try:
         return function(*arguments)
-    except (FlexTrainError, FileNotFoundError, PermissionError, MemoryError):
-        raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{what}: cannot be read, {reason}") from error
+        raise as_data_error(what, error) from error
+
+
+def as_data_error(what: object, error: Exception) -> Exception:
+    """The error to raise for one that reading a file has raised: it names the file; those that name it stay as they are."""
+    if isinstance(error, (FlexTrainError, FileNotFoundError, PermissionError, MemoryError)):
+        return error
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DataError(f"{what}: cannot be read, {reason}")

@@ -144,7 +144,10 @@ def _open(file: Path, facts: Mapping[str, Any]) -> Arrays | None:
             if header["facts"] != json.loads(json.dumps(facts)) or file.stat().st_size != begin + header["bytes"]:
                 return None
         return {
-            name: np.memmap(file, np.dtype(kind), "r", begin + offset, (count,)) if count else np.empty(0, kind)
+            # A view without memmap's own methods is read faster.
+            name: np.asarray(np.memmap(file, np.dtype(kind), "r", begin + offset, (count,)))
+            if count
+            else np.empty(0, kind)
             for name, (kind, offset, count) in header["columns"].items()
         }
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from ....core.generators import nth_seed
 
 GROUP = 1024
 """Documents in a group: the cumulative lengths are kept by group, and shuffled documents stay in theirs."""
-_KEPT = 8
+_KEPT = 32
 _CHUNK = 2**20
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -60,7 +60,7 @@ class DocumentIndex:
 
     def __init__(self, lengths: Lengths, group_ends: Numbers, extra: int = 0, seed: int | None = None) -> None:
         self.lengths, self.group_ends, self.extra, self.seed = lengths, group_ends, extra, seed
-        self._kept: OrderedDict[tuple[int, int], tuple[Numbers, Numbers]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
@@ -79,17 +79,17 @@ class DocumentIndex:
         while start < stop:
             begin = int(self.group_ends[group - 1]) if group else 0
             documents, ends = self._group(group, number)
-            at = int(np.searchsorted(ends, start - begin, side="right"))
+            at = bisect.bisect_right(ends, start - begin)
             while start < stop and at < len(ends):
-                first = begin + (int(ends[at - 1]) if at else 0)
-                last = begin + int(ends[at])
+                first = begin + (ends[at - 1] if at else 0)
+                last = begin + ends[at]
                 if last > start:  # not an empty document
-                    yield int(documents[at]), start - first, min(stop, last) - first
+                    yield documents[at], start - first, min(stop, last) - first
                     start = min(stop, last)
                 at += 1
             group += 1
 
-    def _group(self, group: int, number: int) -> tuple[Numbers, Numbers]:
+    def _group(self, group: int, number: int) -> tuple[list[int], list[int]]:
         """The documents of a group in their order, and the tokens of the group up to the end of each."""
         key = (group, number if self.seed is not None else 0)
         if key in self._kept:
@@ -101,7 +101,7 @@ class DocumentIndex:
             order = _shuffled(len(lengths), nth_seed(nth_seed(self.seed % 2**64, number), group))
         if len(self._kept) >= _KEPT:
             self._kept.popitem(last=False)
-        self._kept[key] = found = (order + group * GROUP, np.cumsum(lengths[order]))
+        self._kept[key] = found = (order + group * GROUP).tolist(), np.cumsum(lengths[order]).tolist()
         return found
 
     def __getstate__(self) -> dict[str, Any]:

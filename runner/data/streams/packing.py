@@ -110,11 +110,9 @@ class PackedTokens(Dataset[Any]):
         self._recent: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
         extra = int(end_token is not None)
         # Tokens that stand one after the other in files need no index of documents.
-        self._is_flat = (
-            not (extra or shuffle_documents or position_ids or segment_ids)
-            and hasattr(self.source, "span")
-            and getattr(self.source, "transform", None) is None
-        )
+        is_stored = hasattr(self.source, "span") and getattr(self.source, "transform", None) is None
+        self._is_flat = is_stored and not (extra or shuffle_documents or position_ids or segment_ids)
+        self._has_spans = is_stored and not extra
         self._index: DocumentIndex | None = None
         if not self._is_flat:
             lengths, ends = self._lengths(extra, index_dir)
@@ -166,13 +164,21 @@ class PackedTokens(Dataset[Any]):
         assert self._index is not None
         found, positions, segments = [], [], []
         for segment, (document, first, last) in enumerate(self._index.documents(start, stop, number)):
-            found.append(self._document(document)[first:last])
+            found.append(self._document_span(document, first, last))
             if self.position_ids:
                 # From the document's first token here: what a model sees of it begins there.
                 positions.append(np.arange(last - first))
             if self.segment_ids:
                 segments.append(np.full(last - first, segment))
-        return np.concatenate(found), positions, segments
+        # A document that is kept must not be changed by those who get the sequence.
+        return found[0] if len(found) == 1 and self._has_spans else np.concatenate(found), positions, segments
+
+    def _document_span(self, number: int, first: int, last: int) -> np.ndarray[Any, Any]:
+        if self._has_spans:
+            return self._checked(
+                self.source.document_span(number, first, last), f"document {number} of the token files"
+            )
+        return self._document(number)[first:last]
 
     def _document(self, number: int) -> np.ndarray[Any, Any]:
         if number in self._recent:
@@ -219,11 +225,11 @@ class PackedTokens(Dataset[Any]):
 
     def _sample(self, tokens: Any, positions: list[Any], segments: list[Any]) -> dict[str, Tensor]:
         length = self.length
-        labels = tokens[1:] if self.labels == "next" else tokens
-        inputs = tokens[:length]
-        sample = {"input_ids": self._filled(inputs, self.pad_token or 0)}
+        inputs = self._filled(tokens[:length] if len(tokens) > length else tokens, self.pad_token or 0)
+        sample = {"input_ids": inputs}
         if self.labels is not None:
-            sample["labels"] = self._filled(labels, IGNORED)
+            is_whole = self.labels == "same" and len(tokens) == length
+            sample["labels"] = inputs.clone() if is_whole else self._filled(tokens[self.labels == "next" :], IGNORED)
         if self.position_ids:
             sample["position_ids"] = self._filled(np.concatenate(positions)[:length], 0)
         if self.segment_ids:
@@ -232,7 +238,7 @@ class PackedTokens(Dataset[Any]):
 
     def _filled(self, numbers: Any, filling: int) -> Tensor:
         if len(numbers) == self.length:
-            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            return torch.from_numpy(numbers)
         filled = torch.full((self.length,), filling, dtype=torch.int64, device="cpu")
         filled[: len(numbers)] = torch.from_numpy(np.ascontiguousarray(numbers, np.int64))
         return filled
