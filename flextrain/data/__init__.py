@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.errors import DataError
 from ..runner.data.sources.arrow_files import ArrowFiles
-from ..runner.data.sources.file_source import FileSource, Source
+from ..runner.data.sources.file_source import DataSource, FileSource
 from ..runner.data.sources.jsonl_files import JsonlFiles
 from ..runner.data.sources.parquet_files import ParquetFiles
 from ..runner.data.sources.tar_files import TarFiles
@@ -16,13 +16,13 @@ from ..runner.data.streams.stream_orders import Order
 __all__ = [
     "ArrowFiles",
     "DataError",
+    "DataSource",
     "FileSource",
     "JsonlFiles",
     "Mixture",
     "Order",
     "PackedTokens",
     "ParquetFiles",
-    "Source",
     "TarFiles",
     "TokenFiles",
 ]

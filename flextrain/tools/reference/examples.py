@@ -106,7 +106,7 @@ _PUBLIC = {
     "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',
     "Order": "order = dataset.order_of_pass(seed=0, number=3, shuffle=True)\nindices = order[np.arange(1000, 1032)]",
     "Registry": 'AUGMENTATIONS = Registry("augmentation")\n\n\n@AUGMENTATIONS.register_module()\nclass Flip: ...',
-    "Source": "class Squares:\n    def __len__(self):\n        return 1000\n\n    def __getitem__(self, index):\n        return index**2",
+    "DataSource": "class Squares:\n    def __len__(self):\n        return 1000\n\n    def __getitem__(self, index):\n        return index**2",
     "Strategy": "@STRATEGIES.register_module()\nclass Mine(Strategy):\n    def _wrap(self, model):\n        return model",
     "Topology": "runner.strategy.topology.data.count  # processes that train on different data",
     "Visualizer": 'runner.visualizer.add_image("sample", picture, step=runner.iter)',

@@ -36,7 +36,7 @@ class _Forks:
 os.register_at_fork(after_in_child=_Forks.count)
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """What can be dealt out by position: any object with a length and an item for every number, as map-style datasets have.
 
     Its methods are ``__len__`` and ``__getitem__``. Three more things are used where a source has them: ``fingerprint`` (a string that changes with the data, compared on
