@@ -19,6 +19,7 @@ from .commands import (
     report,
     run_script,
     show,
+    test_config,
     train_config,
     verify,
 )
@@ -36,6 +37,7 @@ COMMANDS = (
     report,
     run_script,
     show,
+    test_config,
     train_config,
     verify,
 )

@@ -87,7 +87,7 @@ def _of_class(path: str, kind: type, named: dict[int, str]) -> Iterator[str]:
     else:
         public = [named[id(base)] for base in kind.__mro__[1:] if id(base) in named]
         below = f", a {public[0]}" if public else ""
-        has_call = not (_is_protocol(kind) or issubclass(kind, enum.Enum))
+        has_call = not (_is_protocol(kind) or issubclass(kind, enum.Enum) or _is_pythons(kind.__init__))
         yield f"{path}{_signature(kind) if has_call else ''}{below}"
     for owner in reversed(kind.__mro__):
         inherited = owner is not kind and id(owner) in named
@@ -97,6 +97,11 @@ def _of_class(path: str, kind: type, named: dict[int, str]) -> Iterator[str]:
         for name in names:
             if not name.startswith("_") and not (isinstance(kind, enum.EnumMeta) and name in dir(enum.Enum)):
                 yield _member(f"{path}.{name}", inspect.getattr_static(kind, name, None))
+
+
+def _is_pythons(function: Any) -> bool:
+    """Whether a function is inherited from the standard library, where each version of Python may add an argument."""
+    return getattr(function, "__module__", None) == "argparse"
 
 
 def _member(path: str, value: Any) -> str:

@@ -263,3 +263,42 @@ def test_two_processes(launcher: list[str], project: Path, tmp_path: Path) -> No
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
     assert_same_weights(tmp_path / "file" / "epoch_2", tmp_path / "script" / "epoch_2")
+
+
+TESTED = """
+test_dataloader = dict(dataset=dict(type="DownstreamPoints", size=16), batch_size=4, collate_fn="default_collate")
+test_cfg = dict()
+test_evaluator = dict(type="downstream.scores:Wrong")
+"""
+SCORES = """
+from flextrain import BaseMetric
+
+class Wrong(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += [int(sample.argmax() != y) for sample, y in zip(data_samples, data_batch["y"])]
+
+    def compute_metrics(self, results):
+        return dict(wrong=sum(results) / len(results), seen=len(results))
+"""
+
+
+def test_a_checkpoint_is_tested_with_a_configuration(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "downstream" / "scores.py").write_text(SCORES)
+    (project / "configs" / "tested.py").write_text('_base_ = "wide.py"\nresume = True\n' + TESTED)
+    run = tmp_path / "run"
+    assert main(["train", "configs/wide.py", "--work-dir", str(run)]) == 0
+    config = Config.fromfile("configs/tested.py")
+    config.merge_from_dict({"work_dir": str(tmp_path / "script"), "load_from": str(run / "epoch_1"), "resume": False})
+    expected = FlexibleRunner.from_cfg(config).test()
+    capfd.readouterr()
+    assert main(["test", "configs/tested.py", str(run / "epoch_1"), "--work-dir", str(tmp_path / "tested")]) == 0
+    assert f"wrong: {expected['wrong']:.4f}" in "".join(capfd.readouterr())
+    for arguments, error in (
+        (["configs/tested.py", str(run / "epoch_1"), "--val"], "val_dataloader has no value, test_dataloader has: leave out --val"),
+        (["configs/wide.py", str(run / "epoch_1")], "configs/wide.py: test_dataloader has no value"),
+        (["configs/tested.py", str(run / "epoch_9")], "epoch_9"),
+    ):  # fmt: skip
+        assert main(["test", *arguments, "--work-dir", str(tmp_path / "none")]) == 2
+        assert error in capfd.readouterr().err

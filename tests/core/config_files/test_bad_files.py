@@ -52,7 +52,7 @@ FILES: list[tuple[dict[str, str], str]] = [
     ({"m.yaml": "a: &x\n  b: *x"}, "m.yaml:1: an alias stands inside of what it repeats"),
     ({"m.yaml": "a: 1\n---\nb: 2"}, "m.yaml:2: this is no YAML, but found another document"),
     ({"m.json": '{"a": 1,\n"b": {"x": 1,\n"x": 2}}'}, 'm.json:3: the key "x" is given twice'),
-    ({"m.json": '{"a": 1,\n}'}, "m.json:2: this is no JSON, Expecting property name enclosed in double quotes"),
+    ({"m.json": '{"a": 1,\nb: 2}'}, "m.json:2: this is no JSON, Expecting property name enclosed in double quotes"),
     ({"m.json": "[1]"}, "m.json: the JSON is a list, give names with values"),
     ({"m.json": '{"_base_": [1]}'}, "m.json:1: _base_: 1 is not allowed, give the path of a file, or a list of them"),
     ({"m.toml": "a = 1\na = 2\nb = 3"}, "m.toml:2: this is no TOML, Cannot overwrite a value"),
