@@ -13,7 +13,7 @@ Load CHECKPOINT into the model that CONFIG describes, run its test loop, and pri
 `flextrain train` takes it; CHECKPOINT is a directory that a run saved, or whatever load_from takes.
 
   flextrain test config.py work_dirs/config/best_accuracy_epoch_4
-  torchrun --nproc-per-node 8 -m flextrain test config.py work_dirs/config/latest --val
+  torchrun --nproc-per-node 8 -m flextrain test config.py runs/a/epoch_4 --val
 
 Exit status: 0 tested, 2 the configuration or the checkpoint is wrong."""
 
