@@ -289,10 +289,23 @@ CASES: list[Case] = [
 ]
 
 ROWS = [
-    pytest.param(case, name, marks=case.marks_of(name), id=f"{case.name}-{name}")
+    pytest.param(case, name, marks=(*case.marks_of(name), pytest.mark.full), id=f"{case.name}-{name}")
     for case in CASES
     for name in overridable(case.base)
 ]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=case.marks, id=case.name) for case in CASES])
+def test_all_that_is_defined_anew_is_called(tmp_path: Path, case: Case) -> None:
+    """As the next test, in one run with all methods together; what is not called then is tried by itself."""
+    calls: set[str] = set()
+    names = [name for name in overridable(case.base) if name not in {*case.refused, *case.not_called}]
+    kind = case.base
+    for name in names:
+        kind = spying(kind, name, calls.add)
+    life(tmp_path / "together", lambda: case.make(kind), **case.resume)
+    for name in [*(name for name in names if name not in calls), *case.refused]:
+        test_what_is_defined_anew_is_called(tmp_path / name, case, name)
 
 
 @pytest.mark.parametrize(("case", "name"), ROWS)
