@@ -18,12 +18,13 @@ from ..core.module_state import check_savable, check_sizes, check_trainable, ten
 from ..core.overriding import overridden
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
 from ..core.rehearsing import rehearsing
-from ..core.transforms import checkpoint_activations, compile_in_place, module_filter
+from ..core.transforms import compile_in_place
 from ..optim.description import description as recipe_of
 from .config import StrategyConfig
 from .model_parts import spread_updates
 from .names import Names
 from .preparing import prepare
+from .recomputation import recompute
 from .requirements import Needs
 from .state import Optim
 from .state_memory import StateMemory, size_of, state_of_optimizer
@@ -125,11 +126,8 @@ class Strategy(WholeWeights):
         self._check_request(model, optim)
         self._note_blueprint(model, self.shape_of)
         cast_parameters(model, self.precision)
-        if (recompute := self.config.activation_checkpointing) is not None:
-            chooser = recompute.check_fn or recompute.classes or ()
-            where = "strategy.activation_checkpointing.classes"
-            if not checkpoint_activations(model, module_filter(chooser, model, where)):
-                raise ConfigError("strategy.activation_checkpointing.check_fn: accepts no submodule of the model")
+        if self.config.activation_checkpointing is not None:
+            recompute(model, self.config.activation_checkpointing, trains=optim is not None)
         self._place(model)
         self._names = Names(model)
         self._module = model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -56,8 +56,10 @@ class StrategyConfig(Config):
     """Backend of the process group, such as "nccl"; gloo is added for CPU tensors if needed. None: the device's own."""
     timeout_s: float | int = pydantic.Field(1800.0, gt=0)
     """Seconds after which waiting for other processes fails."""
-    activation_checkpointing: ActivationCheckpointing | None = None
-    """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``."""
+    activation_checkpointing: ActivationCheckpointing | Literal["model"] | None = None
+    """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``; "model": what the model's own switch
+    chooses, such as ``gradient_checkpointing_enable`` of transformers. A model of transformers then trains without a cache of keys
+    and values."""
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
     exclude_frozen_parameters: bool | None = None

@@ -201,8 +201,8 @@ class DeepSpeedConfig(StrategyConfig):
     """Positions and names of the model's arguments that are cast to its half precision; None casts all, [] none."""
     gradient_clipping: float | int | None = pydantic.Field(None, ge=0)
     """Largest total norm of the gradients; the same as optim_wrapper.clip_grad's max_norm."""
-    activation_checkpointing: ActivationCheckpointing | EngineCheckpointing | None = None  # type: ignore[assignment]
-    """Submodules to recompute (``classes`` or ``check_fn``), or DeepSpeed's own keys."""
+    activation_checkpointing: ActivationCheckpointing | Literal["model"] | EngineCheckpointing | None = None  # type: ignore[assignment]
+    """Submodules to recompute (``classes`` or ``check_fn``), "model" for the model's own switch, or DeepSpeed's own keys."""
     train_batch_size: PositiveInt | None = None
     """Samples per update over all processes; must be the product of the next two options and the world size."""
     train_micro_batch_size_per_gpu: PositiveInt | None = None
