@@ -86,9 +86,9 @@ REGISTERING_MODULES.update(
         "function": (f"{__name__}.runner.data.collate",),
         "dataset": (f"{__name__}.runner.data.dataset_wrappers", f"{__name__}.data"),
         "sampler": (f"{__name__}.runner.data.samplers",),
-        "metric": (f"{__name__}.runner.metrics.torchmetrics", f"{__name__}.runner.metrics.dump_results"),
+        "metric": tuple(f"{__name__}.runner.metrics.{name}" for name in ("torchmetrics", "dump_results", "perplexity")),
         "evaluator": (f"{__name__}.runner.metrics.evaluator",),
-        "hook": (f"{__name__}.runner.hooks",),
+        "hook": (f"{__name__}.runner.hooks", f"{__name__}.tools.token_rate"),
         "loop": (
             f"{__name__}.runner.loops.epoch",
             f"{__name__}.runner.loops.iteration",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.model_sync import floating_buffers, share_weights
 from ..core.comm.replica_check import ReplicaCheck
-from ..core.errors import ConfigError, StrategyError
+from ..core.errors import StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.overriding import overridden

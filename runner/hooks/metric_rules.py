@@ -12,7 +12,7 @@ Rule = Literal["greater", "less"]
 
 # MMEngine's words, matched as part of a metric's name, in upper or lower case.
 GREATER_KEYS = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
-LESS_KEYS = ("loss",)
+LESS_KEYS = ("loss", "perplexity")
 
 
 def check_rule(rule: str, where: str) -> Rule:

@@ -34,7 +34,10 @@ def gpt2() -> Any:
 def train(work_dir: Path, make: Any, strategy: dict[str, Any], how: Any) -> tuple[dict[str, Any], int]:
     """Train two updates; return the weights and how often the first layer's perceptron was computed."""
     runner = runner_of(
-        work_dir, dict(type=make), lr=0.1, strategy={**strategy, **({} if how is None else {"activation_checkpointing": how})}
+        work_dir,
+        dict(type=make),
+        lr=0.1,
+        strategy={**strategy, **({} if how is None else {"activation_checkpointing": how})},
     )
     runner.model  # noqa: B018 - built here
     calls = 0
@@ -43,7 +46,9 @@ def train(work_dir: Path, make: Any, strategy: dict[str, Any], how: Any) -> tupl
         nonlocal calls
         calls += 1
 
-    layer = next((m for n, m in runner.strategy.module.named_modules() if n.endswith(("layers.0.mlp", "h.0.mlp"))), None)
+    layer = next(
+        (m for n, m in runner.strategy.module.named_modules() if n.endswith(("layers.0.mlp", "h.0.mlp"))), None
+    )
     if layer is not None:
         layer.register_forward_pre_hook(count)  # torch stops computing again before the end
     assert runner.strategy.module.config.use_cache is (how is None)
@@ -93,7 +98,10 @@ def test_it_is_told_and_the_export_keeps_the_cache(tmp_path: Path, caplog: pytes
     from transformers import AutoConfig
 
     runner = runner_of(
-        tmp_path, dict(type=frozen_llama), strategy=dict(type="single", activation_checkpointing="model"), log_level="INFO"
+        tmp_path,
+        dict(type=frozen_llama),
+        strategy=dict(type="single", activation_checkpointing="model"),
+        log_level="INFO",
     )
     runner.train()
     assert "LlamaForCausalLM trains with use_cache=False, because" in caplog.text
@@ -119,15 +127,26 @@ class Refusing(torch.nn.Linear):
 @pytest.mark.parametrize(
     "model, how, message",
     [
-        (lambda: Plain(), "model", '"model" needs a model with gradient_checkpointing_enable, which Plain does not have'),
-        (lambda: Refusing(2, 2), "model", '"model" is refused by Refusing, Refusing does not support activation checkpointing'),
+        (
+            lambda: Plain(),
+            "model",
+            '"model" needs a model with gradient_checkpointing_enable, which Plain does not have',
+        ),
+        (
+            lambda: Refusing(2, 2),
+            "model",
+            '"model" is refused by Refusing, Refusing does not support activation checkpointing',
+        ),
         (lambda: Plain(), "modle", "strategy.activation_checkpointing"),
         (lambda: Plain(), True, "strategy.activation_checkpointing"),
     ],
     ids=["no switch", "refused", "word", "true"],
 )
 def test_wrong_options_are_told_in_a_line(tmp_path: Path, model: Any, how: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as raised:
+    def build() -> Any:
         runner = runner_of(tmp_path, dict(type=model), strategy=dict(type="single", activation_checkpointing=how))
-        runner.model  # noqa: B018
+        return runner.model
+
+    with pytest.raises(ConfigError, match=message) as raised:
+        build()
     assert "\n" not in str(raised.value)

@@ -1,0 +1,104 @@
+"""Perplexity: of a language model, over all tokens of all processes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...core.errors import ConfigError
+from ...core.registry import METRICS
+from .base import BaseMetric
+
+_logger = logging.getLogger("flextrain")
+_IGNORED = -100
+
+
+@METRICS.register_module()
+class Perplexity(BaseMetric):
+    """The exponential of the mean loss of a token. Every token has the same weight, however they are split over batches.
+
+    A batch has ``labels``, integers of shape (samples, positions); positions with -100 do not count. The model's outputs have
+    ``loss``, its mean over the labels of the batch, or ``logits`` of shape (samples, positions, vocabulary), as outputs of
+    transformers do. Tensors stay on the device until the end of the evaluation.
+
+    Args:
+        shift: the label of a position is predicted from those before it, as by causal models: the first position of each
+            sample does not count. False: for masked models.
+        source: "loss" or "logits"; None: the loss if there is one, which takes less time.
+        labels: key of the labels in a batch.
+        prefix: see BaseMetric.
+
+    Raises:
+        ConfigError: another ``source``; when a batch comes, it has no labels, or the outputs have neither.
+
+    Example:
+        val_evaluator=dict(type="Perplexity")
+    """
+
+    def __init__(
+        self,
+        shift: bool = True,
+        source: Literal["loss", "logits"] | None = None,
+        labels: str = "labels",
+        prefix: str | None = None,
+        *,
+        where: str = "evaluator",
+    ) -> None:
+        super().__init__(prefix=prefix)
+        if source not in (None, "loss", "logits"):
+            raise ConfigError(f'{where}.source: "{source}" is not allowed, give "loss" or "logits", or leave it out')
+        self._shift, self._source, self._labels = shift, source, labels
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """See BaseMetric; keeps the sum of the losses and the number of tokens of a batch."""
+        labels = data_batch.get(self._labels) if isinstance(data_batch, Mapping) else None
+        if not isinstance(labels, Tensor):
+            given = f"has {', '.join(map(str, data_batch))}" if isinstance(data_batch, Mapping) else "is no dict"
+            raise ConfigError(f'evaluator: Perplexity needs a batch with a tensor "{self._labels}", this one {given}')
+        counted = labels[..., 1:] if self._shift else labels
+        tokens = (counted != _IGNORED).sum()
+        if labels.device.type == "cpu" and not int(tokens):
+            return  # the mean of no losses is NaN
+        self.results.append((self._sum(data_samples, counted, tokens), tokens))
+
+    def _sum(self, outputs: Any, labels: Tensor, tokens: Tensor) -> Tensor:
+        loss, logits = (_of(outputs, name) for name in ("loss", "logits"))
+        if isinstance(loss, Tensor) and self._source != "logits":
+            return loss.detach().float().mean() * tokens.to(loss.device)
+        if not isinstance(logits, Tensor) or self._source == "loss":
+            wanted = self._source or "loss nor logits"
+            has = "has neither" if self._source is None else "has no"
+            raise ConfigError(
+                f"evaluator: Perplexity reads the model's outputs, and {type(outputs).__name__} {has} {wanted}; return a dict or an "
+                "output of transformers, with labels in the batch"
+            )
+        logits = logits.detach()[..., :-1, :] if self._shift else logits.detach()
+        return functional.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=_IGNORED, reduction="sum"
+        )
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """See BaseMetric."""
+        if self.results:  # one copy from the device, in place of one for each batch
+            losses, tokens = (torch.stack(values).cpu() for values in zip(*self.results, strict=True))
+            self.results[:] = [(float(losses.double().sum()), int(tokens.sum()))]
+        return super().evaluate(None)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """See BaseMetric."""
+        tokens = sum(count for _, count in results)
+        if not tokens:
+            _logger.warning("Perplexity: the data has no label that counts")
+            return {"perplexity": math.nan}
+        mean = sum(loss for loss, _ in results) / tokens
+        return {"perplexity": math.exp(mean) if mean < 700 else math.inf}  # beyond, a float has no value for it
+
+
+def _of(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)

@@ -1,0 +1,109 @@
+"""Perplexity is that of one device, whatever the batches, the processes and the strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("transformers")
+
+from flextrain.core.errors import ConfigError
+from flextrain.runner.metrics.perplexity import Perplexity
+from flextrain.testing import WorkerGroup
+
+from .folders import model_of, runner_of, tokens
+
+
+def llama() -> Any:
+    torch.manual_seed(2)
+    return model_of("llama")
+
+
+def evaluate(work_dir: Path, strategy: Any, batch_size: int, source: str | None = None) -> float:
+    runner = runner_of(
+        work_dir,
+        dict(type=llama),
+        strategy=strategy,
+        val_dataloader=dict(dataset=tokens(13), batch_size=batch_size, collate_fn="default_collate"),
+        val_cfg=dict(),
+        val_evaluator=dict(type="Perplexity", source=source),
+    )
+    found = runner.val()["perplexity"]
+    runner.close()
+    return float(found)
+
+
+def expected() -> float:
+    """Token by token."""
+    model = llama().eval()
+    total, count = 0.0, 0
+    for sample in tokens(13):
+        with torch.no_grad():
+            logits = model(sample["input_ids"][None], attention_mask=sample["attention_mask"][None]).logits[0]
+        for position in range(1, len(sample["labels"])):
+            if (label := sample["labels"][position]) != -100:
+                total += float(functional.cross_entropy(logits[position - 1], label))
+                count += 1
+    return math.exp(total / count)
+
+
+@pytest.mark.parametrize("source", [None, "logits"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_every_token_counts_once(tmp_path: Path, batch_size: int, source: str | None) -> None:
+    assert evaluate(tmp_path, "single", batch_size, source) == pytest.approx(expected(), rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "count, strategy",
+    [
+        pytest.param(2, dict(type="fsdp", wrap="blocks"), id="fsdp"),
+        pytest.param(2, dict(type="mesh", pp=2), id="pp2"),
+        pytest.param(3, "ddp", id="ddp3", marks=pytest.mark.full),
+        pytest.param(2, dict(type="zero3", zero_init=False), id="zero3", marks=pytest.mark.full),
+        pytest.param(2, dict(type="mesh", tp=2), id="tp2", marks=pytest.mark.full),
+        pytest.param(4, dict(type="mesh", dp_shard=2, tp=2), id="dp2xtp2", marks=pytest.mark.full),
+    ],
+)
+def test_over_processes(workers: Callable[[int], WorkerGroup], tmp_path: Path, count: int, strategy: Any) -> None:
+    if "zero" in str(strategy):
+        pytest.importorskip("deepspeed")
+    wanted = expected()
+    for found in workers(count).run(evaluate, tmp_path, strategy, 4):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_of_masked_models_every_label_counts() -> None:
+    metric = Perplexity(shift=False)
+    labels = torch.tensor([[3, -100, 2], [-100, -100, -100]])
+    metric.process({"labels": labels}, {"loss": torch.tensor(1.5)})
+    metric.process({"labels": labels[1:]}, {"loss": torch.tensor(math.nan)})  # has no token
+    metric.process({"labels": labels[:, :1]}, {"loss": torch.tensor(3.0)})
+    assert metric.evaluate()["perplexity"] == pytest.approx(math.exp((1.5 * 2 + 3.0) / 3))
+    assert math.isnan(metric.evaluate()["perplexity"])
+
+
+@pytest.mark.parametrize(
+    "batch, outputs, message",
+    [
+        ([1], {}, 'needs a batch with a tensor "labels", this one is no dict'),
+        ({"input_ids": 1, "label": 2}, {}, "this one has input_ids, label"),
+        ({"labels": torch.ones(1, 2)}, {"scores": 1}, "dict has neither loss nor logits"),
+        ({"labels": torch.ones(1, 2)}, torch.ones(2), "Tensor has neither loss nor logits"),
+    ],
+)
+def test_what_it_cannot_read_is_told_in_a_line(batch: Any, outputs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        Perplexity().process(batch, outputs)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="source.*logit"):
+        evaluate(tmp_path, "single", 1, "logit")
