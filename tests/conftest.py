@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,11 +51,22 @@ PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_
 WorkerFactory = Callable[[int], WorkerGroup]
 
 
+LEFT_TO_FULL = Path(__file__).with_name("left_to_full.txt")
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = {line for line in LEFT_TO_FULL.read_text().splitlines() if not line.startswith("#")}
+    found = set()
     for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]} & left
+        if names:
+            found |= names
+            item.add_marker("full")
         if item.get_closest_marker("distributed") or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
+    if config.args == config.getini("testpaths") and not config.option.ignore and left > found:
+        raise pytest.UsageError(f"{LEFT_TO_FULL.name} names no test: {', '.join(sorted(left - found))}")
 
 
 def pytest_collection_finish() -> None:
