@@ -15,6 +15,7 @@ from ..core.errors import ConfigError
 from ..core.hugging_face.pretrained import Pretrained
 from ..core.model import BaseModel, overrides, parts_to_initialise
 from ..core.registry import MODELS
+from ..core.token_counts import count_tokens
 from ..core.torch_private import is_compiled_wrapper
 from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import build_param_schedulers
@@ -80,6 +81,8 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         elif parts:
             logger.info(f"Calling init_weights() of the model's {', '.join(parts)}")
             strategy.init_weights(model)
+    if for_training:
+        count_tokens(model)
     return model  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,9 @@ from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from ...core.rehearsing import rehearsing, with_values
+from ...core.token_counts import IGNORED
 
+_UPDATES = 16
 logger = logging.getLogger("flextrain")
 
 
@@ -102,3 +104,43 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
     for value in values[1:]:
         total = total + value
     return total
+
+
+class UnequalMeans:
+    """Warns once if batches of a model without ``loss_weight`` have different numbers of labels that count.
+
+    Such a model gives a mean over each batch, so that the labels of a short batch count more. The first updates are
+    looked at, and only labels of tokens on the CPU; no communication.
+    """
+
+    def __init__(self) -> None:
+        self._left = _UPDATES
+        self._seen: set[int] = set()
+
+    def look(self, stepper: Any, shards: int, window: Sequence[Any]) -> bool:
+        """Look at the micro-batches of an update, and return whether to look at the next one too.
+
+        Args:
+            stepper: makes the updates.
+            shards: number of processes that train on different data.
+            window: the micro-batches.
+        """
+        is_single = len(window) == 1 and shards == 1
+        # None says that the model means it so.
+        if is_single or stepper.custom_train or hasattr(stepper.module, "loss_weight"):
+            return False
+        for batch in window:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point() or not labels.is_cpu:
+                return False
+            self._seen.add(int((labels != IGNORED).sum()))
+        if len(self._seen) > 1:
+            if dist.is_main():
+                few, many = min(self._seen), max(self._seen)
+                logger.warning(
+                    f"model: micro-batches with {few} and {many} labels that count have the same weight, because the loss is a "
+                    "mean over each; define loss_weight(data) in the model, and each label counts the same"
+                )
+            return False
+        self._left -= 1
+        return self._left > 0

@@ -14,6 +14,7 @@ from ...core.errors import ConfigError, counted
 from ...core.random_state import load_rng_state, rng_state
 from ..data.dataloaders import TrainData
 from .base import BaseLoop, EvaluationCut
+from .loss_weights import UnequalMeans
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -47,6 +48,7 @@ class TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.val_begin = val_begin
+        self._means: UnequalMeans | None = UnequalMeans()
         self.val_interval: int = val_interval
         self.data = TrainData(
             self.loader,
@@ -190,8 +192,13 @@ class TrainLoop(BaseLoop):
         hooks = runner.hook_calls
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
+        window = [data_batch] if self.data.accumulate == 1 else data_batch
+        if self._means is not None and not self._means.look(
+            runner.stepper, runner.strategy.topology.data.count, window
+        ):
+            self._means = None
         try:
-            outputs = runner.stepper.train([data_batch] if self.data.accumulate == 1 else data_batch)
+            outputs = runner.stepper.train(window)
         except BaseException:
             self.is_torn = True
             raise

@@ -1,0 +1,307 @@
+"""Each token of an update counts the same, however the tokens are divided among batches and processes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import ConfigError, FlexibleRunner
+from flextrain.core.token_counts import TokenCount, count_tokens
+from flextrain.runner.hooks import Hook
+from flextrain.testing.sessions import whole_model
+from tests.mesh.models import LENGTH, MODELS, VOCABULARY, of_transformers
+
+from ..conftest import WorkerFactory
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+SAMPLES = 16
+"""Two updates of eight."""
+
+
+def data(labelled: Callable[[int], int] = lambda i: (5 * i) % 13 + 1) -> list[dict[str, Tensor]]:
+    """Sequences of which different numbers of labels count, from 1 to 13."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(SAMPLES):
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: LENGTH - labelled(i)] = -100
+        found.append(dict(input_ids=ids, labels=labels))
+    return found
+
+
+class Watch(Hook):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.losses.append(outputs["loss"])
+        self.norms.append(outputs["grad_norm"])
+
+
+def run(
+    folder: Path,
+    strategy: dict[str, Any],
+    batch: int,
+    accumulate: int,
+    model: str | Callable[[], nn.Module] = "llama",
+    samples: list[dict[str, Tensor]] | None = None,
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, norms and weights of two updates of eight samples."""
+    torch.manual_seed(0)
+    watch = Watch()
+    runner = FlexibleRunner(
+        model=MODELS[model]() if isinstance(model, str) else model(),
+        work_dir=folder,
+        strategy=strategy,
+        train_dataloader=dict(
+            dataset=data() if samples is None else samples,
+            batch_size=batch,
+            sampler=dict(type="DefaultSampler", shuffle=False),
+            collate_fn="default_collate",
+        ),
+        optim_wrapper=dict(
+            optimizer=dict(type="SGD", lr=0.2, momentum=0.9),
+            accumulative_counts=accumulate,
+            clip_grad=dict(max_norm=1.0),
+        ),
+        train_cfg=dict(max_epochs=1),
+        custom_hooks=[watch],
+        default_hooks=dict(checkpoint=None),
+        randomness=dict(seed=0),
+        log_level="WARNING",
+    )
+    runner.train()
+    weights = {name: value.float() for name, value in whole_model(runner.strategy).items()}
+    found = dist_mean(runner, watch.losses), [float(norm) for norm in watch.norms], weights
+    runner.strategy.teardown()
+    return found
+
+
+def dist_mean(runner: Any, losses: list[Tensor]) -> list[float]:
+    """As a line of the log has them: the mean over the processes that report."""
+    from flextrain.core.comm import collectives
+
+    found = []
+    for loss in losses:
+        own = float(loss) if runner.strategy.topology.reports else None
+        reported = [value for value in collectives.all_gather_object(own) if value is not None]
+        found.append(sum(reported) / len(reported))
+    return found
+
+
+@functools.cache
+def reference(model: str) -> Any:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), dict(type="SingleDeviceStrategy"), 8, 1, model)
+
+
+def same(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-5, atol=1e-6)
+    for name, value in found[2].items():
+        torch.testing.assert_close(
+            value, expected[2][name], rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+ALONE = dict(type="SingleDeviceStrategy")
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("batch, accumulate", [(2, 4), (4, 2), (1, 8)])
+def test_micro_batches_of_one_process(tmp_path: Path, batch: int, accumulate: int, model: str) -> None:
+    same(run(tmp_path, ALONE, batch, accumulate, model), reference(model))
+
+
+def test_the_logged_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
+    losses, _, _ = run(tmp_path, ALONE, 1, 8)
+    torch.manual_seed(0)
+    model: Any = MODELS["llama"]()
+    total = count = 0.0
+    for sample in data()[:8]:
+        own = float((sample["labels"] != -100).sum())
+        total += own * float(model(**{name: value[None] for name, value in sample.items()}).loss.detach())
+        count += own
+    assert losses[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_without_weights_the_batches_count_the_same(tmp_path: Path) -> None:
+    def unweighed() -> nn.Module:
+        model = MODELS["llama"]()
+        model.loss_weight = None  # type: ignore[assignment]
+        return model
+
+    losses, _, _ = run(tmp_path, ALONE, 1, 8, unweighed)
+    assert losses[0] != pytest.approx(reference("llama")[0][0], rel=1e-3)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": dict(type="DDPStrategy"),
+    "fsdp": dict(type="FSDPStrategy", wrap=["LlamaDecoderLayer"]),
+    "zero1": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1)),
+    "zero2": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
+    "zero3": dict(type="DeepSpeedStrategy", zero_init=False, zero_optimization=dict(stage=3)),
+    "tp2": dict(type="MeshStrategy", tp=2),
+    "pp2": dict(type="MeshStrategy", pp=2),
+    "cp2": dict(type="MeshStrategy", cp=2),
+}
+TWO, FOUR = 2, 4
+SPLITS = [(name, processes) for name in LAYOUTS for processes in (TWO, FOUR)]
+QUICK = {("fsdp", TWO), ("cp2", TWO)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "layout, processes",
+    [
+        pytest.param(
+            name,
+            processes,
+            marks=[pytest.mark.full] * ((name, processes) not in QUICK)
+            + [pytest.mark.deepspeed] * name.startswith("zero"),
+        )
+        for name, processes in SPLITS
+    ],
+)
+def test_processes_and_micro_batches(workers: WorkerFactory, tmp_path: Path, layout: str, processes: int) -> None:
+    if layout.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    shards = processes // 2 if layout in ("tp2", "pp2", "cp2") else processes
+    for accumulate in (2, 8 // shards):
+        batch = 8 // shards // accumulate
+        for found in workers(processes).run(run, tmp_path / str(accumulate), LAYOUTS[layout], batch, accumulate):
+            same(found, reference("llama"))
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_processes_without_any_token(workers: WorkerFactory, tmp_path: Path) -> None:
+    """The second process's batches have no label that counts."""
+    samples = data(lambda i: 0 if i % 2 else 5)
+    expected = run(tmp_path / "one", ALONE, 8, 1, samples=samples)
+    for found in workers(2).run(run, tmp_path / "two", LAYOUTS["fsdp"], 2, 2, samples=samples):
+        same(found, expected)
+
+
+# Which models are counted
+
+
+def labels(*rows: list[int]) -> dict[str, Tensor]:
+    return {"labels": torch.tensor(rows)}
+
+
+def test_a_causal_model_leaves_out_the_first_label() -> None:
+    model: Any = MODELS["llama"]()
+    assert count_tokens(model)
+    assert int(model.loss_weight(labels([1, 2, -100, 4], [-100, -100, -100, 3]))) == 3
+    assert int(model.loss_weight({**labels([1, 2]), "shift_labels": torch.tensor([[2, -100]])})) == 1
+
+
+def test_a_masked_model_counts_all_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    model = transformers.ModernBertForMaskedLM(config)
+    assert count_tokens(model)
+    assert int(model.loss_weight(labels([1, 2, -100, 4]))) == 3
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MODELS["llama"]()
+
+    def forward(self, **batch: Tensor) -> Any:
+        return {"loss": self.net(**batch).loss}
+
+
+def own_loss(loss: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        found = of_transformers("llama")
+        found.loss_function = loss  # type: ignore[assignment]
+        return found
+
+    return model
+
+
+def summed(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def classifier() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = copy.deepcopy(of_transformers("llama").config)
+    config.pad_token_id = 0
+    return transformers.LlamaForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(
+    "model", [Wrapped, own_loss(summed), classifier, MODELS["plain"]], ids=["wrapped", "a sum", "a classifier", "own"]
+)
+def test_models_that_are_not_counted(model: Callable[[], nn.Module]) -> None:
+    found = model()
+    assert not count_tokens(found)
+    assert not hasattr(found, "loss_weight")
+
+
+def test_a_models_own_weight_stays() -> None:
+    model: Any = MODELS["llama"]()
+    model.loss_weight = None
+    assert not count_tokens(model)
+    assert model.loss_weight is None
+
+
+@pytest.mark.parametrize(
+    "batch, says",
+    [
+        ([torch.ones(1)], "batch: is list, give a dict with labels, whose tokens are counted, or set"),
+        ({"input_ids": torch.ones(1)}, "batch: has no tensor labels, give one label for each token, or set model.loss"),
+        ({"labels": torch.ones(3)}, r"batch: has labels of shape \[3\], give one label for each token"),
+        ({**labels([1, 2]), "num_items_in_batch": 3}, "batch: has num_items_in_batch, but the tokens of an update are"),
+    ],
+)
+def test_batches_that_cannot_be_counted(batch: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TokenCount(True)(batch)
+
+
+class Means(nn.Module):
+    """A user's own model, which gives the mean over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.logits(input_ids).flatten(0, 1), labels.flatten())}
+
+
+def test_a_model_that_gives_means_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, ALONE, 1, 8, Means)
+    assert "".join(capsys.readouterr()).count("micro-batches with 1 and 13 labels that count have the same weight") == 1
+
+
+@pytest.mark.parametrize("batch, accumulate, labelled", [(8, 1, None), (1, 8, lambda i: 5)], ids=["one batch", "equal"])
+def test_a_model_that_gives_means_is_not_told_in_vain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int, accumulate: int, labelled: Any
+) -> None:
+    run(tmp_path, ALONE, batch, accumulate, Means, data(labelled) if labelled else None)
+    assert "labels that count" not in "".join(capsys.readouterr())
