@@ -22,10 +22,11 @@ from ...core.errors import StrategyError
 from ...core.gradients import average
 from ...core.model import BaseModel
 from ...core.normalisation_layers import running_statistics
-from ...core.precision import PrecisionReport, cast_tensors
+from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
 from ...core.rehearsing import rehearsing, with_values
 from ...core.transforms import compile_in_place
+from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
 from ..requirements import ANY_DEVICE, Needs
@@ -353,13 +354,11 @@ class FSDPStrategy(Strategy):
         mixed = self.config.mixed_precision
         if mixed is None or (dtype := mixed.dtype("param_dtype")) is None:
             return None
-        computes, gives = dtype, mixed.dtype("output_dtype")
+        gives = mixed.dtype("output_dtype")
         if mixed.cast_forward_inputs:
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: (cast_tensors(args, computes), cast_tensors(kwargs, computes)), with_kwargs=True
-            )
+            model.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
         if gives is not None:
-            model.register_forward_hook(lambda _, args, output: cast_tensors(output, gives))
+            model.register_forward_hook(lambda _, args, output: _cast(output, gives))
         return dtype
 
     def precision_report(self) -> PrecisionReport:
@@ -379,3 +378,8 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots, self._unsettled = [], [], []
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return ``values`` with every floating-point tensor in ``dtype``, as FSDP casts what a module gets and gives."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

@@ -97,6 +97,9 @@ class Axis:
         """Return the predictions for a batch, see ``Strategy.evaluate``; ``inner`` is that of the other axes."""
         return inner(batch, step)
 
+    def prepare_whole(self, model: nn.Module) -> None:
+        """Take back in a copy of the model, for ``full_weights``, what ``apply`` changed in objects that the copy shares."""
+
     def release(self) -> None:
         """Undo what ``apply`` did to objects that outlive the strategy; called by ``teardown`` after ``apply``."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -204,6 +205,11 @@ class MeshStrategy(FSDPStrategy):
 
     def _computes_alone(self) -> bool:
         return not self._axes
+
+    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
+        for axis in self._axes:
+            axis.prepare_whole(model)
+        return super()._prepare_whole(model)
 
     def teardown(self) -> None:
         """See Strategy."""

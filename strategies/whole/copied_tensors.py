@@ -41,6 +41,6 @@ class Writes:
         if written:
             more = f" and {counted(len(written) - 1, 'other parameter')}" if len(written) > 1 else ""
             raise StrategyError(
-                f"full_weights: model.{written[0]}{more} was written to inside, which sharded weights do not follow; change "
-                "the weights before setup, or load them with load_from"
+                f"full_weights: model.{written[0]}{more} was written to inside; shards of it do not have the change, what "
+                "is whole on a process may: load the weights again, and change them before setup"
             )

@@ -38,8 +38,8 @@ def prompts(rank: int) -> Tensor:
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Two samples to train on."""
-    ids = torch.randint(3, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(seed))
+    """A batch that one to four processes divide."""
+    ids = torch.randint(3, VOCABULARY, (12, 8), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 

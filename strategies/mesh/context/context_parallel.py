@@ -96,6 +96,11 @@ class Context(Axis):
         assert self._batches.loss_weight is not None
         return batch.weight if isinstance(batch, CutBatch) else self._batches.loss_weight(batch)
 
+    def prepare_whole(self, model: nn.Module) -> None:
+        """See Axis."""
+        for adapted, copied in zip(self._adapted, pretrained_models(model).values(), strict=True):
+            adapted.restore_in(copied)
+
     def release(self) -> None:
         """See Axis."""
         for adapted in self._adapted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -73,6 +74,14 @@ class TransformersModel:
                 f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
             )
         self.model.loss_function = self._shifted_loss if is_cut else self._loss
+
+    def restore_in(self, copied: Any) -> None:
+        """Give a copy of the model the attention that the model had, in configurations of its own."""
+        known: dict[int, Any] = {}
+        for module in copied.modules():
+            if (config := vars(module).get("config")) is not None:
+                module.config = copy.deepcopy(config, known)
+        copied.set_attn_implementation(self._before)
 
     def release(self) -> None:
         """Give the model back what was replaced."""
