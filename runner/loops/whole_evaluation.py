@@ -70,7 +70,9 @@ class WholeEvaluation:
         """Context of a pass over the data, for which the weights are gathered where they are needed; a collective."""
         strategy = self._runner.strategy
         using = [metric for metric in self._metrics if metric.uses_model]
-        predicts = calls_generate(strategy.module, self._mode) if self._given is None else self._given
+        predicts = self._given
+        if predicts is None:  # a process may have other parts of the model than the next
+            predicts = any(gather_differing(calls_generate(strategy.module, self._mode)))
         if not using and not predicts:
             yield
             return
@@ -108,8 +110,13 @@ class WholeEvaluation:
 
 
 def calls_generate(model: nn.Module, mode: str) -> bool:
-    """Return whether the user's own code calls a method ``generate`` to predict: in a step, forward, or what these call."""
+    """Return whether the user's own code calls a method ``generate`` to predict: in a step, forward, or what these call.
+
+    The model or a part of it, with parameters, has to have such a method: others generate anchors, or data.
+    """
     kind: Any = type(model)
+    if not any(hasattr(type(part), "generate") and any(True for _ in part.parameters()) for part in model.modules()):
+        return False
     names = [f"{mode}_step" if overrides(model, f"{mode}_step") else "forward"]
     seen: set[str] = set()
     while names:

@@ -304,7 +304,22 @@ class Chooses(Writer):
         return self.lm(**data)
 
 
+class Anchors(nn.Module):
+    def generate(self, size: int) -> Tensor:
+        return torch.zeros(size)
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors, self.head = Anchors(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.anchors.generate(3)  # type: ignore[no-any-return]
+
+
 def test_which_models_generate_to_predict() -> None:
+    assert not calls_generate(Detector(), "val")
     assert calls_generate(Writer(), "val")
     assert not calls_generate(llama(), "val")
     assert not calls_generate(InParts(), "val")
