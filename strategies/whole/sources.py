@@ -16,14 +16,18 @@ from ...core.comm.joint_errors import gather_differing
 from ...core.dtensor_chunks import full_tensor
 from ...core.errors import StrategyError
 
-_WHOLE, _SHARD, _NOTHING = "whole", "shard", "nothing"
+_WHOLE, _ROWS, _SHARD, _NOTHING = "whole", "rows", "shard", "nothing"
+_GATHERING = {_ROWS: 1, _SHARD: 3}
+"""How many times its size gathering a tensor takes for a moment, beside the tensor itself. Rows of all processes are one
+after the other in memory as they come. Other shards are made contiguous, sent, and put together; what was sent for the
+tensor before may not be free yet."""
 
 
 class Source(NamedTuple):
     """What one process has of a tensor.
 
     Attributes:
-        kind: all of it, a shard of it, or nothing.
+        kind: all of it, some of its rows, another shard of it, or nothing.
         kept: dtype in which the process has it; "" if it has nothing.
         wanted: dtype in which it computes.
     """
@@ -55,7 +59,7 @@ class Sources:
             if name not in own:
                 mine.append(Source(_NOTHING, "", ""))
                 continue
-            kind = _SHARD if _is_shard(own[name]) else _WHOLE
+            kind = _kind_of(own[name])
             mine.append(Source(kind, _name_of(own[name].dtype), _name_of(live[name].dtype)))
         everyones = gather_differing(mine)
         self.by_name = {name: [Source(*one[i]) for one in everyones] for i, name in enumerate(shapes)}
@@ -104,7 +108,7 @@ class Sources:
         with torch.no_grad():
             if found is not None:
                 value = found.detach()
-                if source.kind == _SHARD:
+                if source.kind in _GATHERING:
                     value = _gathered(found, device).reshape(self._shapes[name])
                 value = value.to(dtype)
             if not is_everywhere:
@@ -126,7 +130,7 @@ class Sources:
         sources = [source for source in self.by_name[name] if source.kind != _NOTHING]
         size = math.prod(self._shapes[name]) * max(_dtype(source.kept).itemsize for source in sources)
         is_cast = any(source.kept != source.wanted for source in sources)
-        return (1 + is_cast) * size if any(source.kind == _SHARD for source in sources) else is_cast * size
+        return (max(_GATHERING.get(source.kind, 0) for source in sources) + is_cast) * size
 
 
 def held(
@@ -163,6 +167,14 @@ def held(
             )
         found[name] = kept[name]
     return found
+
+
+def _kind_of(tensor: Tensor) -> str:
+    if not _is_shard(tensor):
+        return _WHOLE
+    sharding = [one for one in tensor.placements if not one.is_replicate()] if isinstance(tensor, DTensor) else []
+    is_rows = not sharding or (len(sharding) == 1 and sharding[0].is_shard(0))
+    return _ROWS if is_rows else _SHARD
 
 
 def _is_shard(tensor: Tensor) -> bool:

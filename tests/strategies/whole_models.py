@@ -10,7 +10,7 @@ from torch import Tensor, nn
 VOCABULARY, LENGTH = 48, 32
 
 
-def language_model(kind: str, tied: bool = False, seed: int = 0) -> nn.Module:
+def language_model(kind: str, tied: bool = False, seed: int = 0, width: int = 16) -> nn.Module:
     """Llama or GPT-2 with two layers and random weights, large enough that greedy decoding does not repeat one token."""
     import transformers
 
@@ -20,12 +20,12 @@ def language_model(kind: str, tied: bool = False, seed: int = 0) -> nn.Module:
     )
     if kind == "llama":
         config: Any = transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=LENGTH, initializer_range=0.5, **common,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
     config = transformers.GPT2Config(
-        n_positions=LENGTH, n_embd=16, n_layer=2, n_head=4, initializer_range=0.5, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        n_positions=LENGTH, n_embd=width, n_layer=2, n_head=4, initializer_range=0.5, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         **common,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
