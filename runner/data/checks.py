@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -178,6 +178,16 @@ def check_follows_order(loader: Any, where: str) -> Any:
             "weights; give DefaultSampler or InfiniteSampler, or leave it out"
         )
     return loader
+
+
+def check_same_data(prints: Sequence[str | None]) -> None:
+    """Raise ConfigError if the fingerprints that the processes have of their dataset differ; a sampler splits one for all."""
+    for rank, other in enumerate(prints):
+        if other != prints[0]:
+            raise ConfigError(
+                f"train_dataloader.dataset: is {prints[0]} on process 0 and {other} on process {rank}, which read other files or "
+                "have other settings; give all the same"
+            )
 
 
 def is_infinite(sampler: Any) -> bool:

@@ -214,11 +214,9 @@ class TrainData:
         if is_alone() or self._has_compared:
             return
         self._has_compared = True
-        samples, lengths, deals, even, keeps_position = zip(
-            *all_gather_object(
-                (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
-            ),
-            strict=True,
+        own = (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
+        samples, lengths, deals, even, keeps_position, prints = zip(
+            *all_gather_object((*own, self.fingerprint)), strict=True
         )
         self._first_samples = samples[0]
         known = {number or 0 for number in samples}
@@ -228,6 +226,8 @@ class TrainData:
                 "DefaultSampler or InfiniteSampler needs the same dataset on every process; if each process has its own, "
                 "give an IterableDataset or another sampler"
             )
+        if any(deals):
+            checks.check_same_data(prints)
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s

@@ -17,6 +17,7 @@ import torch
 from flextrain import ConfigError
 from flextrain.data import ArrowFiles, DataError, JsonlFiles, ParquetFiles, TarFiles, TokenFiles
 from flextrain.runner.data.sources import index_files, jsonl_files
+from flextrain.testing import WorkerGroup
 
 Samples = list[dict[str, Any]]
 
@@ -385,3 +386,57 @@ def test_transform(tmp_path: Path) -> None:
     assert JsonlFiles(tmp_path, transform=dict(type=times_ten, by=3))[2] == 6
     with pytest.raises(ConfigError, match=r"JsonlFiles.transform: 3 is not allowed, give a function"):
         JsonlFiles(tmp_path, transform=3)
+
+
+def test_copies_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_jsonl(tmp_path / "a.jsonl", rows(0, 2000))
+    write_jsonl(tmp_path / "b.jsonl", rows(0, 2000))
+    for name in ("c", "d"):
+        (tmp_path / f"{name}.jsonl").touch()  # empty ones are no copies
+    JsonlFiles(tmp_path)
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        f"{tmp_path / 'b.jsonl'} and {tmp_path / 'a.jsonl'} have the same size, beginning and end"
+    ]
+
+
+def test_files_that_change_under_a_run(tmp_path: Path) -> None:
+    """A process that opens a file later than others must not read other samples."""
+    write_jsonl(tmp_path / "a.jsonl", rows(0, 3))
+    source = JsonlFiles(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", rows(0, 9))
+    with pytest.raises(DataError, match=r"a.jsonl: has \d+ bytes, it had \d+ when this run began"):
+        source[0]
+
+
+def test_columns_with_dots_and_structs(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"a.b": [1, 2], "s": [{"x": 1}, {"x": None}], "f": [[0.5], None]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert with_lists(ParquetFiles(tmp_path, columns=["a.b", "f"])[0]) == {"a.b": 1, "f": [0.5]}
+    assert ParquetFiles(tmp_path)[1] == {"a.b": 2, "s": {"x": None}, "f": None}
+
+
+def write_index_alone(folder: str) -> tuple[int, int]:
+    """On each of several processes at the same time: the samples found, and how often this process made an index."""
+    made = 0
+    real = jsonl_files._starts
+
+    def counted(path: Path) -> Any:
+        nonlocal made
+        made += 1
+        return real(path)
+
+    jsonl_files._starts = counted
+    try:
+        return len(JsonlFiles(folder)), made
+    finally:
+        jsonl_files._starts = real
+
+
+@pytest.mark.distributed
+def test_one_process_makes_the_index(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for number in range(30):
+        write_jsonl(tmp_path / f"{number}.jsonl", rows(0, 50))
+    found = workers2.run(write_index_alone, str(tmp_path))
+    assert [count for count, _ in found] == [1500, 1500]
+    assert sum(made for _, made in found) == 30

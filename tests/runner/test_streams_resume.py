@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from flextrain.runner.data.streams.document_index import GROUP
 from flextrain.runner.data.streams.mixture_order import MixtureSchedule
 from flextrain.testing import WorkerGroup
 
-from .test_elastic import DDP, on, setting
+from .test_elastic import DDP, on, setting, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -257,6 +258,28 @@ def test_runs(files: Path, tmp_path: Path, workers2: WorkerGroup, workers3: Work
 def deal(parts: list[Any]) -> list[int]:
     """The samples of all processes, as they were dealt."""
     return [part[at] for updates in zip(*parts, strict=True) for at in range(len(updates[0])) for part in updates]
+
+
+def on_other_files(folder: str, files: str) -> Any:
+    """A run whose processes have different files."""
+    rank = int(os.environ["RANK"])
+    given = setting(4, 2)
+    given["train_dataloader"]["dataset"] = dict(
+        type="JsonlFiles", paths=f"{files}/same{rank}.jsonl", transform=as_sample
+    )
+    with pytest.raises(ConfigError) as error:
+        train(folder, {**given, "strategy": DDP})
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_other_files_on_another_process(files: Path, tmp_path: Path, workers2: WorkerGroup) -> None:
+    for rank in range(2):
+        (files / f"same{rank}.jsonl").write_text("1\n2\n")
+    said = workers2.run(on_other_files, str(tmp_path / "run"), str(files))
+    assert said[0] == said[1]
+    assert said[0].startswith("train_dataloader.dataset: is JsonlFiles of 2 samples (")
+    assert said[0].endswith("on process 1, which read other files or have other settings; give all the same")
 
 
 def test_changed_files(files: Path, tmp_path: Path) -> None:

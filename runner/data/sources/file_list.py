@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import xxhash
 
 from ....core.errors import ConfigError, counted, nearest
+
+logger = logging.getLogger("flextrain")
 
 _END = 4096
 """Bytes at the beginning and at the end of a file that its fingerprint looks at."""
@@ -64,16 +67,33 @@ def _matches(pattern: str, suffixes: Sequence[str], where: str) -> list[Path]:
     return matches
 
 
-def print_of_file(path: Path) -> str:
-    """A hash of a file's name, size, beginning and end: it changes with the data, and not if a file is copied."""
+def prints_of_files(paths: Sequence[Path]) -> list[str]:
+    """A text for each file, of its name, size, beginning and end: it changes with the data, and not if a file is copied.
+
+    Two files of one content under different names are warned of.
+    """
+    contents: dict[str, Path] = {}
+    found = []
+    for path in paths:
+        content, size = _content_of(path)
+        first = contents.setdefault(content, path)
+        if first is not path and size:
+            logger.warning(
+                f"{path} and {first} have the same size, beginning and end: a copy's samples come twice in every pass"
+            )
+        found.append(f"{path.name} {content}")
+    return found
+
+
+def _content_of(path: Path) -> tuple[str, int]:
     size = path.stat().st_size
-    digest = xxhash.xxh3_64(f"{path.name} {size} ".encode())
+    digest = xxhash.xxh3_64(f"{size} ".encode())
     with path.open("rb") as file:
         digest.update(file.read(_END))
         if size > _END:
             file.seek(max(_END, size - _END))
             digest.update(file.read(_END))
-    return digest.hexdigest()
+    return digest.hexdigest(), size
 
 
 def print_of(dataset: object) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from ....core.errors import ConfigError, DataError, FlexTrainError
 from ....core.registry import FUNCTIONS
 from ..streams.stream_orders import LocalOrder, Order, default_order
-from .file_list import find_files, print_of_file, print_of_parts
+from .file_list import find_files, print_of_parts, prints_of_files
 
 T = TypeVar("T")
 _OPEN_FILES = 64
@@ -92,10 +92,11 @@ class FileSource(Dataset[Any]):
         self.local_shuffle, self.index_dir = local_shuffle, index_dir
         self._handles: OrderedDict[int, Any] = OrderedDict()
         self._forks = _Forks.number
+        self._sizes = [path.stat().st_size for path in self.files]
         self._ends = list(accumulate(about_file(path, self._count, path) for path in self.files))
         if not len(self):
             raise ConfigError(f"{where}.paths: the {len(self.files)} files have no samples, first {self.files[0]}")
-        self.fingerprint = print_of_parts(type(self).__name__, len(self), [print_of_file(path) for path in self.files])
+        self.fingerprint = print_of_parts(type(self).__name__, len(self), prints_of_files(self.files))
         """Changes with names, sizes and contents of the files; a checkpoint in the middle of a pass holds it."""
 
     # What a subclass says
@@ -158,6 +159,10 @@ class FileSource(Dataset[Any]):
             if close is not None:
                 close()
         path = self.files[number]
+        if (size := path.stat().st_size) != self._sizes[number]:
+            raise DataError(
+                f"{path}: has {size} bytes, it had {self._sizes[number]} when this run began; start it again"
+            )
         self._handles[number] = about_file(path, self._open, path)
         return self._handles[number]
 

@@ -59,12 +59,9 @@ class ParquetFiles(FileSource):
         super().__init__(paths, transform=transform, local_shuffle=local_shuffle, where=where)
 
     def _count(self, path: Path) -> int:
-        facts = self._open(path).metadata
-        check_columns(
-            self.columns,
-            [facts.schema.column(i).path.split(".")[0] for i in range(facts.num_columns)],
-            f"{self._where}.columns",
-        )
+        opened = self._open(path)
+        facts = opened.metadata
+        check_columns(self.columns, opened.schema_arrow.names, f"{self._where}.columns")
         sizes = [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
         self._group_ends[path] = np.cumsum(sizes, dtype=np.int64).tolist()
         return int(facts.num_rows)

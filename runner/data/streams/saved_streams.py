@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -46,14 +45,10 @@ class StreamLoader(DataLoader[Any]):
     The state is taken after the last batch that was given: no sample is read ahead.
     """
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        samples = iter(self.dataset)
-        if self.batch_size is None:
-            yield from map(self.collate_fn, samples)
-            return
-        while group := list(islice(samples, self.batch_size)):
-            if len(group) == self.batch_size or not self.drop_last:
-                yield self.collate_fn(group)
+    def __iter__(self) -> Any:
+        # DataLoader's own, which reads no further than the batch that it gives. A class that has this method is read by
+        # its state.
+        return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's state."""
