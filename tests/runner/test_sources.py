@@ -440,3 +440,26 @@ def test_one_process_makes_the_index(tmp_path: Path, workers2: WorkerGroup) -> N
     found = workers2.run(write_index_alone, str(tmp_path))
     assert [count for count, _ in found] == [1500, 1500]
     assert sum(made for _, made in found) == 30
+
+
+class Opened(torch.utils.data.Dataset[Any]):
+    """Says which object the open file of a source is, in the process that reads."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return id(self.source.opened(0))
+
+
+@pytest.mark.processes
+def test_workers_share_no_open_file(tmp_path: Path) -> None:
+    """One that was forked off would move the position of its parent's."""
+    write_jsonl(tmp_path / "a.jsonl", rows(0, 3))
+    dataset = Opened(JsonlFiles(tmp_path))
+    here = dataset[0]
+    (there,) = torch.utils.data.DataLoader(dataset, num_workers=1, batch_size=None, multiprocessing_context="fork")
+    assert there != here == dataset[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from flextrain import ConfigError
 from flextrain.data import DataError, JsonlFiles, Mixture, PackedTokens, TokenFiles
+from flextrain.runner import DefaultSampler, InfiniteSampler
 from flextrain.runner.data.streams import document_index
 from flextrain.runner.data.streams.document_index import GROUP, DocumentIndex, ends_of_groups
 from flextrain.runner.data.streams.mixture_order import MixtureSchedule
@@ -55,6 +56,7 @@ def test_local_order(sizes: list[int]) -> None:
         assert set(blocks[begin : begin + size].tolist()) == set(own) <= group
         begin += size
     if len(sizes) > 4:
+        assert len(set(blocks[: max(sizes)].tolist())) > 1  # mixed, not block after block
         assert LocalOrder(ends, 3, 2)[np.arange(ends[-1])].tolist() != whole.tolist()
 
 
@@ -64,6 +66,18 @@ def test_local_order_of_a_source(tmp_path: Path) -> None:
     order = source.order_of_pass(0, 0, True)[np.arange(100)].tolist()
     assert sorted(order) == list(range(100))
     assert len({index // 10 for index in order[:40]}) == 4
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samplers_follow_the_order_of_a_dataset(shuffle: bool) -> None:
+    """Pass by pass, with the sampler's seed, dealt in turn."""
+    mixture = Mixture(SOURCES, [1, 1, 1])
+    passes = [mixture.order_of_pass(9, number, shuffle)[np.arange(58)].tolist() for number in range(3)]
+    sampler = DefaultSampler(mixture, shuffle=shuffle, seed=9, shard=(1, 2))
+    sampler.set_epoch(2)
+    assert list(sampler) == passes[2][1::2]
+    endless = InfiniteSampler(mixture, shuffle=shuffle, seed=9, shard=(1, 3))
+    assert list(islice(endless, 58)) == list(chain(*passes))[1::3]
 
 
 # Mixtures
@@ -228,6 +242,17 @@ def test_shuffled_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     order = packed.order_of_pass(0, 2, True)[np.arange(count)].tolist()
     assert sorted(order) == list(range(2 * count, 3 * count))
     assert PackedTokens(docs, 7, shuffle_documents=True, seed=1)[0]["input_ids"].tolist() != passes[0][:7]
+
+
+def test_samples_share_no_memory() -> None:
+    """Labels may be masked in place, and what is kept of a document stays as it is."""
+    packed = PackedTokens([list(range(1, 21))], 5)
+    for _ in range(2):
+        sample = packed[1]
+        assert sample["input_ids"].tolist() == sample["labels"].tolist() == [6, 7, 8, 9, 10]
+        sample["labels"][:] = -100
+        assert sample["input_ids"].tolist() == [6, 7, 8, 9, 10]
+        sample["input_ids"][:] = 0
 
 
 class Counting:
