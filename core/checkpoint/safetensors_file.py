@@ -97,22 +97,29 @@ def bytes_of(tensor: Tensor) -> memoryview | bytes:
 class SafetensorsFile(Fetch):
     """An open safetensors file.
 
+    Args:
+        path: the file, for messages and its size.
+        file: open, at its beginning.
+        begin: offset in bytes at which the format begins, if something else is before it.
+
     Raises:
         CheckpointError: the header is damaged.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, begin: int = 0) -> None:
         super().__init__(path, self._read_slices)
         self._file = file
         size = path.stat().st_size
+        file.seek(begin)
         length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, MAX_JSON_BYTES):
+        if length > min(size - begin - 8, MAX_JSON_BYTES):
             raise CheckpointError(f"{path}: is damaged, its header would have {length} bytes")
         try:
             header = json.loads(file.read(length))
             pairs = set(json.loads(header.pop("__metadata__", {}).get(_COMPLEX, "[]")))
             self._entries = {
-                name: self._entry(name, entry, 8 + length, size, name in pairs) for name, entry in header.items()
+                name: self._entry(name, entry, begin + 8 + length, size, name in pairs)
+                for name, entry in header.items()
             }
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: is damaged, its header is not valid, {one_line(error)}") from None

@@ -61,6 +61,18 @@ def test_files_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     same(read(save(some_state(), tmp_path / "dcp", **options)), some_state())
 
 
+def test_files_in_the_format_of_safetensors(tmp_path: Path) -> None:
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("this version of torch writes no safetensors there")
+    state = {name: tensor.contiguous() for name, tensor in some_state().items()}
+    path = save({**state, "note": 3}, tmp_path / "dcp", serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+    same(read(path), state)
+    (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="is damaged, its header is not valid"):
+        read(path)
+
+
 def test_an_index_without_flattened_names(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

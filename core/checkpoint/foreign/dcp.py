@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ...errors import CheckpointError
 from ...stored_dtypes import DTYPE_NAMES
 from ..load.checkpoint import Checkpoint
 from ..load.partial_read import Fetch
+from ..safetensors_file import SafetensorsFile
 from ..saved_tensor import StoredChunk, TensorEntry
 from ..untrusted import one_line, sibling
 from .dcp_index import INDEX, Index, IndexedTensor, Item, read_index
@@ -99,41 +101,52 @@ class _Reader:
 
     @contextmanager
     def source(self, file: str) -> Iterator[Fetch]:
-        yield _Items(self.paths[file], self.items[file])
+        path = self.paths[file]
+        with path.open("rb", buffering=0) as opened:
+            yield _Items(path, self.items[file], cast(BinaryIO, opened))
 
 
 class _Items(Fetch):
-    """Reads chunks from one file, each of which is a file of ``torch.save`` for itself."""
+    """Reads chunks from one file: each is a file of ``torch.save`` for itself, or all are a file of safetensors."""
 
-    def __init__(self, path: Path, items: Mapping[str, Item]) -> None:
+    def __init__(self, path: Path, items: Mapping[str, Item], file: BinaryIO) -> None:
         super().__init__(path, lambda name, slices: self._tensor(name)[slices])
-        self._items = items
-        self._last: tuple[str, StoredTensor, Tensor] | None = None
+        self._items, self._file = items, file
+        self._safetensors: dict[int, SafetensorsFile] = {}
+        self._last: tuple[str, Tensor] | None = None
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """See Fetch."""
-        stored, _ = self._open(name)
-        what = "dtype" if stored.dtype != dtype else "shape" if stored.shape != tuple(shape) else None
+        tensor = self._tensor(name)
+        what = "dtype" if tensor.dtype != dtype else "shape" if tuple(tensor.shape) != tuple(shape) else None
         if what is not None:
             raise CheckpointError(f"{self.path}: is damaged, it has another {what} of {one_line(name)} than the index")
 
     def _tensor(self, name: str) -> Tensor:
-        return self._open(name)[1]
-
-    def _open(self, name: str) -> tuple[StoredTensor, Tensor]:
         if self._last is None or self._last[0] != name:
             item = self._items[name]
-            size = self.path.stat().st_size
-            if item.offset + item.length > size:
-                raise CheckpointError(
-                    f"{self.path}: is damaged, it has {size} bytes, and {one_line(name)} ends at {item.offset + item.length}"
-                )
-            file = TorchFile(self.path, (item.offset, item.length))
-            stored = file.content
-            if not isinstance(stored, StoredTensor) or stored.kind != "strided":
-                kind = f"a {stored.kind} tensor" if isinstance(stored, StoredTensor) else type(stored).__name__
-                raise CheckpointError(
-                    f"{self.path}: has {kind} for {one_line(name)}, and only dense tensors can be read"
-                )
-            self._last = name, stored, file.map()(stored)
-        return self._last[1:]
+            self._file.seek(item.offset)
+            is_safetensors = self._file.read(9)[8:] == b"{"
+            self._last = name, self._of_safetensors(name, item) if is_safetensors else self._of_torch(name, item)
+        return self._last[1]
+
+    def _of_torch(self, name: str, item: Item) -> Tensor:
+        size = self.path.stat().st_size
+        if item.offset + item.length > size:
+            raise CheckpointError(
+                f"{self.path}: is damaged, it has {size} bytes, and {one_line(name)} ends at {item.offset + item.length}"
+            )
+        file = TorchFile(self.path, (item.offset, item.length))
+        stored = file.content
+        if not isinstance(stored, StoredTensor) or stored.kind != "strided":
+            kind = f"a {stored.kind} tensor" if isinstance(stored, StoredTensor) else type(stored).__name__
+            raise CheckpointError(f"{self.path}: has {kind} for {one_line(name)}, and only dense tensors can be read")
+        return file.map()(stored)
+
+    def _of_safetensors(self, name: str, item: Item) -> Tensor:
+        """A tensor of a file that was written with ``SerializationFormat.SAFETENSORS``: all items have its beginning."""
+        if item.offset not in self._safetensors:
+            self._safetensors[item.offset] = SafetensorsFile(self.path, self._file, item.offset)
+        file, key = self._safetensors[item.offset], name.rpartition("@")[0]
+        _, shape = file.tensors.get(key, (None, ()))
+        return file(key, tuple(slice(0, size) for size in shape))
