@@ -11,8 +11,8 @@ before it is registered, must draw after the recorded ones; they run before it, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from .comm import collectives as dist
 from .errors import StrategyError
 from .initializers import READ_VALUES, initializing_with
+from .random_state import drawing_apart
 from .torch_private import TorchDispatchMode, storage_key, tree_flatten
 from .trees import tree_map_only
 
@@ -58,6 +59,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._drawn = 0  # index in the tape: earlier entries have drawn their random numbers
         self._registered: list[Tensor] = []
+        self._is_settled = False  # the tape itself says with which state of the generator it ends
         # Memory that is allocated and not written yet. The reference stays when the memory is freed, so that no other
         # memory gets the same key.
         self._fresh: dict[int, StorageWeakRef] = {}
@@ -131,27 +133,58 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func(*args, **_on_cpu(kwargs))
         self._drawn = len(self._tape)
 
+    @contextmanager
+    def changing(self, state: Tensor, *, alone: bool = False) -> Iterator[None]:
+        """Context like this one, for changes of a model that was built in it, which draw random numbers from ``state``.
+
+        Here and in ``replay`` the generator goes on afterwards as if nothing had been drawn for them.
+
+        Args:
+            state: of torch's generator on the CPU.
+            alone: forget what was recorded before, because something else will give its values.
+        """
+        own, kept = torch.get_rng_state(), list[Tensor]()
+        if alone:
+            self._tape, self._drawn = [], 0
+        if not self._is_settled:
+            self._tape.insert(self._drawn, _from_state(own))
+        self._tape += [(lambda: kept.append(torch.get_rng_state()), (), {}, None), _from_state(state)]
+        self._drawn = len(self._tape)
+        with drawing_apart(state):
+            with self:
+                yield
+            self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
+        self._tape.append((lambda: torch.set_rng_state(kept.pop()), (), {}, None))
+        self._drawn, self._is_settled = len(self._tape), True
+
     @property
     def touched(self) -> set[int]:
         """The ``storage_key`` of all memory that recorded operations use."""
         return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}
 
-    def replay(self, destinations: Mapping[int, Destination]) -> None:
+    def replay(
+        self, destinations: Mapping[int, Destination], *, without: Mapping[int, str] | None = None
+    ) -> set[int]:
         """Run the recorded operations; they draw from the random generators as the constructor would have.
 
         Args:
             destinations: one for each parameter, by the ``storage_key`` that it had in this context.
+            without: names of the parameters that get their values later, by their ``storage_key``.
+
+        Returns:
+            The ``storage_key`` of all that gets its values later: of those parameters, and of their copies.
 
         Raises:
             StrategyError: an operation cannot be deferred.
         """
-        replay = _Replay(destinations, {storage_key(parameter) for parameter in self._registered})
-        if self._drawn:
+        replay = _Replay(destinations, {storage_key(parameter) for parameter in self._registered}, without or {})
+        if self._drawn and not self._is_settled:
             self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
         tape, self._tape, self._drawn = self._tape, [], 0
         for func, args, kwargs, out in tape:
             replay.run(func, args, kwargs, out)
         replay.write_back()
+        return set(replay.without)
 
 
 _ALLOCATE = (
@@ -202,8 +235,11 @@ def _is_meta(value: Any) -> bool:
 
 
 class _Replay:
-    def __init__(self, destinations: Mapping[int, Destination], registered: set[int]) -> None:
+    def __init__(
+        self, destinations: Mapping[int, Destination], registered: set[int], without: Mapping[int, str]
+    ) -> None:
         self._destinations = destinations
+        self.without = dict(without)
         self._replaced = registered - destinations.keys()  # parameters that were replaced by others
         self._written: set[int] = set()
         self._held: dict[int, Tensor] = {}  # memory of the current parameters, 1-D
@@ -211,6 +247,9 @@ class _Replay:
 
     def run(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given = {storage_key(value) for value in tree_flatten((args, kwargs))[0] if _is_meta(value)}
+        if absent := given & self.without.keys():
+            self._pass_on(func, args, out, self.without[min(absent)])
+            return
         lost = {key for key in given & self._written if not self._destinations[key].is_kept} - self._held.keys()
         if lost and len(given) > 1:
             raise StrategyError(
@@ -235,6 +274,22 @@ class _Replay:
                     self._others[key] = _flat(meta)
                     self._real(meta).copy_(real)
         self._written |= self._held.keys()
+
+    def _pass_on(self, func: Any, args: Any, out: Any, name: str) -> None:
+        """Note that the result of an operation gets its values later, because it is a copy of what does.
+
+        Raises:
+            StrategyError: the operation computes with the values.
+        """
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.without[storage_key(out)] = name
+        elif func is torch.ops.aten.copy_.default:
+            self.without[storage_key(args[0])] = name
+        else:
+            raise StrategyError(
+                f"transforms: {func} needs the values of {name}, which strategy.skip_init_weights leaves to load_from; take "
+                "the parameter over as it is, or leave skip_init_weights out"
+            )
 
     def write_back(self) -> None:
         """Write the current parameters to their destinations, and release the memory."""

@@ -71,6 +71,17 @@ def drawing_from(state: Tensor) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
+@contextmanager
+def drawing_apart(state: Tensor) -> Iterator[None]:
+    """Context in which torch draws on the CPU from ``state``, and after which it draws as if nothing had been drawn inside."""
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+
+
 def encode(state: Tensor) -> str:
     """Encode a generator's state (uint8, 1-D) as text."""
     return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")

@@ -382,6 +382,7 @@ EVALUATOR = Registry("evaluator")
 HOOKS = Registry("hook")
 LOOPS = Registry("loop", lists_names=True)
 REPORTERS = Registry("reporter")
+TRANSFORMS = Registry("transform", lists_names=True)
 VISUALIZERS = Registry("visualizer")
 REGISTRIES = [value for value in globals().values() if isinstance(value, Registry)]
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .core.registry import PARAM_SCHEDULERS as PARAM_SCHEDULERS
     from .core.registry import REPORTERS as REPORTERS
     from .core.registry import STRATEGIES as STRATEGIES
+    from .core.registry import TRANSFORMS as TRANSFORMS
     from .core.registry import VISUALIZERS as VISUALIZERS
     from .core.registry import Registry as Registry
     from .core.tta_model import BaseTTAModel as BaseTTAModel
@@ -95,6 +96,7 @@ REGISTERING_MODULES.update(
             f"{__name__}.runner.loops.evaluate",
         ),
         "reporter": (f"{__name__}.runner.reporting",),
+        "transform": (f"{__name__}.runner.transforms",),
         "visualizer": (f"{__name__}.runner.reporting",),
     }
 )
@@ -142,6 +144,7 @@ _HOMES = {
         "EVALUATOR",
         "REPORTERS",
         "STRATEGIES",
+        "TRANSFORMS",
         "VISUALIZERS",
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],

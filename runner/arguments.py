@@ -17,6 +17,7 @@ from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks
 from .options import FixedOptions, check_options
 from .reporting import Visualizer, build_visualizer
+from .transforms.build import Transform, build_transforms
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Checked:
     visualizer: Visualizer
     trains: bool
     by_epoch: bool
+    transforms: tuple[Transform, ...]
 
 
 def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool = False) -> Checked:
@@ -49,6 +51,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
             f'default_scope: "{given["default_scope"]}" has no meaning, registries have no scopes; leave it out'
         )
     configuration.check_model(given["model"], given["data_preprocessor"], takes_mmengines=takes_mmengines_models)
+    transforms = build_transforms(given["transforms"])
     trains = configuration.check_phase("train", **_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
     validates = given["val_dataloader"] is not None
     optim_wrapper = None
@@ -98,7 +101,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(configuration.model_class(given["model"]), optim_wrapper)
-    return Checked(options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch)
+    return Checked(options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch, transforms)
 
 
 def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

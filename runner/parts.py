@@ -37,6 +37,7 @@ from .missing_names import MissingNames
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 from .reporting.model_outline import ModelOutline, outline
+from .transforms.apply import transform
 from .watchdog import Watchdog
 
 _logger = logging.getLogger("flextrain")
@@ -62,7 +63,7 @@ class Parts(MissingNames):
     visualizer: Visualizer
 
     def __init__(self, given: Mapping[str, Any], checked: Checked) -> None:
-        self._given, self._trains = given, checked.trains
+        self._given, self._trains, self._transforms = given, checked.trains, checked.transforms
         self.options: FixedOptions = checked.options
         self.strategy: Strategy = checked.strategy
         self.optim_wrapper: OptimWrapper | OptimWrapperDict | None = checked.optim_wrapper
@@ -177,7 +178,6 @@ class Parts(MissingNames):
         return self.watchdog is None or self.watchdog.all_have_failed()
 
     # Parts
-
     @property
     def model(self) -> nn.Module:
         """The callable of training: the user's module, or the strategy's wrapper around it."""
@@ -328,15 +328,14 @@ class Parts(MissingNames):
             names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
             self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
         loader = self._build_dataloader(self._given["train_dataloader"], "train_dataloader", True, self.seed)
-        built: TrainLoop = kind(runner=self, dataloader=loader, **kwargs)
-        return built
+        return kind(runner=self, dataloader=loader, **kwargs)  # type: ignore[no-any-return]
 
     def build_val_loop(self, loop: BaseLoop | Mapping[str, Any]) -> BaseLoop:
         """Build a loop on the validation data; ``loop`` is such a loop, or as ``val_cfg``."""
         return self._build_eval_loop(loop, "val")
 
     def build_test_loop(self, loop: BaseLoop | Mapping[str, Any]) -> BaseLoop:
-        """Build a loop on the test data; ``loop`` is such a loop, or as ``test_cfg``."""
+        """Build one on the test data; ``loop`` as for ``build_val_loop``."""
         return self._build_eval_loop(loop, "test")
 
     def build_log_processor(self, log_processor: Any) -> Any:
@@ -351,9 +350,9 @@ class Parts(MissingNames):
         if isinstance(loop, BaseLoop):
             return loop
         kind, kwargs = eval_loop_class(loop, mode)
-        loader = self._build_dataloader(self._given[f"{mode}_dataloader"], f"{mode}_dataloader", False, self.seed)
-        built: BaseLoop = kind(runner=self, dataloader=loader, evaluator=self._given[f"{mode}_evaluator"], **kwargs)
-        return built
+        evaluator, where = self._given[f"{mode}_evaluator"], f"{mode}_dataloader"
+        loader = self._build_dataloader(self._given[where], where, False, self.seed)
+        return kind(runner=self, dataloader=loader, evaluator=evaluator, **kwargs)  # type: ignore[no-any-return]
 
     def _build_model(self) -> nn.Module:
         """Build the user's module, with its initial weights, before the strategy distributes it."""
@@ -366,10 +365,11 @@ class Parts(MissingNames):
             return
         with self._as_current():
             model = self._build_model()
+            model, changes = transform(model, self._transforms, self.strategy, self.seed, self.options.load_from)
         module = module_to_set_up(model, trains=self._trains)
         loaders = ["train_dataloader"] if self._trains else ["val_dataloader", "test_dataloader"]
         self.strategy.example = partial(example_batch, self, loaders)
-        self.outline: ModelOutline = outline(module, self.strategy.shape_of)  # later, a process may have a part of it
+        self.outline: ModelOutline = outline(module, self.strategy.shape_of, changes)  # before it is distributed
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

@@ -65,6 +65,8 @@ class FlexibleRunner(Checkpoints):
         default_hooks: changes to the default hooks by name: runtime_info, timer, sampler_seed, logger, param_scheduler,
             nonfinite, checkpoint; None removes one.
         custom_hooks: further hooks.
+        transforms: functions, names or ``dict(type=...)`` that change the model between its construction and its distribution over
+            devices, in their order; see docs/how_to/transforms.md.
         data_preprocessor: for a model that is given as a configuration, or that has an attribute of this name.
         load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
         resume: True continues from the newest checkpoint with finite weights in ``work_dir``, if there is one; a path
@@ -124,6 +126,7 @@ class FlexibleRunner(Checkpoints):
         randomness: Mapping[str, Any] | None = None,
         compile: bool | dict[str, Any] | None = None,
         cfg: dict[str, Any] | Config | None = None,
+        transforms: Sequence[Any] | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()

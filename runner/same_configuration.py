@@ -19,7 +19,7 @@ from .hooks import EmptyCacheHook, Hook, ProfilerHook
 
 # These arguments must agree completely. Data, folders and logging may differ between processes.
 _ALIKE = (
-    "model", "optim_wrapper", "train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "param_scheduler", "randomness", "compile",
+    "model", "optim_wrapper", "train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "param_scheduler", "randomness", "compile", "transforms",
 )  # fmt: skip
 _PRESENT = ("train_dataloader", "val_dataloader", "test_dataloader", "load_from")
 # A single process may have these hooks: they use no collectives and change nothing.

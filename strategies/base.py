@@ -17,6 +17,7 @@ from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.overriding import overridden
 from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.random_state import drawing_apart
 from ..core.rehearsing import rehearsing
 from ..core.transforms import compile_in_place
 from ..optim.description import description as recipe_of
@@ -97,6 +98,15 @@ class Strategy(WholeWeights):
         Args:
             names: of parameters and buffers, in the user's model.
         """
+
+    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
+        """Return the context in which a transform changes a model that ``init_context`` or the user gave; before ``setup``.
+
+        Args:
+            model: the module as it is so far.
+            state: that of torch's generator on the CPU from which it draws, so that it draws the same under every strategy.
+        """
+        return drawing_apart(state)
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """Give every process rank 0's weights, place and wrap the model, and build the optimizer; a collective.

@@ -38,18 +38,22 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """The parts of a model, and the whole of it."""
+    """The parts of a model, the whole of it, and what each transform has changed in it, by the transform's name."""
 
     parts: tuple[ModelPart, ...]
     whole: ModelPart
+    transforms: tuple[tuple[str, str], ...] = ()
 
 
-def outline(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> ModelOutline:
+def outline(
+    model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]], transforms: tuple[tuple[str, str], ...] = ()
+) -> ModelOutline:
     """Return the parts of a model by their number of parameters, at most twelve.
 
     Args:
         model: a model that no strategy has set up yet, because a process may have a part of it afterwards.
         shape_of: returns the whole shape of a parameter, which may be sharded already.
+        transforms: what each transform has changed, by its name.
     """
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, parameter in model.named_parameters():
@@ -71,7 +75,7 @@ def outline(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> Mo
             break
         index = rows.index(largest)
         rows[index : index + 1] = inner
-    return ModelOutline(tuple(_shortened([row for row in rows if row is not whole])), whole)
+    return ModelOutline(tuple(_shortened([row for row in rows if row is not whole])), whole, transforms)
 
 
 def _inside(model: nn.Module, part: ModelPart, counts: dict[str, tuple[int, int]]) -> list[ModelPart]:

@@ -65,6 +65,8 @@ class Opening:
         whole = self.model.whole
         rows.append(("all", whole.kind, f"{whole.total:,}", _share(whole.trained, whole.total)))
         yield Table("Model", ("module", "class", "parameters", "trained"), rows, right=(2, 3), last_is_sum=True)
+        if self.model.transforms:
+            yield Table("Transforms", ("transform", "what it has changed"), list(self.model.transforms))
         yield Table("Training", ("", ""), [*self.facts.items()])
 
     def as_json(self) -> dict[str, Any]:
@@ -74,6 +76,7 @@ class Opening:
             "trained": self.model.whole.trained,
             "model": self.model.whole.kind,
             "parts": [asdict(part) for part in self.model.parts],
+            "transforms": [list(each) for each in self.model.transforms],
             "memory": asdict(self.memory),
             "batch": asdict(self.batch),
             "facts": self.facts,

@@ -157,6 +157,13 @@ class DeepSpeedStrategy(Strategy):
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
+    @contextlib.contextmanager
+    def change_context(self, model: nn.Module, state: Tensor) -> Iterator[None]:
+        """See Strategy; what is built inside is sharded like the rest of the model."""
+        is_split = any(map(engine_internals.is_partitioned, model.parameters()))
+        with super().change_context(model, state), self._init_split() if is_split else NOTHING:
+            yield
+
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy; the returned wrapper is a DeepSpeedOptimWrapper."""
         self.setup_environment()

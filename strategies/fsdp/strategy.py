@@ -104,6 +104,12 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         self._without_memory.read_later = frozenset(names)
 
+    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
+        """See Strategy; on a meta-device model it is recorded, like its constructor."""
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return self._without_memory.changing(model, state)
+        return super().change_context(model, state)
+
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         self._without_memory.note(model)

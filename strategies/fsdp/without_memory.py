@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -34,6 +35,14 @@ class ModelWithoutMemory:
         """Names of parameters that nothing has to initialise, because their values are read after set-up."""
         self._built: dict[str, Tensor] = {}
         self._names: dict[str, list[str]] = {}
+        self._before: dict[int, str] = {}  # with keep_zeros, the parameters that no transform has added
+
+    def changing(self, model: nn.Module, state: Tensor) -> AbstractContextManager[None]:
+        """Return the context for changing a model that ``context`` has built; see ``DeferredInit.changing``."""
+        if self._keep_zeros and not self._before:
+            self._before = {storage_key(p): name for name, p in model.named_parameters() if p.is_meta}
+            return self.context.changing(state, alone=True)
+        return self.context.changing(state)
 
     def note(self, model: nn.Module) -> None:
         """Record the parameters that are on the meta device; call it before they are sharded, or some are taken away."""
@@ -87,9 +96,12 @@ class ModelWithoutMemory:
                 destinations[storage_key(built)] = Destination(
                     built, partial(_gather, target), partial(_scatter, target)
                 )
-        if not self._keep_zeros:
+        if not self._keep_zeros or self._before:
             with drawing_from(dist.broadcast(torch.get_rng_state())):
-                self.context.replay(destinations)
+                later = self.context.replay(destinations, without=self._before)
+            if self._keep_zeros:
+                keys = {name: storage_key(built) for name, built in self._built.items()}
+                self.left_at_zero = frozenset(name for name, key in keys.items() if key in later)
         self._built = {}
 
 

@@ -29,6 +29,7 @@ from ...runner.arguments import check_everything
 from ...runner.build import build_model
 from ...runner.data.dataloaders import build_dataloader
 from ...runner.data.example import example_batch
+from ...runner.transforms.apply import transform
 from ...runner.data.first_batches import first_batches
 from ...runner.data.user_loaders import batch_size, goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
@@ -105,6 +106,7 @@ class Training:
         checked = check_everything(self._given)
         if not checked.trains or checked.optim_wrapper is None:
             raise ConfigError("train_cfg: missing, a plan needs train_dataloader, train_cfg and optim_wrapper")
+        self._transforms = checked.transforms
         self.strategy: Strategy = checked.strategy
         if rehearsal is not None:
             self.strategy = self._rehearsed(checked.strategy)
@@ -242,8 +244,11 @@ class Training:
     def _model(self) -> nn.Module:
         model, preprocessor = self._given["model"], self._given["data_preprocessor"]
         if self._rehearsal is None:
-            return build_model(model, preprocessor, self.strategy, for_training=True)
-        built = build_model(model, preprocessor, _Building(self._rehearsal), for_training=True)  # type: ignore[arg-type]
+            built = build_model(model, preprocessor, self.strategy, for_training=True)
+            return transform(built, self._transforms, self.strategy, seed=0)[0]
+        building = _Building(self._rehearsal)
+        built = build_model(model, preprocessor, building, for_training=True)  # type: ignore[arg-type]
+        built, _ = transform(built, self._transforms, building, seed=0)
         self._rehearsal.strip(built)
         return built
 
@@ -316,6 +321,12 @@ class _Building:
 
     def init_weights(self, model: BaseModel) -> None:
         model.init_weights()
+
+    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
+        return self._rehearsal.building()
+
+    def shape_of(self, tensor: Tensor) -> Sequence[int]:
+        return tensor.shape
 
 
 def values_for_json(value: Any) -> Any:

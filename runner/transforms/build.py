@@ -1,0 +1,106 @@
+"""Build the transforms of a run from its argument ``transforms``, before there is a model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...core.config import check_call
+from ...core.errors import ConfigError
+from ...core.registry import TRANSFORMS
+
+_LIST = "give a list of functions, names, or dict(type=...)"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A function that changes a model.
+
+    Attributes:
+        where: its key in the configuration: ``transforms[0]``.
+        name: that of the function or class, for the log.
+        function: takes the module; returns another one, or None if it has changed the module in place.
+    """
+
+    where: str
+    name: str
+    function: Callable[[nn.Module], nn.Module | None]
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it computes with the model's values, and not with names, shapes and classes alone."""
+        return bool(getattr(self.function, "needs_values", False))
+
+
+def build_transforms(given: Any) -> tuple[Transform, ...]:
+    """Build the transforms, in their order.
+
+    Args:
+        given: a list of functions that take the module, of names, and of ``dict(type=..., **arguments)``; None: none. A type
+            that is a class is called with the arguments, and the object with the module. A type that is a function is called
+            with the module first, and the arguments.
+
+    Raises:
+        ConfigError: an unknown name, or a wrong argument.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        shown = f'"{given}"' if isinstance(given, str) else type(given).__name__
+        raise ConfigError(f"transforms: {shown} is not allowed, {_LIST}")
+    return tuple(_built(item, f"transforms[{number}]") for number, item in enumerate(given))
+
+
+def _built(item: Any, where: str) -> Transform:
+    if isinstance(item, nn.Module):
+        raise ConfigError(f"{where}: is a module ({type(item).__name__}), give a function that takes the model")
+    if not isinstance(item, (str, Mapping)) and not inspect.isclass(item):
+        if not callable(item):
+            raise ConfigError(f"{where}: {item!r} is not allowed, give a function, a name, or dict(type=...)")
+        _check_takes_module(item, where)
+        return Transform(where, _name(item), item)
+    config = TRANSFORMS.expand(item, where)
+    kind = TRANSFORMS.resolve(config.pop("type"), where if isinstance(item, str) else f"{where}.type")
+    if inspect.isclass(kind):
+        if issubclass(kind, nn.Module):
+            raise ConfigError(f"{where}.type: {kind.__name__} is a module, give a function that takes the model")
+        if not callable(getattr(kind, "__call__", None)) or kind.__call__ is type.__call__:
+            raise ConfigError(f"{where}.type: {kind.__name__} is not callable, define __call__(self, module)")
+        built = TRANSFORMS.build({"type": kind, **config}, where)
+        return Transform(where, _described(kind.__name__, config), built)
+    first = _check_takes_module(kind, where)
+    check_call(kind, config, where, (first,) if first else ())
+    function = functools.partial(kind, **config) if config else kind
+    return Transform(where, _described(_name(kind), config), function)
+
+
+def _check_takes_module(function: Any, where: str) -> str:
+    """Return the name of the parameter that gets the module; empty if there is no signature to find it in.
+
+    Raises:
+        ConfigError: it takes no argument.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return ""
+    first = next((p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)), None)
+    if first is None:
+        raise ConfigError(f"{where}: {_name(function)} takes no argument, it must take the model")
+    return "" if first.kind in (first.VAR_POSITIONAL, first.POSITIONAL_ONLY) else first.name
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _described(_name(function.func), function.keywords)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _described(name: str, arguments: Mapping[str, Any]) -> str:
+    text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"{name}({text if len(text) <= 80 else text[:77] + '...'})" if text else name

@@ -1,0 +1,183 @@
+"""Float8Training and Quantize: layers of the package torchao that compute or are stored with few bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.checkpoint.untrusted import one_line
+from ...core.config import check_call
+from ...core.errors import ConfigError, one_of, suggest
+from ...core.registry import TRANSFORMS
+from ..reporting.reporter import import_extra
+from .patterns import compiled
+
+_FLOAT8 = (8, 9)
+"""The compute capability from which on GPUs multiply float8."""
+_INPUTS = 16
+"""Float8 kernels need widths that this number divides."""
+
+
+@TRANSFORMS.register_module()
+class Float8Training:
+    """Computes linear layers in float8 by torchao; parameters keep their dtype and names.
+
+    Args:
+        recipe: how values are scaled: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        patterns: names of linear layers, globs; default: all.
+        but: names of those that stay as they are, such as ``"lm_head"``.
+        emulate: True: compute the same in float32, on any device, to try it out.
+
+    Raises:
+        ConfigError: torchao is not installed, the GPU has no float8, or a layer's widths are no multiples of 16.
+
+    Source: https://github.com/pytorch/ao/tree/main/torchao/float8
+
+    Example:
+        ``dict(type="Float8Training", recipe="tensorwise", but=["lm_head"])``
+    """
+
+    def __init__(
+        self,
+        recipe: str = "tensorwise",
+        patterns: str | Sequence[str] | None = None,
+        but: str | Sequence[str] | None = None,
+        emulate: bool = False,
+        *,
+        where: str = "Float8Training",
+    ) -> None:
+        self._where, self._emulate = where, emulate
+        float8 = import_extra("torchao.float8", "torchao", where)
+        names = [each.value for each in import_extra("torchao.float8.config", "torchao", where).Float8LinearRecipeName]
+        if recipe not in names:
+            raise ConfigError(f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}')
+        if emulate and recipe != "tensorwise":
+            raise ConfigError(f'{where}.emulate: True is not possible with recipe="{recipe}", choose "tensorwise"')
+        self._config = (
+            float8.Float8LinearConfig(emulate=True)
+            if emulate
+            else float8.Float8LinearConfig.from_recipe_name(recipe)
+        )
+        self._chosen = _Layers(patterns, but, where)
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Replace the layers."""
+        float8 = import_extra("torchao.float8", "torchao", self._where)
+        if not self._emulate and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < _FLOAT8):
+            raise ConfigError(
+                f"{self._where}: Float8Training needs a GPU of compute capability 8.9 or newer; emulate=True computes the same "
+                "on any device, slowly"
+            )
+        chosen = self._chosen.of(module)
+        for name, layer in chosen.items():
+            if layer.in_features % _INPUTS or layer.out_features % _INPUTS:
+                raise ConfigError(
+                    f"{self._where}: {name} has {layer.in_features} inputs and {layer.out_features} outputs, float8 needs multiples of "
+                    f'{_INPUTS}; leave it out with but=["{name}"]'
+                )
+        changed: nn.Module = float8.convert_to_float8_training(
+            module, module_filter_fn=lambda _, name: name in chosen, config=self._config
+        )
+        return changed
+
+
+@TRANSFORMS.register_module()
+class Quantize:
+    """Stores the weights of linear layers in few bits by torchao, and freezes them: for a base under adapters.
+
+    The model needs its values, so give it as an instance. Strategies that shard parameters refuse such weights.
+
+    Args:
+        config: a class of ``torchao.quantization``, such as "Int8WeightOnlyConfig", or an instance of one.
+        patterns: names of linear layers, globs; default: all.
+        but: names of those that stay as they are, such as ``"lm_head"``.
+        options: arguments of the class.
+
+    Raises:
+        ConfigError: torchao is not installed, or it has no such class.
+
+    Source: https://github.com/pytorch/ao/tree/main/torchao/quantization
+
+    Example:
+        ``dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"])``
+    """
+
+    needs_values = True
+
+    def __init__(
+        self,
+        config: Any = "Int8WeightOnlyConfig",
+        patterns: str | Sequence[str] | None = None,
+        but: str | Sequence[str] | None = None,
+        *,
+        where: str = "Quantize",
+        **options: Any,
+    ) -> None:
+        self._where = where
+        quantization = import_extra("torchao.quantization", "torchao", where)
+        if isinstance(config, str):
+            names = sorted(name for name in dir(quantization) if name.endswith("Config"))
+            if config not in names:
+                raise ConfigError(f'{where}.config: "{config}" is not allowed, choose {one_of(names)}{suggest(config, names)}')
+            kind = getattr(quantization, config)
+            check_call(kind, options, where)
+            config = kind(**options)
+        elif options:
+            raise ConfigError(f"{where}.{min(options)}: has no effect beside a config that is built, leave it out")
+        self._config = config
+        self._chosen = _Layers(patterns, but, where)
+
+    def __call__(self, module: nn.Module) -> None:
+        """Quantise the layers in place."""
+        quantization = import_extra("torchao.quantization", "torchao", self._where)
+        chosen = self._chosen.of(module)
+        try:
+            quantization.quantize_(module, self._config, filter_fn=lambda _, name: name in chosen)
+        except (ImportError, RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ConfigError(f"{self._where}: Quantize is not possible here, {one_line(error)[:200]}") from error
+        for layer in chosen.values():
+            layer.weight.requires_grad_(False)
+
+
+class _Layers:
+    """Chooses linear layers by their names.
+
+    Args:
+        patterns, but: globs; None: all, and none.
+        where: the configuration key, for messages.
+    """
+
+    def __init__(self, patterns: Any, but: Any, where: str) -> None:
+        self._where = where
+        self._patterns = None if patterns is None else compiled(patterns, f"{where}.patterns", regex=False)
+        self._but = [] if but is None else compiled(but, f"{where}.but", regex=False)
+
+    def of(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """Return the chosen layers of a model by name.
+
+        Raises:
+            ConfigError: there are none, or a pattern matches none.
+        """
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        chosen = dict(linear) if self._patterns is None else self._matching(self._patterns, linear, "patterns")
+        for name in self._matching(self._but, linear, "but"):
+            chosen.pop(name, None)
+        if not chosen:
+            raise ConfigError(f"{self._where}: the model has no linear layer to change")
+        return chosen
+
+    def _matching(
+        self, patterns: Sequence[tuple[str, re.Pattern[str]]], linear: dict[str, nn.Linear], key: str
+    ) -> dict[str, nn.Linear]:
+        found: dict[str, nn.Linear] = {}
+        for text, pattern in patterns:
+            own = {name: layer for name, layer in linear.items() if pattern.fullmatch(name)}
+            if not own:
+                raise ConfigError(f'{self._where}.{key}: "{text}" matches no linear layer{suggest(text, linear)}')
+            found |= own
+        return found
+
