@@ -162,9 +162,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The ``storage_key`` of all memory that recorded operations use."""
         return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}
 
-    def replay(
-        self, destinations: Mapping[int, Destination], *, without: Mapping[int, str] | None = None
-    ) -> set[int]:
+    def replay(self, destinations: Mapping[int, Destination], *, without: Mapping[int, str] | None = None) -> set[int]:
         """Run the recorded operations; they draw from the random generators as the constructor would have.
 
         Args:

@@ -15,7 +15,7 @@ from ..strategies.build import build_strategy
 from . import configuration
 from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks
-from .options import FixedOptions, check_options
+from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_visualizer
 from .transforms.build import Transform, build_transforms
 
@@ -98,6 +98,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
         timeout_s=options.env_cfg.dist_cfg.timeout,
         compile=configuration.check_compile(options),
     )
+    check_start(options, leaves_out=bool(strategy.config.exclude_frozen_parameters))
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(configuration.model_class(given["model"]), optim_wrapper)

@@ -21,6 +21,7 @@ from .resume import run_state
 from .resume.choose_checkpoint import find_start
 from .resume.exporting import export_model
 from .resume.failed_saves import check_on_error
+from .resume.frozen_weights import leaves_out
 from .resume.pretrained_weights import ToRead, read_pretrained
 from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
@@ -230,11 +231,20 @@ class Checkpoints(BuildMethods):
         self._setup_model()
         self._setup_schedulers()
         self._begin()
+        self._load_left_out(path)
         run_state.resume(self, path, options)
         self._started = True
         left_out = [name for name, value in options if value is False and name != "verify"]
         but = f", without {', '.join(left_out)}" if left_out else ""
         self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")
+
+    def _load_left_out(self, path: Path) -> None:
+        """Load the base of a checkpoint that was saved without its frozen parameters, if load_from gives one."""
+        base = self.options.load_from
+        if base is None or self._has_weights or as_path(base) == path or not leaves_out(path):
+            return
+        self.logger.info(f"{path}: was saved without its frozen parameters, which are loaded from {shown(base)} first")
+        self.load_checkpoint(base)
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order to that of the resumed run."""

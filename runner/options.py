@@ -249,9 +249,22 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
     # Path.is_file raises before Python 3.14 if a folder must not be entered.
     if file := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):  # noqa: PTH113
         raise ConfigError(f'work_dir: "{file}" is a file, give a folder')
-    if options.load_from is not None and resumed is not None and resumed.path is not None:
-        raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
     return options
+
+
+def check_start(options: FixedOptions, *, leaves_out: bool) -> None:
+    """Check what training starts from.
+
+    Args:
+        options: the plain arguments.
+        leaves_out: whether checkpoints have no frozen parameters, so that a resumed run may need other weights too.
+
+    Raises:
+        ConfigError: ``resume`` and ``load_from`` name a checkpoint each.
+    """
+    resumed = options.resume_options
+    if options.load_from is not None and resumed is not None and resumed.path is not None and not leaves_out:
+        raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
 
 
 def _is_there(path: str | Path) -> bool:

@@ -68,7 +68,8 @@ class FlexibleRunner(Checkpoints):
         transforms: functions, names or ``dict(type=...)`` that change the model between its construction and its distribution over
             devices, in their order; see docs/how_to/transforms.md.
         data_preprocessor: for a model that is given as a configuration, or that has an attribute of this name.
-        load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume.
+        load_from: a checkpoint or file with weights to start from; with ``resume=True`` the checkpoint to resume. Where checkpoints
+            have no frozen parameters (``exclude_frozen_parameters``), a resumed run takes them from this file.
         resume: True continues from the newest checkpoint with finite weights in ``work_dir``, if there is one; a path
             continues from that checkpoint. In ``dict(path=None, optimizer=True, param_scheduler=True, random=True,
             hooks=True, logs=True, data=True)`` False leaves a piece out.

@@ -143,17 +143,21 @@ class CanonicalState(ProcessEnvironment):
 
         - ``model.<name>``: parameters and persistent buffers, except ``left_out()``;
         - ``optim.state.<name>.<key>``: the optimizer state of a parameter, if it exists yet;
-        - ``optim.group.<name>.<key>``: its current hyper-parameters, and the class of its optimizer as ``optimizer``.
+        - ``optim.group.<name>.<key>``: its current hyper-parameters, and the class of its optimizer as ``optimizer``; of a frozen
+          parameter only if its group has no trained one, which would have the same.
 
         Needs no communication. Each process returns its own state; a checkpoint stores equal entries of several once.
         Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); the running
         statistics of other processes, which may differ during training, are not saved.
         """
         state: dict[str, Any] = dict(self._offered())
-        for name, wrapper, parameter, group in self._optimized():
+        optimized = self._optimized()
+        with_trained = {id(group) for _, _, parameter, group in optimized if parameter.requires_grad}
+        for name, wrapper, parameter, group in optimized:
             for key, value in wrapper.adapter.state_of(parameter).items():
                 state[f"{STATE}{name}.{key}"] = value
-            state |= hyper_parameters(wrapper.adapter, group, name)
+            if parameter.requires_grad or id(group) not in with_trained:
+                state |= hyper_parameters(wrapper.adapter, group, name)
         return state
 
     def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
-from . import export_dcp, export_hf
+from . import export_dcp, export_hf, export_peft
 from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
@@ -65,6 +65,7 @@ def add(commands: Any) -> None:
         help="export the averages of EMAHook instead",
     )
     export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
+    export_peft.add_options(export)
     export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
     export_hf.add_options(export)
     export_dcp.add_options(export)
@@ -283,25 +284,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from ..core.checkpoint import export_weights
-
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if export_dcp.is_asked(arguments):
-        files = export_dcp.export(arguments, dtype)
-    elif export_hf.is_asked(arguments):
-        files = export_hf.export(arguments, dtype)
-    else:
-        files = export_weights(
-            arguments.checkpoint,
-            arguments.out,
-            averaged=arguments.averaged,
-            dtype=dtype,
-            max_shard_size=arguments.max_shard_size,
-            tied=not arguments.tied_once,
-            replace=arguments.force,
-        )
+    export_peft.check_options(arguments)
+    with export_peft.merging(arguments):
+        files = _exported(arguments)
     written = {str(file): file.stat().st_size for file in files}
     if arguments.json:
         print_json([{"path": path, "bytes": size} for path, size in written.items()])
@@ -309,6 +294,29 @@ def _export(arguments: argparse.Namespace) -> int:
     for path, size in written.items():
         console().print(f"{path}  {human_size(size)}", soft_wrap=True)
     return 0
+
+
+def _exported(arguments: argparse.Namespace) -> list[Path]:
+    import torch
+
+    from ..core.checkpoint import export_weights
+
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    if arguments.peft:
+        return export_peft.export(arguments, dtype)
+    if export_dcp.is_asked(arguments):
+        return export_dcp.export(arguments, dtype)
+    if export_hf.is_asked(arguments):
+        return export_hf.export(arguments, dtype)
+    return export_weights(
+        arguments.checkpoint,
+        arguments.out,
+        averaged=arguments.averaged,
+        dtype=dtype,
+        max_shard_size=arguments.max_shard_size,
+        tied=not arguments.tied_once,
+        replace=arguments.force,
+    )
 
 
 # diff

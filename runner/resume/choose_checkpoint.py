@@ -6,11 +6,19 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.checkpoint import Checkpoint, as_path, find_latest, iteration_of, newest_complete, passed_over
+from ...core.checkpoint import (
+    Checkpoint,
+    as_path,
+    find_latest,
+    is_checkpoint,
+    iteration_of,
+    newest_complete,
+    passed_over,
+)
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST
 from ...core.checkpoint.paths import is_local, reaching
 from ...core.comm.collectives import broadcast_object
-from ...core.comm.joint_errors import raising_together
+from ...core.comm.joint_errors import raising_together, told_by_rank_0
 from ...core.errors import CheckpointError
 from ...core.supervision import RESTARTS, job, restarts
 from ..options import Resume
@@ -21,11 +29,24 @@ if TYPE_CHECKING:
 
 
 def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
-    """Return the checkpoint or file to start from, and the pieces to resume; None as pieces: only load its weights."""
+    """Return the checkpoint or file to start from, and the pieces to resume; None as pieces: only load its weights.
+
+    With ``resume=True``, ``load_from`` is the checkpoint to resume. If it is a file of weights it is what the first start begins
+    with, and what later ones take parameters from that checkpoints leave out.
+    """
     resumed, load_from = run.options.resume_options, run.options.load_from
     if resumed is None:
         return load_from, None
+    if resumed.path is None and load_from is not None and _is_only_weights(load_from):
+        found = newest_checkpoint(run)
+        return (load_from, None) if found is None else (found, resumed)
     return resumed.path or load_from or newest_checkpoint(run), resumed
+
+
+def _is_only_weights(path: str | Path) -> bool:
+    """Whether no run has saved this, so that it gives weights to start from, and what checkpoints leave out."""
+    found = as_path(path)
+    return is_local(found) and told_by_rank_0(lambda: found.exists() and not is_checkpoint(found))
 
 
 def find_start(run: Run) -> tuple[str | Path | None, Resume | None]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.checkpoint import Checkpoint
+from ...core.comm.joint_errors import told_by_rank_0
 from ...core.errors import CheckpointError, counted
 
 if TYPE_CHECKING:
     from ..run import Run
 
 LEFT_OUT = "left_out"
+
+
+def leaves_out(path: Path) -> bool:
+    """Return whether a checkpoint was saved without its frozen parameters; a collective."""
+    return told_by_rank_0(lambda: bool(Checkpoint.open(path).values.get(LEFT_OUT)))
 
 
 def check_left_out(runner: Run, checkpoint: Checkpoint) -> None:
@@ -29,7 +36,7 @@ def check_left_out(runner: Run, checkpoint: Checkpoint) -> None:
     if different:
         raise CheckpointError(
             f"{checkpoint.path}: was saved without its frozen parameters, and {_some(different)} not as in that run; build the model "
-            "with the same weights or seed as then, or call runner.load_checkpoint() with these weights before train()"
+            "with the same weights or seed as then, or give the file with these weights as load_from"
         )
     if other_dtype:
         runner.logger.warning(

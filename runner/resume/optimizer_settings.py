@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ..run import Run
 
 
+FROZEN = "frozen"
+"""Key of a checkpoint: the names of the parameters that were frozen, in the optimizer's groups for when they are thawed."""
+
+
 def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
     """Check that every parameter can get the settings that the checkpoint has under its name, in its current group.
 
@@ -23,17 +27,23 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
     """
     now = _hyper_parameters(runner)
     then = {key: value for key, value in values.items() if key.startswith(GROUP)}
+    frozen_then, frozen_now = values.get(FROZEN, ()), set(frozen(runner))
     with raising_together():
-        _check_settings(then, now)
+        _check_settings(then, now, frozen_then if isinstance(frozen_then, list) else ())
     lacking = set.intersection(*map(set, gather_differing(sorted(then.keys() - now.keys()))))  # on all processes
-    gone = sorted(filter(None, map(_optimized, lacking)))
+    gone = sorted({name for key in lacking if (name := _optimized(key))} - frozen_now)
     if gone:
         runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
 
 
-def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def frozen(runner: Run) -> list[str]:
+    """Return the names of this process's frozen parameters, of which a checkpoint has no settings."""
+    return sorted(name for name, parameter in runner.strategy.named_parameters() if not parameter.requires_grad)
+
+
+def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], frozen_then: Collection[str]) -> None:
     for key in now:
-        if key not in then and (lost := _optimized(key)):
+        if key not in then and (lost := _optimized(key)) and lost not in frozen_then:
             raise CheckpointError(f"has no optimizer state of {lost}, which was not optimized then")
     for key, value in then.items():
         if key in now and not _same(value, now[key]):

@@ -23,6 +23,7 @@ from ...core.checkpoint import (
     what_is_not_finite,
     without_prefix,
 )
+from ...core.checkpoint.load.adapter_names import is_adapter
 from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError, counted
@@ -34,11 +35,12 @@ from ...core.supervision import job
 from ...core.torch_private import storage_key
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
+from .adapters import ADAPTERS, adapter_configurations
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
 from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView
 from .model_extras import LATE, extra_template, finish, module_state, prepare
-from .optimizer_settings import check_optimizer, telling_what_differs
+from .optimizer_settings import FROZEN, check_optimizer, frozen, telling_what_differs
 from .pieces import advice, check_hooks, piece
 from .random_states import load_random
 from .scheduler_states import load_schedulers, schedules_anew
@@ -74,6 +76,8 @@ def save(
     modules, late_buffers = module_state(runner)
     state.update(modules)
     state["aliases"] = strategy.aliases()  # exports write a tied tensor under each of its names
+    if found := adapter_configurations(strategy.module):
+        state[ADAPTERS] = found
     state["message_hub"] = runner.message_hub.state_dict()
     state["meta"] = {
         "experiment_name": runner.experiment_name,
@@ -106,6 +110,7 @@ def save(
         joined={
             "hooks": {name: sorted(part) for name, part in hooks.items() if part},
             LATE: late_buffers,
+            **({FROZEN: frozen(runner)} if save_optimizer else {}),
         },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed
@@ -260,7 +265,8 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
             runner.logger.info(line)
     prepare(runner, opened)
     opened, extra = extra_template(runner, opened, revise_keys)
-    source, fits, report = match_weights(opened, _live_model(runner), runner.strategy.aliases(), revise_keys)
+    live, aliases = _live_model(runner), runner.strategy.aliases()
+    source, fits, report = match_weights(opened, live, aliases, revise_keys, across_adapters=True)
     report = report.of_all()
     if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
@@ -270,6 +276,11 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     finish(runner, opened.values, extra)
     if report:
         runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")
+    if report.kept:
+        what = "adapters" if is_adapter(report.kept[0]) else "the base"
+        runner.logger.info(
+            f"{path}: has no {what}; {counted(len(report.kept), 'parameter')} of {what} keep their values"
+        )
     for name, hook in named_hooks(runner):
         own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
         found = {key: tensor for key, tensor in own.items() if key in opened.tensors}

@@ -69,7 +69,7 @@ def _built(item: Any, where: str) -> Transform:
     if inspect.isclass(kind):
         if issubclass(kind, nn.Module):
             raise ConfigError(f"{where}.type: {kind.__name__} is a module, give a function that takes the model")
-        if not callable(getattr(kind, "__call__", None)) or kind.__call__ is type.__call__:
+        if not any("__call__" in vars(each) for each in kind.__mro__):
             raise ConfigError(f"{where}.type: {kind.__name__} is not callable, define __call__(self, module)")
         built = TRANSFORMS.build({"type": kind, **config}, where)
         return Transform(where, _described(kind.__name__, config), built)

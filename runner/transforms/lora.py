@@ -44,7 +44,9 @@ class LoRA:
         self._where = where
         peft = import_extra("peft", "peft", where)
         if not re.fullmatch(r"[A-Za-z0-9_-]+", adapter_name):
-            raise ConfigError(f'{where}.adapter_name: "{adapter_name}" is not allowed, give letters, digits, "_" and "-"')
+            raise ConfigError(
+                f'{where}.adapter_name: "{adapter_name}" is not allowed, give letters, digits, "_" and "-"'
+            )
         self.adapter_name = adapter_name
         self.options = options
         known = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.init]
@@ -113,7 +115,9 @@ def _check(key: str, value: Any, where: str) -> None:
         allowed = "give an integer of 1 or more"
     elif key == "lora_alpha" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
         allowed = "give a number above 0"
-    elif key == "lora_dropout" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1):
+    elif key == "lora_dropout" and (
+        isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1
+    ):
         allowed = "give a number from 0 to below 1"
     elif key in ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out") and not isinstance(value, bool):
         allowed = "give True or False"

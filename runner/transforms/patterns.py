@@ -23,8 +23,14 @@ def compiled(given: Any, where: str, *, regex: bool) -> list[tuple[str, re.Patte
         ConfigError: something else is given, or an expression is invalid.
     """
     patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(each, str) and each for each in patterns):
-        raise ConfigError(f"{where}: {given!r} is not allowed, give a pattern of names such as \"backbone.*\", or a list of them")
+    if (
+        not isinstance(patterns, Sequence)
+        or not patterns
+        or not all(isinstance(each, str) and each for each in patterns)
+    ):
+        raise ConfigError(
+            f'{where}: {given!r} is not allowed, give a pattern of names such as "backbone.*", or a list of them'
+        )
     found = []
     for number, pattern in enumerate(patterns):
         try:
@@ -63,4 +69,3 @@ def _outer(name: str) -> list[str]:
 def _first(names: Iterable[str]) -> str:
     listed = [name for name in names if "." not in name]
     return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
-

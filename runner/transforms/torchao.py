@@ -54,13 +54,13 @@ class Float8Training:
         float8 = import_extra("torchao.float8", "torchao", where)
         names = [each.value for each in import_extra("torchao.float8.config", "torchao", where).Float8LinearRecipeName]
         if recipe not in names:
-            raise ConfigError(f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}')
+            raise ConfigError(
+                f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}'
+            )
         if emulate and recipe != "tensorwise":
             raise ConfigError(f'{where}.emulate: True is not possible with recipe="{recipe}", choose "tensorwise"')
         self._config = (
-            float8.Float8LinearConfig(emulate=True)
-            if emulate
-            else float8.Float8LinearConfig.from_recipe_name(recipe)
+            float8.Float8LinearConfig(emulate=True) if emulate else float8.Float8LinearConfig.from_recipe_name(recipe)
         )
         self._chosen = _Layers(patterns, but, where)
 
@@ -122,7 +122,9 @@ class Quantize:
         if isinstance(config, str):
             names = sorted(name for name in dir(quantization) if name.endswith("Config"))
             if config not in names:
-                raise ConfigError(f'{where}.config: "{config}" is not allowed, choose {one_of(names)}{suggest(config, names)}')
+                raise ConfigError(
+                    f'{where}.config: "{config}" is not allowed, choose {one_of(names)}{suggest(config, names)}'
+                )
             kind = getattr(quantization, config)
             check_call(kind, options, where)
             config = kind(**options)
@@ -180,4 +182,3 @@ class _Layers:
                 raise ConfigError(f'{self._where}.{key}: "{text}" matches no linear layer{suggest(text, linear)}')
             found |= own
         return found
-

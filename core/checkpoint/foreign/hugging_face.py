@@ -17,7 +17,7 @@ from .weights_file import open_file
 
 INDEX = ".safetensors.index.json"
 _INDICES = (f"*{INDEX}", "*.bin.index.json")
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
 class _Index(pydantic.BaseModel):

@@ -19,6 +19,7 @@ from ..foreign.stored_tensors import MODEL
 from ..foreign.weights_file import open_file
 from ..paths import as_path, is_local
 from ..saved_tensor import SavedTensor
+from .adapter_names import missing_adapters, renamed_sources
 from .checkpoint import Checkpoint
 
 
@@ -97,11 +98,13 @@ class MatchReport:
         missing: names that only the model has.
         unexpected: names that only the file has.
         misshaped: names whose shapes differ, to (shape in the file, shape in the model).
+        kept: names that only the model has, and rightly: of adapters if the file has a base, of the base if it has adapters.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    kept: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is any mismatch."""
@@ -109,13 +112,14 @@ class MatchReport:
 
     def of_all(self) -> MatchReport:
         """Combine the reports of all processes: names missing on any, unexpected on all; a collective."""
-        own = (self.missing, self.unexpected, dict(self.misshaped))
-        missing, unexpected, misshaped = zip(*gather_differing(own), strict=True)
+        own = (self.missing, self.unexpected, dict(self.misshaped), self.kept)
+        missing, unexpected, misshaped, kept = zip(*gather_differing(own), strict=True)
         lacking_everywhere = set.intersection(*map(set, unexpected))
         return MatchReport(
             missing=tuple(dict.fromkeys(name for names in missing for name in names)),
             unexpected=tuple(name for name in self.unexpected if name in lacking_everywhere),
             misshaped={name: shapes for found in misshaped for name, shapes in found.items()},
+            kept=tuple(dict.fromkeys(name for names in kept for name in names)),
         )
 
     def __str__(self) -> str:
@@ -135,6 +139,8 @@ def match_weights(
     template: Mapping[str, Tensor],
     aliases: Mapping[str, str],
     revise_keys: Sequence[tuple[str, str]] = (),
+    *,
+    across_adapters: bool = False,
 ) -> tuple[Checkpoint, dict[str, Tensor], MatchReport]:
     """Rename the tensors of a source to the names of a model.
 
@@ -143,6 +149,8 @@ def match_weights(
         template: ``model.<name>`` to the tensor to fill.
         aliases: further names of tied parameters, to the name in use.
         revise_keys: (pattern, replacement) pairs of ``re.sub`` for the source's names, in this order.
+        across_adapters: let names with and without what peft adds to them mean the same, so that a base loads into a model with
+            adapters and the other way round.
 
     Returns:
         The source under the model's names, the part of the template that it can fill, and the mismatches.
@@ -155,18 +163,41 @@ def match_weights(
                 name = re.sub(pattern, replacement, name)
             entries[MODEL + aliases.get(name, name)] = entry
     own = {key: tuple(tensor.shape) for key, tensor in template.items() if key.startswith(MODEL)}
+    from_file = {key.removeprefix(MODEL) for key in entries}
+    if across_adapters:
+        entries = _across_adapters(entries, own, aliases)
     misshaped = {
         key.removeprefix(MODEL): (entries[key].shape, shape)
         for key, shape in own.items()
         if key in entries and entries[key].shape != shape
     }
+    missing = [key.removeprefix(MODEL) for key in own if key not in entries]
+    kept = set(missing_adapters(missing, from_file)) if across_adapters else set()
     report = MatchReport(
-        missing=tuple(key.removeprefix(MODEL) for key in own if key not in entries),
+        missing=tuple(name for name in missing if name not in kept),
         unexpected=tuple(key.removeprefix(MODEL) for key in entries if key not in own),
         misshaped=misshaped,
+        kept=tuple(name for name in missing if name in kept),
     )
     fits = {key: template[key] for key, shape in own.items() if key in entries and entries[key].shape == shape}
     return source.renamed(entries), fits, report
+
+
+def _across_adapters(
+    entries: Mapping[str, SavedTensor], own: Mapping[str, object], aliases: Mapping[str, str]
+) -> dict[str, SavedTensor]:
+    """The entries under the names that a model has for them, if it or the file has adapters of peft."""
+    there = {key.removeprefix(MODEL): entry for key, entry in entries.items()}
+    wanted = [key.removeprefix(MODEL) for key in own]
+    found = renamed_sources(dict.fromkeys([*wanted, *aliases]), there)
+    if not found:
+        return dict(entries)
+    used = {name for name in found.values() if name not in wanted}
+    result = {MODEL + name: entry for name, entry in there.items() if name not in used}
+    # The first name of a tied parameter comes last, so that it counts if the file has both.
+    for name in sorted(found, key=lambda name: name not in aliases):
+        result.setdefault(MODEL + aliases.get(name, name), there[found[name]])
+    return result
 
 
 def _listed(names: Sequence[str], others: Iterable[str], limit: int = 10) -> str:

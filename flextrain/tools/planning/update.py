@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,11 +29,11 @@ from ...runner.arguments import check_everything
 from ...runner.build import build_model
 from ...runner.data.dataloaders import build_dataloader
 from ...runner.data.example import example_batch
-from ...runner.transforms.apply import transform
 from ...runner.data.first_batches import first_batches
 from ...runner.data.user_loaders import batch_size, goes_its_own_way
 from ...runner.hooks import DEFAULT_HOOKS
 from ...runner.loops.step import Stepper
+from ...runner.transforms.apply import transform
 from ...strategies.base import Strategy
 from ...strategies.blocks import repeated_blocks
 from ...strategies.mesh.config import MeshConfig

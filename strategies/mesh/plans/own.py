@@ -19,6 +19,7 @@ from ..transformers_private import (
     pretrained_models,
     resolved_plans,
 )
+from .adapters import with_adapters
 
 SUMMED = "replicated_with_grad_allreduce"
 """Style of a module that every process has whole and uses for its own heads, so that gradients have to be summed."""
@@ -57,7 +58,7 @@ class OwnPlan:
             if has_tensor_plan(part):
                 plan, _ = resolved_plans(part, tp, ep)
                 _check_heads(part, prefix, plan, tp)
-                self._plans[prefix] = plan
+                self._plans[prefix] = with_adapters(part, plan)
         self.styles = {_joined(prefix, name): style for prefix, name, style in self._rules()}
         self.left_whole = self._without_ties(ties)
         check_sizes(model, self.styles, tp)

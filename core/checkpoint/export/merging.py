@@ -1,0 +1,236 @@
+"""Merge an adapter into the weights of its base, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, counted
+from ..foreign.stored_tensors import MODEL
+from ..frozen_prints import FrozenPrints
+from ..load.adapter_names import BASE, COPIES, ORIGINAL, is_adapter, plain_name, sources_of
+from ..load.checkpoint import Checkpoint
+from ..load.weights import open_weights
+from ..load.whole_tensors import TensorReader, reading
+from ..safetensors_file import write_safetensors
+from .adapters import Adapter, adapter_in
+from .extra_state import ExportedTensor
+from .weights import weights_to_export
+
+_NOT_MERGED = (
+    "use_dora", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens", "velora_config", "kasa_config",
+    "monteclora_config", "layer_replication", "target_parameters", "trainable_token_indices",
+)  # fmt: skip
+_LEFT_OUT, _ALIASES = "left_out", "aliases"
+
+
+@contextmanager
+def merged(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
+    averaged: bool | str = False,
+) -> Iterator[Checkpoint]:
+    """Context with the weights of the model without adapters that computes the same: what is to be exported.
+
+    They are written to a temporary file, one tensor at a time, beside the other temporary files of this machine.
+
+    Args:
+        checkpoint: of a run with LoRA.
+        base: weights that ``load_from`` takes, for what the checkpoint leaves out.
+        adapter: the adapter's name, if the model has several.
+        averaged: merge EMAHook's averages, see ``export_weights``.
+
+    Raises:
+        CheckpointError: there is no adapter, it is of a kind that cannot be merged, or the base is missing or another.
+    """
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
+    found = adapter_in(source, adapter)
+    for key in _NOT_MERGED:
+        if found.config.get(key):
+            raise CheckpointError(
+                f"{source.path}: an adapter with {key} is not merged here; export it with --peft, and merge it with peft's "
+                "merge_and_unload()"
+            )
+    with ExitStack() as stack:
+        weights = _Weights(stack, source, weights_to_export(source, averaged, None), base)
+        plan = _plan(weights, found)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flextrain_merged_")))
+        path = folder / "model.safetensors"
+        tensors = {each.name: (weights.info(each.base).dtype, weights.info(each.base).shape) for each in plan}
+        write_safetensors(path, tensors, (each.value(weights, found) for each in plan), {"format": "pt"})
+        opened = open_weights(path)
+        values = {key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, "adapters")}
+        aliases = source.values.get(_ALIASES)
+        if isinstance(aliases, Mapping):
+            inner = {plain_name(str(alias)): plain_name(str(name)) for alias, name in aliases.items()}
+            values[_ALIASES] = {alias: name for alias, name in inner.items() if alias != name}
+        result = opened.renamed(opened.entries, {**values, **opened.values})
+        result.path = source.path  # for messages
+        yield result
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """One tensor of the result.
+
+    Attributes:
+        name: in the model without adapters.
+        base: in the checkpoint or the base.
+        down, up: the names of the adapter's two matrices, or of its bias as ``up``; empty: nothing is added.
+        scale: what their product is multiplied by.
+        is_table: whether they are those of an embedding.
+    """
+
+    name: str
+    base: str
+    down: str = ""
+    up: str = ""
+    scale: float = 0.0
+    is_table: bool = False
+
+    def value(self, weights: _Weights, adapter: Adapter) -> Tensor:
+        base = weights.read(self.base)
+        if not self.up:
+            return base
+        wide = torch.promote_types(base.dtype, torch.float32)
+        change = weights.read(self.up).to(wide)
+        if self.down:
+            change = change @ weights.read(self.down).to(wide)
+        change = change.T if self.is_table else change
+        if change.shape != base.shape or adapter.config.get("fan_in_fan_out"):
+            change = change.T if change.ndim > 1 and not self.is_table else change
+        if change.shape != base.shape:
+            raise CheckpointError(
+                f"{self.base}: has shape {tuple(base.shape)}, and its adapter {tuple(change.shape)}; such a layer is not merged"
+            )
+        return (base.to(wide) + self.scale * change).to(base.dtype)
+
+
+class _Weights:
+    """The tensors of a checkpoint, and those of a base for what it leaves out, by their names in the checkpoint."""
+
+    def __init__(
+        self, stack: ExitStack, source: Checkpoint, weights: list[ExportedTensor], base: str | os.PathLike[str] | None
+    ) -> None:
+        self._of: dict[str, tuple[TensorReader, str]] = {}
+        self._info = {weight.name: weight for weight in weights}
+        reader = stack.enter_context(reading(source))
+        self._of = {weight.name: (reader, weight.key) for weight in weights}
+        left_out = source.values.get(_LEFT_OUT)
+        prints: Mapping[str, Any] = left_out if isinstance(left_out, Mapping) else {}
+        lacking = [name for name in prints if name not in self._info]
+        if not lacking:
+            if base is not None:
+                raise CheckpointError(f"{source.path}: has all parameters, base has no effect; leave it out")
+            return
+        if base is None:
+            raise CheckpointError(
+                f"{source.path}: was saved without {counted(len(lacking), 'frozen parameter')}, give the weights that the run began "
+                "with as base (--base PATH)"
+            )
+        opened = open_weights(base)
+        own = {weight.name: weight for weight in weights_to_export(opened, False, None)}
+        found = {name: name for name in lacking if name in own}
+        found |= sources_of([name for name in lacking if name not in found], list(own))
+        if missing := [name for name in lacking if name not in found]:
+            raise CheckpointError(f"{base}: has no {plain_name(missing[0])}, which {source.path} has left out")
+        other = stack.enter_context(reading(opened))
+        for name, there in found.items():
+            self._info[name], self._of[name] = own[there], (other, own[there].key)
+        self._check_same(prints, lacking, source, base)
+
+    def _check_same(self, prints: Mapping[str, Any], names: list[str], source: Checkpoint, base: object) -> None:
+        """Raise CheckpointError if a parameter of the base has other values than in the run."""
+        for name in names:
+            found = _fingerprint(self.read(name))
+            if str(prints[name]).split()[0] == found.split()[0] and prints[name] != found:
+                raise CheckpointError(
+                    f"{base}: {name} is not as in the run that saved {source.path}, give the base of that run"
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def info(self, name: str) -> ExportedTensor:
+        return self._info[name]
+
+    def read(self, name: str) -> Tensor:
+        reader, key = self._of[name]
+        return reader.read(key)
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    return FrozenPrints().of({"": tensor})[""]
+
+
+def _plan(weights: _Weights, adapter: Adapter) -> list[_Merged]:
+    """The tensors of the model without adapters, in the order of the checkpoint."""
+    plan: list[_Merged] = []
+    copied = {plain_name(name) for name in weights if _is_copy_of(name, adapter)}
+    merged_bases = set()
+    for name in weights:
+        parts = name.split(".")
+        if is_adapter(name) or (COPIES in parts and not _is_copy_of(name, adapter)):
+            continue
+        if ORIGINAL in parts and plain_name(name) in copied:
+            continue
+        each = _of_layer(name, weights, adapter) if BASE in parts else _Merged(plain_name(name), name)
+        merged_bases.add(each.up)
+        plan.append(each)
+    unused = [
+        name
+        for name in weights
+        if is_adapter(name) and adapter.exported(name) and _is_second(name) and name not in merged_bases
+    ]
+    if unused:
+        raise CheckpointError(f"{MODEL}{unused[0]}: belongs to no layer that can be merged")
+    return plan
+
+
+def _is_copy_of(name: str, adapter: Adapter) -> bool:
+    return f".{COPIES}.{adapter.name}." in f".{name}"
+
+
+def _is_second(name: str) -> bool:
+    return any(part in ("lora_B", "lora_embedding_B") for part in name.split("."))
+
+
+def _of_layer(name: str, weights: _Weights, adapter: Adapter) -> _Merged:
+    layer, _, key = name.rpartition(f".{BASE}.")
+    plain, own = plain_name(name), adapter.name
+    if key == "weight":
+        for down, up in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+            is_table = down != "lora_A"
+            end = "" if is_table else ".weight"
+            names = f"{layer}.{down}.{own}{end}", f"{layer}.{up}.{own}{end}"
+            if all(each in weights for each in names):
+                rank = weights.info(names[0]).shape[0]
+                return _Merged(plain, name, *names, _scale(layer, rank, adapter), is_table)
+    elif key == "bias" and (bias := f"{layer}.lora_B.{own}.bias") in weights:
+        rank = weights.info(f"{layer}.lora_A.{own}.weight").shape[0]
+        return _Merged(plain, name, up=bias, scale=_scale(layer, rank, adapter))
+    return _Merged(plain, name)
+
+
+def _scale(layer: str, rank: int, adapter: Adapter) -> float:
+    config, name = adapter.config, plain_name(adapter.inner(layer) or layer)
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next(
+        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), config.get("lora_alpha", 8)
+    )
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
