@@ -93,6 +93,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
+            if param is not None and param.is_meta:  # another package builds a module without memory, as torchao does
+                self._registered.append(param.detach())
             # Lazy parameters stay unchanged: setup raises an error for them.
             if param is not None and not param.is_meta and not is_lazy(param):
                 empty = torch.empty_like(param, device="meta")
@@ -193,6 +195,19 @@ _ALLOCATE = (
     torch.ops.aten.new_empty_strided,
 )
 
+_OF_SHAPES = (
+    *_ALLOCATE,
+    torch.ops.aten.zeros_like,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.full_like,
+    torch.ops.aten.rand_like,
+    torch.ops.aten.randn_like,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_full,
+)
+"""Operations whose result does not depend on the values of the tensor that they are given."""
+
 
 def _draws(func: Any) -> bool:
     """Whether an operation draws random numbers."""
@@ -245,7 +260,7 @@ class _Replay:
 
     def run(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given = {storage_key(value) for value in tree_flatten((args, kwargs))[0] if _is_meta(value)}
-        if absent := given & self.without.keys():
+        if (absent := given & self.without.keys()) and func.overloadpacket not in _OF_SHAPES:
             self._pass_on(func, args, out, self.without[min(absent)])
             return
         lost = {key for key in given & self._written if not self._destinations[key].is_kept} - self._held.keys()
@@ -299,6 +314,8 @@ class _Replay:
     def _real(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return _agreed(tensor)
+        if storage_key(tensor) in self.without:
+            return _zeros(tensor)
         return self._memory(tensor).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _memory(self, tensor: Tensor) -> Tensor:

@@ -8,12 +8,19 @@ from torch import nn
 
 from ..core.errors import StrategyError
 
+QUANTISERS = ("bitsandbytes", "torchao")
+"""Packages whose tensors are no rows of numbers that could be divided."""
 _logger = logging.getLogger("flextrain")
 
 
 def check_real(model: nn.Module, strategy: str) -> None:
-    """Raise StrategyError if a parameter is complex: shards of it would be joined with those of real ones."""
+    """Raise StrategyError if a parameter is complex, whose shards would be joined with those of real ones, or quantised."""
     for name, parameter in model.named_parameters():
+        if type(parameter).__module__.partition(".")[0] in QUANTISERS:
+            raise StrategyError(
+                f"model.{name}: is quantised ({type(parameter).__name__}), which {strategy} cannot shard; choose DDPStrategy, or "
+                "leave it as it is"
+            )
         if parameter.is_complex():
             raise StrategyError(
                 f"model.{name}: is {str(parameter.dtype).removeprefix('torch.')}, and {strategy} shards real parameters "

@@ -26,7 +26,7 @@ Exit status: 0 they are the same, 1 they differ, 2 one cannot be read."""
 CHECK = """\
 Check a configuration as a runner does before it trains: the names and arguments of the model, data, optimizer, hooks and
 so on. Nothing is built that needs data or several processes, and nothing is written. Modules of custom_imports are
-imported.
+imported. With transforms, the model is built without memory for its parameters, and it is said what each of them changes.
 
 Exit status: 0 it is right, 1 it is not, which is said in one line."""
 
@@ -83,10 +83,12 @@ def _check(arguments: argparse.Namespace) -> int:
     from ..tools.script import check_config
 
     try:
-        check_config(_read(arguments.config, arguments))
+        changes = check_config(_read(arguments.config, arguments))
     except FlexTrainError as error:
         print(f"flextrain: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    for line in changes:
+        console().print(line, soft_wrap=True, markup=False)
     console().print(f"{arguments.config} is right")
     return 0
 

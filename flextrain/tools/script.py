@@ -19,6 +19,7 @@ from ..core.registry import registrations_undone
 from ..runner.arguments import check_everything
 from ..runner.runner import FlexibleRunner
 from .configured import is_config_file, load, runner_class
+from .tried_transforms import try_transforms
 
 
 class _RunnerMade(BaseException):
@@ -82,8 +83,8 @@ def arguments_given_by(make: Callable[[], Any]) -> dict[str, Any]:
     raise ConfigError("script: makes no FlexibleRunner")
 
 
-def check_config(config: Config) -> None:
-    """Check all that a runner checks before it trains.
+def check_config(config: Config) -> list[str]:
+    """Check all that a runner checks before it trains; return what each transform changes in the model.
 
     Raises:
         ConfigError: something is wrong, with the file and line.
@@ -91,7 +92,9 @@ def check_config(config: Config) -> None:
     runner = runner_class(config)
     with located(config):
         given = arguments_given_by(lambda: runner.from_cfg(config))
-        check_everything(given, takes_mmengines_models=runner._takes_mmengines_models)
+        adapts = runner._takes_mmengines_models  # and names are those of MMEngine's registries
+        checked = check_everything(given, takes_mmengines_models=adapts)
+        return [] if adapts else try_transforms(given, checked.transforms)
 
 
 def _found(module: types.ModuleType, path: Path) -> dict[str, Any]:

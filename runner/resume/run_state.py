@@ -279,7 +279,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     if report.kept:
         what = "adapters" if is_adapter(report.kept[0]) else "the base"
         runner.logger.info(
-            f"{path}: has no {what}; {counted(len(report.kept), 'parameter')} of {what} keep their values"
+            f"{path}: holds nothing of {what}; {counted(len(report.kept), 'parameter')} of {what} keep their values"
         )
     for name, hook in named_hooks(runner):
         own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}

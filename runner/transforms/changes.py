@@ -19,7 +19,7 @@ _LISTED = 4
 
 @dataclass(frozen=True)
 class _Parameter:
-    identity: int
+    itself: Tensor
     numel: int
     kind: str
     trained: bool
@@ -49,7 +49,7 @@ class Snapshot:
         """
         parameters = {
             name: _Parameter(
-                id(parameter),
+                parameter,
                 0 if is_lazy(cast(object, parameter)) else math.prod(shape_of(parameter)),
                 _kind(parameter),
                 parameter.requires_grad,
@@ -87,15 +87,17 @@ def _of_modules(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 
 def _of_parameters(before: dict[str, _Parameter], after: dict[str, _Parameter]) -> Iterator[str]:
-    held = {each.identity: name for name, each in before.items()}
-    renamed = [name for name, each in after.items() if name not in before and each.identity in held]
-    former = {held[after[name].identity] for name in renamed}
+    held = {id(each.itself): name for name, each in before.items()}
+    renamed = [name for name, each in after.items() if name not in before and id(each.itself) in held]
+    former = {held[id(after[name].itself)] for name in renamed}
     added = [name for name in after.keys() - before.keys() if name not in renamed]
     removed = [name for name in before.keys() - after.keys() if name not in former]
     yield from _counted("added", added, after)
     yield from _counted("removed", removed, before)
     pairs = [(before[name], after[name], name) for name in after if name in before]
-    pairs += [(before[held[after[name].identity]], after[name], name) for name in renamed]
+    replaced = [name for old, new, name in pairs if old.itself is not new.itself]
+    yield from _counted("replaced", replaced, after)
+    pairs += [(before[held[id(after[name].itself)]], after[name], name) for name in renamed]
     yield from _counted("frozen", [name for old, new, name in pairs if old.trained and not new.trained], after)
     yield from _counted("thawed", [name for old, new, name in pairs if new.trained and not old.trained], after)
     kinds = Counter((old.kind, new.kind) for old, new, _ in pairs if old.kind != new.kind)

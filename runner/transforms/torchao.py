@@ -67,12 +67,12 @@ class Float8Training:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Replace the layers."""
         float8 = import_extra("torchao.float8", "torchao", self._where)
+        chosen = self._chosen.of(module)
         if not self._emulate and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < _FLOAT8):
             raise ConfigError(
                 f"{self._where}: Float8Training needs a GPU of compute capability 8.9 or newer; emulate=True computes the same "
                 "on any device, slowly"
             )
-        chosen = self._chosen.of(module)
         for name, layer in chosen.items():
             if layer.in_features % _INPUTS or layer.out_features % _INPUTS:
                 raise ConfigError(

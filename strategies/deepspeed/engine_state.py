@@ -94,8 +94,7 @@ class EngineState:
                 found[f"{STATE}{fragment.name}.{key}"] = fragment.cut(value) if one_each else value
             found |= hyper_parameters(self.adapter, optimizer.param_groups[fragment.group], fragment.name)
         for name, group in self._frozen_groups.items():
-            if not group["params"]:  # those of a trained parameter say the same
-                found |= hyper_parameters(self.adapter, group, name)
+            found |= hyper_parameters(self.adapter, group, name)
         return found
 
     def optimizer_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -97,13 +97,14 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
 
 
 def take_out_frozen(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Leave the frozen parameters out of an optimizer, and groups without any other; return their groups, by name."""
+    """Leave the frozen parameters out of an optimizer, and groups without any other; return the latter, by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         # The group object itself, so that frozen parameters get the values that schedulers set for the group.
         frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-        found |= {names[id(parameter)]: group for parameter in frozen}
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not group["params"]:  # otherwise the trained ones say the same
+            found |= {names[id(parameter)]: group for parameter in frozen}
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return found

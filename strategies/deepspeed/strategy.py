@@ -260,7 +260,7 @@ class DeepSpeedStrategy(Strategy):
     def _build_optimizer(
         self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
     ) -> dict[str, dict[str, Any]]:
-        """Create the torch optimizer with the trainable parameters; return the frozen ones' groups, by name."""
+        """Create the torch optimizer with the trainable parameters; return the groups of only frozen ones, by name."""
         try:
             with announced(float(self.config.timeout_s)):
                 wrapper.build(model)

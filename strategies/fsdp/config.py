@@ -114,11 +114,6 @@ class FSDPConfig(StrategyConfig):
 
     @pydantic.model_validator(mode="after")
     def _one_home(self) -> FSDPConfig:
-        if self.skip_init_weights and self.exclude_frozen_parameters:
-            raise ConfigError(
-                "strategy.exclude_frozen_parameters: a checkpoint without them leaves them at zero with "
-                "strategy.skip_init_weights=True, give one of them"
-            )
         inner = self.model_wrapper
         if self.prefetch is not None and self.wrap is None and (inner is None or inner.auto_wrap_policy is None):
             raise ConfigError(

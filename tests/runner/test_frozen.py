@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, FSDPStrategy, Hook, StrategyError
+from flextrain import CheckpointError, DDPStrategy, FlexibleRunner, Hook, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.core.checkpoint.frozen_prints import FrozenPrints
 from flextrain.core.comm import collectives as dist
@@ -256,10 +256,3 @@ def test_fsdp_thaws(tmp_path: Path, workers2: WorkerGroup) -> None:
     assert isinstance(second, dict)
     assert torch.equal(first["model.net.0.weight"], second["model.net.0.weight"])
     assert not torch.equal(first["model.net.0.weight"], frozen["model.net.0.weight"])
-
-
-def test_parameters_that_nobody_brings() -> None:
-    with pytest.raises(
-        ConfigError, match="^strategy.exclude_frozen_parameters: a checkpoint without them leaves them at"
-    ):
-        FSDPStrategy(exclude_frozen_parameters=True, skip_init_weights=True)

@@ -793,10 +793,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(mixed_precision=dict(reduce_dtype="int8")), 'strategy.mixed_precision.reduce_dtype: "int8" is not allowed'),
     (dict(exclude_frozen_parameters="yes"), 'strategy.exclude_frozen_parameters: "yes" is not allowed'),
     (
-        dict(exclude_frozen_parameters=True, skip_init_weights=True),
-        "strategy.exclude_frozen_parameters: a checkpoint without them leaves them at zero",
-    ),
-    (
         dict(optim_state_dict_cfg="full"),
         "strategy.optim_state_dict_cfg: checkpoints are sharded and fit every strategy",
     ),

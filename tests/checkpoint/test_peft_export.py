@@ -1,0 +1,241 @@
+"""Adapters in checkpoints: written in peft's own format, which peft loads, and merged into their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flextrain import CheckpointError
+from flextrain.cli import main
+from flextrain.core.checkpoint import Checkpoint
+from flextrain.core.checkpoint.load.adapter_names import plain_name, sources_of
+from flextrain.testing import WorkerGroup
+
+from ..runner.adapted import LORA, STRATEGIES, adapted, adapted_run, llama
+
+peft = pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return found
+
+
+def base_in(folder: Path, model: Any = llama) -> Path:
+    torch.manual_seed(7)
+    torch.save(model().state_dict(), folder / "base.pth")
+    return folder / "base.pth"
+
+
+def built(base: Path, model: Any = llama) -> Any:
+    found = model()
+    found.load_state_dict(torch.load(base))
+    return found
+
+
+def trained(folder: Path, lora: dict[str, Any], model: Any = llama, **options: Any) -> torch.Tensor:
+    """The outputs of a model after training from the base, whose checkpoint is in the folder."""
+    runner, _ = adapted_run(
+        folder / "run", "single", 1, model=model, transforms=[lora], load_from=str(folder / "base.pth"), options=options
+    )
+    try:
+        return logits(runner.train())
+    finally:
+        runner.close()
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (llama, LORA),
+    "rslora": (llama, {**LORA, "use_rslora": True, "alpha_pattern": {"v_proj": 3}, "rank_pattern": {"o_proj": 2}}),
+    "copies": (llama, {**LORA, "modules_to_save": ["lm_head", "norm"]}),
+    "embedding": (llama, {**LORA, "target_modules": ["embed_tokens", "q_proj"]}),
+    "named": (llama, {**LORA, "adapter_name": "mine"}),
+    "gpt2": (gpt2, {"type": "LoRA", "r": 4, "target_modules": ["c_attn", "c_proj"]}),
+    "biases": (gpt2, {"type": "LoRA", "r": 4, "target_modules": ["c_attn"], "bias": "all"}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("plain", "gpt2"))) for kind in KINDS]
+)
+def test_peft_and_a_model_without_adapters_compute_the_same(tmp_path: Path, kind: str, capsys: Any) -> None:
+    model, lora = KINDS[kind]
+    base = base_in(tmp_path, model)
+    expected = trained(tmp_path, lora, model, exclude_frozen_parameters=True)
+    assert (expected - logits(built(base, model))).abs().max() > 1e-3
+    checkpoint = str(tmp_path / "run" / "epoch_1")
+    assert main(["checkpoint", "export", checkpoint, str(tmp_path / "adapter"), "--peft", "--json"]) == 0
+    assert [Path(row["path"]).name for row in json.loads(capsys.readouterr().out)] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    loaded = peft.PeftModel.from_pretrained(built(base, model), str(tmp_path / "adapter"))
+    assert (logits(loaded) - expected).abs().max() < 1e-6
+    out = str(tmp_path / "merged.safetensors")
+    assert main(["checkpoint", "export", checkpoint, out, "--merge", "--base", str(base), "--tied-once"]) == 0
+    plain = model()
+    lacking, unexpected = plain.load_state_dict(load_file(out), strict=False)
+    assert not unexpected
+    assert set(lacking) <= {"lm_head.weight"}
+    assert (logits(plain) - expected).abs().max() < 1e-6
+
+
+def test_the_file_is_that_of_peft(tmp_path: Path) -> None:
+    """Names, shapes and settings are those that save_pretrained writes."""
+    lora = {**LORA, "modules_to_save": ["lm_head"]}
+    base_in(tmp_path)
+    trained(tmp_path, lora)
+    main(["checkpoint", "export", str(tmp_path / "run" / "epoch_1"), str(tmp_path / "ours"), "--peft"])
+    config = peft.LoraConfig(**{key: value for key, value in lora.items() if key != "type"})
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path / "theirs")
+    name = "adapter_model.safetensors"
+    ours, theirs = load_file(tmp_path / "ours" / name), load_file(tmp_path / "theirs" / name)
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+    settings = [json.loads((tmp_path / which / "adapter_config.json").read_text()) for which in ("ours", "theirs")]
+    for each in settings:
+        each["target_modules"] = sorted(each["target_modules"])
+        each.pop("base_model_name_or_path")
+        each.pop("auto_mapping")
+    assert settings[0] == settings[1]
+
+
+def test_an_adapter_is_loaded_again(tmp_path: Path) -> None:
+    base = base_in(tmp_path)
+    expected = trained(tmp_path, LORA, exclude_frozen_parameters=True)
+    main(["checkpoint", "export", str(tmp_path / "run" / "epoch_1"), str(tmp_path / "adapter"), "--peft"])
+    runner, _ = adapted_run(tmp_path / "again", "single", load_from=str(base), log_level="INFO")
+    runner.load_checkpoint(base, strict=True)
+    runner.load_checkpoint(tmp_path / "adapter", strict=True)
+    assert torch.equal(logits(runner.strategy.module), expected)
+    log = next((tmp_path / "again").rglob("*.log")).read_text()
+    assert "holds nothing of the base; 21 parameters of the base keep their values" in log
+
+
+def test_a_model_wrapped_by_peft_itself(tmp_path: Path) -> None:
+    base = base_in(tmp_path)
+    options = {key: value for key, value in LORA.items() if key != "type"}
+
+    def wrapped() -> Any:
+        return peft.get_peft_model(llama(), peft.LoraConfig(**options))
+
+    runner, _ = adapted_run(tmp_path / "run", "single", 1, model=wrapped, transforms=None, load_from=str(base))
+    expected = logits(runner.train())
+    checkpoint = str(tmp_path / "run" / "epoch_1")
+    main(["checkpoint", "export", checkpoint, str(tmp_path / "adapter"), "--peft"])
+    loaded = peft.PeftModel.from_pretrained(built(base), str(tmp_path / "adapter"))
+    assert (logits(loaded) - expected).abs().max() < 1e-6
+    main(["checkpoint", "export", checkpoint, str(tmp_path / "merged.pth"), "--merge", "--base", str(base)])
+    assert (logits(built(tmp_path / "merged.pth")) - expected).abs().max() < 1e-6
+
+
+def under(folder: Path, strategy: str) -> None:
+    adapted(folder / strategy, strategy, 1, load_from=str(folder / "base.pth"))
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+@pytest.mark.distributed
+def test_of_every_strategy(tmp_path: Path, workers2: WorkerGroup) -> None:
+    base = base_in(tmp_path)
+    expected = trained(tmp_path, LORA)
+    for strategy in STRATEGIES:
+        if strategy != "single":
+            workers2.run(under, tmp_path, strategy)
+            checkpoint = str(tmp_path / strategy / "epoch_1")
+            main(["checkpoint", "export", checkpoint, str(tmp_path / f"{strategy}_adapter"), "--peft"])
+            loaded = peft.PeftModel.from_pretrained(built(base), str(tmp_path / f"{strategy}_adapter"))
+            ours = logits(loaded)
+            assert (ours - expected).abs().max() < 2e-4, strategy
+            out = tmp_path / f"{strategy}.safetensors"
+            main(["checkpoint", "export", checkpoint, str(out), "--merge", "--base", str(base)])
+            plain = llama()
+            plain.load_state_dict(load_file(out))
+            assert (logits(plain) - ours).abs().max() < 1e-6, strategy
+
+
+def test_what_cannot_be_exported(tmp_path: Path, capsys: Any) -> None:
+    base = base_in(tmp_path)
+    trained(tmp_path, LORA, exclude_frozen_parameters=True)
+    checkpoint = str(tmp_path / "run" / "epoch_1")
+    torch.manual_seed(8)
+    torch.save(llama().state_dict(), other := str(tmp_path / "other.pth"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "adapter_model.safetensors").touch()
+    out = str(tmp_path / "out")
+    for arguments, message in (
+        ([checkpoint, out, "--peft", "--merge"], "--peft writes the adapter alone and --merge has none in the result"),
+        ([checkpoint, out, "--base", str(base)], "--base has no effect without --merge"),
+        ([checkpoint, out, "--adapter", "default"], "--adapter has no effect without --peft or --merge"),
+        ([checkpoint, out, "--peft", "--tied-once"], "--tied-once has no effect with --peft, leave it out"),
+        (
+            [checkpoint, out, "--peft", "--adapter", "defautl"],
+            'adapter: "defautl" is not allowed, give default, did you mean',
+        ),
+        ([str(base), out, "--peft"], "has no adapters; give a checkpoint of a run with LoRA in transforms"),
+        ([checkpoint, str(tmp_path / "full"), "--peft"], "adapter_model.safetensors: is there already, give another"),
+        ([checkpoint, str(base), "--peft"], "base.pth: is a file, give a folder"),
+        (
+            [checkpoint, out, "--merge"],
+            "was saved without 21 frozen parameters, give the weights that the run began with",
+        ),
+        ([checkpoint, out, "--merge", "--base", other], "is not as in the run that saved"),
+    ):
+        assert main(["checkpoint", "export", *arguments]) != 0
+        error = capsys.readouterr().err
+        assert message in error, error
+        assert error.count("\n") == 1
+
+
+def test_dora_is_left_to_peft(tmp_path: Path) -> None:
+    runner, _ = adapted_run(tmp_path / "run", "single", 1, transforms=[{**LORA, "use_dora": True}])
+    expected = logits(runner.train())
+    from flextrain.core.checkpoint.export.merging import merged
+    from flextrain.core.checkpoint.export.peft_format import export_adapter
+
+    source = Checkpoint.open(tmp_path / "run" / "epoch_1")
+    with pytest.raises(CheckpointError, match="an adapter with use_dora is not merged here"), merged(source):
+        pass
+    export_adapter(source, tmp_path / "adapter")
+    base = llama()
+    state = runner.strategy.module.state_dict()
+    base.load_state_dict({plain_name(name): value for name, value in state.items() if "lora_" not in name})
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert (logits(loaded) - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("base_model.model.a.q.base_layer.weight", "a.q.weight"),
+        ("a.q.lora_A.default.weight", "a.q.lora_A.weight"),
+        ("base_model.model.a.q.lora_A.weight", "a.q.lora_A.weight"),
+        ("a.lora_embedding_A.mine", "a.lora_embedding_A"),
+        ("head.modules_to_save.default.weight", "head.weight"),
+        ("head.original_module.weight", "head.weight"),
+        ("a.weight", "a.weight"),
+    ],
+)
+def test_plain_names(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_of_a_copied_module_the_copy_is_what_a_model_without_adapters_gets() -> None:
+    there = ["head.original_module.weight", "head.modules_to_save.default.weight"]
+    assert sources_of(["head.weight"], there) == {"head.weight": there[1]}
+    assert sources_of([there[0]], there) == {there[0]: there[0]}

@@ -1,0 +1,225 @@
+"""Training with LoRA equals one device under every strategy, saves little, resumes anywhere, and starts from a base."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flextrain import CheckpointError, ConfigError
+from flextrain.core.checkpoint import Checkpoint
+from flextrain.testing import WorkerGroup
+
+from .adapted import LORA, STRATEGIES, adapted, adapted_run, llama, means
+
+peft = pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
+pytest.importorskip("transformers")
+
+MARKS: dict[str, Any] = {
+    "fsdp": (),
+    "tp2": (),
+    **dict.fromkeys(("ddp", "pp2"), pytest.mark.full),
+    **dict.fromkeys(("zero1", "zero2", "zero3"), (pytest.mark.deepspeed, pytest.mark.full)),
+}
+SEVERAL = [
+    pytest.param(name, marks=[pytest.mark.distributed, *_marks])
+    for name, marks in MARKS.items()
+    for _marks in [marks if isinstance(marks, tuple) else (marks,)]
+]
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, *adapted(folder, "single", options={"exclude_frozen_parameters": True})
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_losses_and_adapters_are_those_of_one_device(
+    tmp_path: Path, workers2: WorkerGroup, alone: Any, strategy: str
+) -> None:
+    _, losses, adapters = alone
+    results = workers2.run(adapted, tmp_path, strategy)
+    assert means(results) == pytest.approx(losses, abs=TOLERANCE)
+    found = {name: tensor for _, own in results for name, tensor in own.items()}
+    assert found.keys() == adapters.keys()
+    for name, tensor in adapters.items():
+        assert tensor.abs().sum() > 0
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3)
+    saved = Checkpoint.open(tmp_path / "epoch_2")
+    assert {key for key in saved.entries if key.startswith("model.")} == {f"model.{name}" for name in adapters}
+    assert all(
+        "lora_" in key for key in (*saved.entries, *saved.values) if key.startswith(("optim.state.", "optim.group."))
+    )
+    assert "model.layers.0.mlp.up_proj.weight" in saved.values["frozen"]
+
+
+def test_a_checkpoint_is_a_fiftieth_of_the_base(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=2048)
+    adapted(
+        tmp_path,
+        "single",
+        1,
+        model=lambda: llama(**sizes),
+        transforms=[{**LORA, "target_modules": ["q_proj", "v_proj"]}],
+    )
+    base = sum(parameter.numel() * 4 for parameter in llama(**sizes).parameters())
+    saved = sum(file.stat().st_size for file in (tmp_path / "epoch_1").iterdir())
+    assert saved < 0.02 * base
+
+
+PAIRS = list(itertools.product(STRATEGIES, STRATEGIES))
+
+
+def first_epoch(folder: Path, strategy: str) -> None:
+    adapted(folder / strategy, strategy, 1)
+
+
+def second_epochs(folder: Path, saved: str) -> dict[str, list[float]]:
+    """The losses of the second epoch under every strategy of several processes, from what one has saved."""
+    path = str(folder / saved / "epoch_1")
+    return {
+        name: adapted(folder / f"{saved}_{name}", name, 2, resume=path)[0] for name in STRATEGIES if name != "single"
+    }
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+@pytest.mark.distributed
+def test_every_strategy_goes_on_from_every_other(tmp_path: Path, workers2: WorkerGroup, alone: Any) -> None:
+    expected = alone[1][4:]
+    first_epoch(tmp_path, "single")
+    for saved in STRATEGIES:
+        if saved != "single":
+            workers2.run(first_epoch, tmp_path, saved)
+        results = workers2.run(second_epochs, tmp_path, saved)
+        for name in results[0]:
+            both = means([(result[name], None) for result in results])
+            assert both == pytest.approx(expected, abs=5e-6), (saved, name)
+        found, _ = adapted(tmp_path / f"{saved}_single", "single", 2, resume=str(tmp_path / saved / "epoch_1"))
+        assert found == pytest.approx(expected, abs=5e-6), (saved, "single")
+
+
+# From a base
+
+
+def save_base(path: Path, seed: int = 7) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    state: dict[str, torch.Tensor] = llama().state_dict()
+    torch.save(state, path)
+    return state
+
+
+def from_base(folder: Path, strategy: str, **changes: Any) -> tuple[list[float], Any]:
+    return adapted(folder, strategy, 1, load_from=str(folder.parent / "base.pth"), **changes)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy, options",
+    [
+        ("fsdp", {"skip_init_weights": True}),
+        pytest.param("fsdp", {}, marks=pytest.mark.full),
+        pytest.param("ddp", {}, marks=pytest.mark.full),
+        pytest.param("tp2", {"skip_init_weights": True}, marks=pytest.mark.full),
+        pytest.param("pp2", {}, marks=pytest.mark.full),
+        pytest.param("zero1", {}, marks=[pytest.mark.full, pytest.mark.deepspeed]),
+        pytest.param("zero3", {}, marks=[pytest.mark.full, pytest.mark.deepspeed]),
+    ],
+)
+def test_a_base_is_loaded_under_the_names_of_the_layers_inside(
+    tmp_path: Path, workers2: WorkerGroup, strategy: str, options: dict[str, Any]
+) -> None:
+    save_base(tmp_path / "base.pth")
+    expected, _ = from_base(tmp_path / "alone", "single")
+    other, _ = adapted(tmp_path / "other", "single", 1)
+    assert expected[0] != pytest.approx(other[0], abs=1e-3)
+    assert means(workers2.run(from_base, tmp_path / strategy, strategy, options=options)) == pytest.approx(
+        expected, abs=TOLERANCE
+    )
+
+
+def test_a_base_is_told_apart_from_a_file_that_does_not_fit(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base.pth")
+    runner, _ = adapted_run(tmp_path / "run", "single", load_from=str(tmp_path / "base.pth"), log_level="INFO")
+    runner.train()
+    log = next((tmp_path / "run").rglob("*.log")).read_text()
+    assert "holds nothing of adapters; 12 parameters of adapters keep their values" in log
+    assert "does not fit" not in log
+    module = runner.strategy.module
+    inside = module.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert torch.equal(inside, base["model.layers.0.self_attn.q_proj.weight"])
+    del base["model.layers.0.self_attn.q_proj.weight"]
+    torch.save(base, tmp_path / "less.pth")
+    again, _ = adapted_run(tmp_path / "again", "single")
+    with pytest.raises(CheckpointError, match=r"missing model\.layers\.0\.self_attn\.q_proj\.base_layer\.weight"):
+        again.load_checkpoint(tmp_path / "less.pth", strict=True)
+    again.load_checkpoint(tmp_path / "base.pth", strict=True)
+
+
+def test_a_copied_module_gets_the_base_twice(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base.pth")
+    lora = {**LORA, "modules_to_save": ["lm_head"]}
+    runner, _ = adapted_run(tmp_path / "run", "single", transforms=[lora], load_from=str(tmp_path / "base.pth"))
+    runner.load_checkpoint(tmp_path / "base.pth", strict=True)
+    head = runner.strategy.module.lm_head
+    assert torch.equal(head.original_module.weight, base["lm_head.weight"])
+    assert torch.equal(head.modules_to_save["default"].weight, base["lm_head.weight"])
+
+
+def copied_under_fsdp(folder: Path) -> tuple[list[float], Any]:
+    lora = {**LORA, "modules_to_save": ["lm_head"]}
+    return from_base(folder, "fsdp", transforms=[lora], options={"skip_init_weights": True})
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_a_copied_module_that_was_built_without_values_is_loaded(tmp_path: Path, workers2: WorkerGroup) -> None:
+    save_base(tmp_path / "base.pth")
+    expected, _ = from_base(tmp_path / "alone", "single", transforms=[{**LORA, "modules_to_save": ["lm_head"]}])
+    assert means(workers2.run(copied_under_fsdp, tmp_path / "fsdp")) == pytest.approx(expected, abs=TOLERANCE)
+
+
+# A run that goes on
+
+
+def test_a_resumed_run_gets_the_base_first(tmp_path: Path) -> None:
+    save_base(tmp_path / "base.pth")
+    given = dict(load_from=str(tmp_path / "base.pth"))
+    whole, _ = adapted(tmp_path / "whole", "single", 2, **given)
+    adapted(tmp_path / "run", "single", 1, **given)
+    for resume in (True, str(tmp_path / "run" / "epoch_1")):
+        again, _ = adapted(tmp_path / "run", "single", 2, resume=resume, randomness=dict(seed=5), **given)
+        assert again == whole[4:]
+    fresh, _ = adapted(tmp_path / "fresh", "single", 2, resume=True, **given)
+    assert fresh == whole
+    save_base(tmp_path / "base.pth", seed=8)
+    with pytest.raises(CheckpointError, match="not as in that run; build the model with the same weights or seed"):
+        adapted(tmp_path / "run", "single", 2, resume=True, **given)
+
+
+def test_a_restart_gets_the_base_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_base(tmp_path / "base.pth")
+    given = dict(load_from=str(tmp_path / "base.pth"))
+    whole, _ = adapted(tmp_path / "whole", "single", 2, **given)
+    monkeypatch.setenv("FLEXTRAIN_JOB", "lora")
+    adapted(tmp_path / "run", "single", 1, **given)
+    monkeypatch.setenv("FLEXTRAIN_RESUME", "1")
+    again, _ = adapted(tmp_path / "run", "single", 2, randomness=dict(seed=5), **given)
+    assert again == whole[4:]
+
+
+def test_a_checkpoint_and_a_base_need_that_something_is_left_out(tmp_path: Path) -> None:
+    save_base(tmp_path / "base.pth")
+    with pytest.raises(ConfigError, match="resume: names a checkpoint and load_from another, give one of them"):
+        adapted_run(
+            tmp_path / "run",
+            "single",
+            load_from=str(tmp_path / "base.pth"),
+            resume=str(tmp_path),
+            options={"exclude_frozen_parameters": False},
+        )
