@@ -294,7 +294,7 @@ class _Replay:
         Raises:
             StrategyError: the operation computes with the values.
         """
-        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+        if func is torch.ops.aten.clone.default:
             self.without[storage_key(out)] = name
         elif func is torch.ops.aten.copy_.default:
             self.without[storage_key(args[0])] = name

@@ -16,6 +16,7 @@ from .build import build_model, build_schedulers, scale_lr
 from .data.user_loaders import batch_size
 from .options import AutoScaleLR
 from .parts import Parts
+from .transforms.apply import transform
 
 
 class BuildMethods(Parts):
@@ -23,6 +24,15 @@ class BuildMethods(Parts):
 
     The runner neither updates nor saves what these methods return.
     """
+
+    def _build_model(self) -> nn.Module:
+        return self._transformed(super()._build_model())
+
+    def _transformed(self, model: nn.Module) -> nn.Module:
+        """Apply the run's transforms to its model."""
+        load_from = self.options.load_from
+        model, self._changes = transform(model, self._transforms, self.strategy, self.seed, load_from)
+        return model
 
     def build_model(self, model: Any) -> nn.Module:
         """Build a module as the runner builds its own, without initial weights of ``init_weights``.

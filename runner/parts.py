@@ -37,7 +37,6 @@ from .missing_names import MissingNames
 from .options import FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 from .reporting.model_outline import ModelOutline, outline
-from .transforms.apply import transform
 from .watchdog import Watchdog
 
 _logger = logging.getLogger("flextrain")
@@ -73,6 +72,7 @@ class Parts(MissingNames):
         self.late_parameters: list[str] = []  # those named in the log so far
         self.watchdog: Watchdog | None = None
         """What watches several processes; None for one."""
+        self._changes: tuple[tuple[str, str], ...] = ()  # what transforms have done to the model
         self._model: nn.Module | None = None
         self._has_engine = False  # True if the strategy makes updates in a way of its own
         self._stepper: Stepper | None = None
@@ -365,11 +365,10 @@ class Parts(MissingNames):
             return
         with self._as_current():
             model = self._build_model()
-            model, changes = transform(model, self._transforms, self.strategy, self.seed, self.options.load_from)
         module = module_to_set_up(model, trains=self._trains)
         loaders = ["train_dataloader"] if self._trains else ["val_dataloader", "test_dataloader"]
         self.strategy.example = partial(example_batch, self, loaders)
-        self.outline: ModelOutline = outline(module, self.strategy.shape_of, changes)  # before it is distributed
+        self.outline: ModelOutline = outline(module, self.strategy.shape_of, self._changes)  # before it is distributed
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

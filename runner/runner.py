@@ -126,8 +126,8 @@ class FlexibleRunner(Checkpoints):
         default_scope: str | None = None,
         randomness: Mapping[str, Any] | None = None,
         compile: bool | dict[str, Any] | None = None,
-        cfg: dict[str, Any] | Config | None = None,
         transforms: Sequence[Any] | None = None,
+        cfg: dict[str, Any] | Config | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.message_hub = MessageHub()

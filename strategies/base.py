@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -99,14 +99,20 @@ class Strategy(WholeWeights):
             names: of parameters and buffers, in the user's model.
         """
 
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
+    @contextmanager
+    def change_context(self, model: nn.Module, state: Tensor) -> Iterator[None]:
         """Return the context in which a transform changes a model that ``init_context`` or the user gave; before ``setup``.
 
         Args:
             model: the module as it is so far.
             state: that of torch's generator on the CPU from which it draws, so that it draws the same under every strategy.
         """
-        return drawing_apart(state)
+        with drawing_apart(state), self._context_like(model):
+            yield
+
+    def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which parameters are made like those of a model that was not set up yet."""
+        return NOTHING
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """Give every process rank 0's weights, place and wrap the model, and build the optimizer; a collective.

@@ -91,6 +91,7 @@ PUBLIC = {
     "METRICS",
     "REPORTERS",
     "STRATEGIES",
+    "TRANSFORMS",
     "FlexTrainError",
     "ConfigError",
     "LaunchError",

@@ -182,10 +182,14 @@ class Pretrained:
     def renamed_in(self, model: nn.Module) -> dict[str, str]:
         """Return the names at ``build`` to those in ``model``, which may hold the modules under other names since."""
         at = {id(module): name for name, module in model.named_modules()}
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        elsewhere = {id(tensor): name for name, tensor in tensors}  # where another module has taken it over
         found = {}
         for old, (owner, leaf) in self._owners.items():
             if (path := at.get(id(owner))) is not None:
                 found[old] = f"{path}.{leaf}" if path else leaf
+            elif (name := elsewhere.get(id(getattr(owner, leaf, None)))) is not None:
+                found[old] = name
         return found
 
     def size(self) -> int:

@@ -60,7 +60,7 @@ def merging(arguments: argparse.Namespace) -> Iterator[None]:
     if not arguments.merge:
         yield
         return
-    from ..core.checkpoint.export.merging import merged
+    from ..core.checkpoint.export.merged_weights import merged
 
     kwargs = dict(base=arguments.base, adapter=arguments.adapter, averaged=arguments.averaged)
     with merged(arguments.checkpoint, **kwargs) as arguments.checkpoint:

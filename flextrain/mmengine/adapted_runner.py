@@ -165,7 +165,7 @@ class AdaptedRunner(Native):
         model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
         if self._trains:
             initialise(model, self.strategy)
-        return model
+        return self._transformed(model)
 
     def _setup_model(self) -> None:
         if self._model is None:

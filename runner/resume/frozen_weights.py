@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 LEFT_OUT = "left_out"
 
 
+_MOST = 0.5
+
+
+def frozen_advice(runner: Run) -> str:
+    """Return a line for the log if most of what checkpoints hold is frozen, and nobody has said that it shall be; else empty."""
+    whole = runner.outline.whole
+    if runner.strategy.config.exclude_frozen_parameters is not None or not whole.total:
+        return ""
+    share = 1 - whole.trained / whole.total
+    if share <= _MOST:
+        return ""
+    return (
+        f"{100 * share:.3g} % of the parameters are frozen, and in every checkpoint; "
+        "strategy=dict(type=..., exclude_frozen_parameters=True) leaves them out, and load_from brings them when the run goes on"
+    )
+
+
 def leaves_out(path: Path) -> bool:
     """Return whether a checkpoint was saved without its frozen parameters; a collective."""
     return told_by_rank_0(lambda: bool(Checkpoint.open(path).values.get(LEFT_OUT)))

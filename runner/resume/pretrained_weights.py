@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...core.checkpoint import match_weights, open_weights_together
 from ...core.checkpoint.foreign.stored_tensors import MODEL
 from ...core.checkpoint.held_chunks import held_chunks
+from ...core.checkpoint.load.adapter_names import copies_of
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import ConfigError, counted
 from ...core.hugging_face import pretrained_private as private
@@ -36,7 +37,9 @@ class ToRead:
         self.names = source.renamed_in(model)
         """Name in the model that ``source`` built to that in the whole model."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.parameters = {new for new in self.names.values() if new in parameters}
+        self.copies = copies_of(self.names.values(), parameters)
+        """Name of a copy that an adapter trains to that of the original."""
+        self.parameters = {new for new in (*self.names.values(), *self.copies) if new in parameters}
         self.owner = next(module for module in model.modules() if source in pretrained_in(module))
         self.not_missed = private.ignored(self.owner, sorted(self.names), missing=True)
 
@@ -52,12 +55,14 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     folder = source.folder
     live = {f"{MODEL}{name}": tensor for name, tensor in strategy.model_state().items()}
     own = {name: old for old, name in part.names.items()}
+    own |= {copy: own[name] for copy, name in part.copies.items()}
     opened = open_weights_together(folder)
     entries = {}
     for key, entry in opened.entries.items():
         name = source.names.get(key.removeprefix(MODEL))
         if name is not None:
             entries[MODEL + part.names.get(name, name)] = entry
+    entries |= {MODEL + copy: entries[key] for copy, name in part.copies.items() if (key := MODEL + name) in entries}
     template = {key: tensor for key, tensor in live.items() if key.removeprefix(MODEL) in own}
     matched, fits, report = match_weights(opened.renamed(entries), template, strategy.aliases())
     report = report.of_all()
@@ -72,12 +77,13 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     matched.load(fits)
     new = [name for name in (*report.missing, *report.misshaped) if name in part.parameters]
     with raising_together():
-        values = initial_values(source, [own[name] for name in new], run.seed) if new else {}
+        values = initial_values(source, [*dict.fromkeys(own[name] for name in new)], run.seed) if new else {}
     for old, whole in values.items():
-        key = MODEL + part.names[old]
-        if key in template:
-            _fill(key, template[key], whole)
-            fits[key] = template[key]
+        name = part.names[old]
+        for key in (MODEL + each for each in (name, *(copy for copy, of in part.copies.items() if of == name))):
+            if key in template:
+                _fill(key, template[key], whole)
+                fits[key] = template[key]
     strategy.load_state_dict(fits)
     strategy.note_initialised(name for name, _ in strategy.named_parameters() if name in own)
     in_files = {info.dtype for info in opened.tensors.values() if info.dtype.is_floating_point}

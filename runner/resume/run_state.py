@@ -35,7 +35,7 @@ from ...core.supervision import job
 from ...core.torch_private import storage_key
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
-from .adapters import ADAPTERS, adapter_configurations
+from .adapter_settings import ADAPTERS, adapter_configurations
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
 from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
+from ...core.hugging_face.pretrained import pretrained_in
 from ...core.tta_model import BaseTTAModel
 from .build import Transform
-from .changes import Snapshot, differences
+from .changes import ModelState, differences
 
 
 class Changes(Protocol):
@@ -50,12 +51,13 @@ def transform(
     lines = []
     for index, each in enumerate(transforms):
         _check_values(each, model, strategy, load_from)
-        before = Snapshot.of(model, strategy.shape_of)
+        before = ModelState.of(model, strategy.shape_of)
         is_whole = _has_values(model, strategy)
         with strategy.change_context(model, _generator_state(seed, index)):
             changed = _call(each, model, is_whole)
+        _check_read_later(each, model, changed)
         model = changed
-        lines.append((each.name, differences(before, Snapshot.of(model, strategy.shape_of))))
+        lines.append((each.name, differences(before, ModelState.of(model, strategy.shape_of))))
     return model, tuple(lines)
 
 
@@ -89,11 +91,28 @@ def _check_values(each: Transform, model: nn.Module, strategy: Changes, load_fro
             f"{each.where}: {each.name} computes with the model's values, and the strategy builds this model without them; give "
             "the model as an instance, with its weights"
         )
+    if any(True for _ in pretrained_in(model)):
+        raise ConfigError(
+            f"{each.where}: {each.name} computes with the model's values, which are read from model.pretrained afterwards; give the "
+            "model as an instance, with its weights"
+        )
     if load_from is not None:
         raise ConfigError(
             f"{each.where}: {each.name} computes with the model's values, which load_from would replace afterwards; give the model "
             "as an instance, with its weights, and leave load_from out"
         )
+
+
+def _check_read_later(each: Transform, model: nn.Module, changed: nn.Module) -> None:
+    """Raise ConfigError if a tensor whose values are still to be read was replaced by another of its name."""
+    names = {name for name, _ in (*changed.named_parameters(), *changed.named_buffers())}
+    for source in pretrained_in(changed):
+        lost = {old for old in source.names.values() if old not in source.renamed_in(changed)} & names
+        if lost:
+            raise ConfigError(
+                f"{each.where}: {each.name} replaces {min(lost)}, whose values are read from model.pretrained afterwards; take the "
+                "parameter over as it is (new.weight = old.weight)"
+            )
 
 
 def _has_values(model: nn.Module, strategy: Changes) -> bool:

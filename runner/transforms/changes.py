@@ -26,7 +26,7 @@ class _Parameter:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ModelState:
     """Names, sizes and kinds of a model's parameters, and the classes of its modules, at one time.
 
     Attributes:
@@ -40,7 +40,7 @@ class Snapshot:
     modules: dict[str, type[nn.Module]]
 
     @classmethod
-    def of(cls, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> Snapshot:
+    def of(cls, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> ModelState:
         """Return that of a model.
 
         Args:
@@ -59,7 +59,7 @@ class Snapshot:
         return cls(model, parameters, {name: type(module) for name, module in model.named_modules()})
 
 
-def differences(before: Snapshot, after: Snapshot) -> str:
+def differences(before: ModelState, after: ModelState) -> str:
     """Return in one line what is different after a transform."""
     said = [
         *_of_the_model(before, after),
@@ -69,12 +69,12 @@ def differences(before: Snapshot, after: Snapshot) -> str:
     return "; ".join(said) or "no parameter and no class of a module is another than before"
 
 
-def _of_the_model(before: Snapshot, after: Snapshot) -> Iterator[str]:
+def _of_the_model(before: ModelState, after: ModelState) -> Iterator[str]:
     if after.model is not before.model:
         yield f"another model ({_class(type(after.model))})"
 
 
-def _of_modules(before: Snapshot, after: Snapshot) -> Iterator[str]:
+def _of_modules(before: ModelState, after: ModelState) -> Iterator[str]:
     changed = Counter(
         (_class(kind), _class(after.modules[name]))
         for name, kind in before.modules.items()

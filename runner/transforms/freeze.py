@@ -24,7 +24,7 @@ class Freeze:
         ConfigError: a pattern is invalid, or matches nothing.
 
     Example:
-        ``dict(type="Freeze", patterns=["backbone"], but=["*.bias"])``
+        transforms=[dict(type="Freeze", patterns=["backbone"], but=["*.bias"])]
     """
 
     def __init__(

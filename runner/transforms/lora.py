@@ -37,7 +37,7 @@ class LoRA:
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
     Example:
-        ``dict(type="LoRA", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])``
+        transforms=[dict(type="LoRA", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])]
     """
 
     def __init__(self, adapter_name: str = "default", *, where: str = "LoRA", **options: Any) -> None:

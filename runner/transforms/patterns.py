@@ -36,8 +36,8 @@ def compiled(given: Any, where: str, *, regex: bool) -> list[tuple[str, re.Patte
         try:
             found.append((pattern, re.compile(pattern if regex else translate(pattern))))
         except re.error as error:
-            place = where if isinstance(given, str) else f"{where}[{number}]"
-            raise ConfigError(f'{place}: "{pattern}" is not allowed, {one_line(error)}') from None
+            key = where if isinstance(given, str) else f"{where}[{number}]"
+            raise ConfigError(f'{key}: "{pattern}" is not allowed, {one_line(error)}') from None
     return found
 
 
@@ -52,8 +52,8 @@ def matching(patterns: Iterable[tuple[str, re.Pattern[str]]], names: Sequence[st
         found = {name for name in names if any(pattern.fullmatch(each) for each in _outer(name))}
         if not found:
             known = dict.fromkeys(outer for name in names for outer in _outer(name))
-            plain = text.strip("*.^$")
-            near = nearest(plain, known) or nearest(text, known)
+            bare = text.strip("*.^$")
+            near = nearest(bare, known) or nearest(text, known)
             hint = f', did you mean "{near}"?' if near else f", the model has {_first(known)}"
             raise ConfigError(f'{where}: "{text}" matches no parameter{hint}')
         chosen |= found

@@ -38,7 +38,7 @@ class Float8Training:
     Source: https://github.com/pytorch/ao/tree/main/torchao/float8
 
     Example:
-        ``dict(type="Float8Training", recipe="tensorwise", but=["lm_head"])``
+        transforms=[dict(type="Float8Training", recipe="tensorwise", but=["lm_head"])]
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Quantize:
     Source: https://github.com/pytorch/ao/tree/main/torchao/quantization
 
     Example:
-        ``dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"])``
+        transforms=[dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"])]
     """
 
     needs_values = True

@@ -21,3 +21,17 @@ def deepspeed() -> Any:
             f'strategy.type: "DeepSpeedStrategy" needs DeepSpeed, pip install flextrain[deepspeed]{missing}'
         ) from None
     return found
+
+
+def init_distributed(backend: str, device: str) -> None:
+    """Let DeepSpeed join the process group that is there.
+
+    Raises:
+        StrategyError: an environment variable is missing.
+    """
+    try:
+        deepspeed().init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
+    except KeyError as missing:  # of a variable that the accelerator needs
+        raise StrategyError(
+            f"strategy.device: DeepSpeed needs {missing} in the environment for {device}; flextrain doctor says where it comes from"
+        ) from missing

@@ -36,6 +36,7 @@ from .half_precision import cast_inputs_and_outputs, float32_originals, own_shar
 from .optimizers import check_supported, take_out_frozen
 from .own_parallelism import check_layers
 from .package import deepspeed as _deepspeed
+from .package import init_distributed
 from .rehearsed import RehearsedZero
 from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
@@ -114,14 +115,8 @@ class DeepSpeedStrategy(Strategy):
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
         engine_internals.forget_process_groups()  # those of an earlier strategy in this process
-        try:
-            with without_shared_memory():
-                _deepspeed().init_distributed(dist_backend=spec.backend, verbose=False, dist_init_required=False)
-        except KeyError as missing:  # of an environment variable that the accelerator needs
-            raise StrategyError(
-                f"strategy.device: DeepSpeed needs {missing} in the environment for {self.device.type}; "
-                "flextrain doctor says where it comes from"
-            ) from missing
+        with without_shared_memory():
+            init_distributed(spec.backend, self.device.type)
 
     def _check_environment(self) -> None:
         resolve(self.config, None, self.device)
@@ -157,12 +152,9 @@ class DeepSpeedStrategy(Strategy):
         with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
             model.init_weights()
 
-    @contextlib.contextmanager
-    def change_context(self, model: nn.Module, state: Tensor) -> Iterator[None]:
-        """See Strategy; what is built inside is sharded like the rest of the model."""
+    def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
         is_split = any(map(engine_internals.is_partitioned, model.parameters()))
-        with super().change_context(model, state), self._init_split() if is_split else NOTHING:
-            yield
+        return self._init_split() if is_split else NOTHING
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy; the returned wrapper is a DeepSpeedOptimWrapper."""

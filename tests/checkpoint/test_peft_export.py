@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flextrain import CheckpointError
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint
-from flextrain.core.checkpoint.load.adapter_names import plain_name, sources_of
+from flextrain.core.checkpoint.load.adapter_names import name_in_base, sources_of
 from flextrain.testing import WorkerGroup
 
 from ..runner.adapted import LORA, STRATEGIES, adapted, adapted_run, llama
@@ -205,7 +205,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: Any) -> None:
 def test_dora_is_left_to_peft(tmp_path: Path) -> None:
     runner, _ = adapted_run(tmp_path / "run", "single", 1, transforms=[{**LORA, "use_dora": True}])
     expected = logits(runner.train())
-    from flextrain.core.checkpoint.export.merging import merged
+    from flextrain.core.checkpoint.export.merged_weights import merged
     from flextrain.core.checkpoint.export.peft_format import export_adapter
 
     source = Checkpoint.open(tmp_path / "run" / "epoch_1")
@@ -214,7 +214,7 @@ def test_dora_is_left_to_peft(tmp_path: Path) -> None:
     export_adapter(source, tmp_path / "adapter")
     base = llama()
     state = runner.strategy.module.state_dict()
-    base.load_state_dict({plain_name(name): value for name, value in state.items() if "lora_" not in name})
+    base.load_state_dict({name_in_base(name): value for name, value in state.items() if "lora_" not in name})
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert (logits(loaded) - expected).abs().max() < 1e-6
 
@@ -231,8 +231,8 @@ def test_dora_is_left_to_peft(tmp_path: Path) -> None:
         ("a.weight", "a.weight"),
     ],
 )
-def test_plain_names(name: str, plain: str) -> None:
-    assert plain_name(name) == plain
+def test_name_in_bases(name: str, plain: str) -> None:
+    assert name_in_base(name) == plain
 
 
 def test_of_a_copied_module_the_copy_is_what_a_model_without_adapters_gets() -> None:

@@ -223,3 +223,84 @@ def test_a_checkpoint_and_a_base_need_that_something_is_left_out(tmp_path: Path)
             resume=str(tmp_path),
             options={"exclude_frozen_parameters": False},
         )
+
+
+@pytest.mark.parametrize("given, advises", [(None, True), (False, False), (True, False)])
+def test_advice_to_leave_frozen_parameters_out(tmp_path: Path, given: bool | None, advises: bool) -> None:
+    adapted(tmp_path, "single", 1, options={"exclude_frozen_parameters": given}, log_level="INFO")
+    log = next(tmp_path.rglob("*.log")).read_text()
+    assert (" % of the parameters are frozen, and in every checkpoint" in log) is advises
+
+
+# From a folder of transformers
+
+
+def from_folder(folder: Path, strategy: str, lora: dict[str, Any]) -> tuple[list[float], Any]:
+    model = dict(type="transformers:AutoModelForCausalLM", pretrained=str(folder.parent / "folder"))
+    return adapted(folder, strategy, 1, model=model, transforms=[lora])
+
+
+@pytest.mark.parametrize("copies", [[], ["lm_head"]])
+def test_adapters_on_a_model_from_a_folder(tmp_path: Path, copies: list[str]) -> None:
+    state = save_base(tmp_path / "base.pth")
+    model = llama()
+    model.load_state_dict(state)
+    model.save_pretrained(tmp_path / "folder")
+    lora = {**LORA, "modules_to_save": copies or None}
+    expected, _ = from_base(tmp_path / "base", "single", transforms=[lora])
+    found, _ = from_folder(tmp_path / "single", "single", lora)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["fsdp", "tp2", "ddp", pytest.param("zero3", marks=pytest.mark.deepspeed)])
+def test_adapters_on_a_divided_model_from_a_folder(tmp_path: Path, workers2: WorkerGroup, strategy: str) -> None:
+    state = save_base(tmp_path / "base.pth")
+    model = llama()
+    model.load_state_dict(state)
+    model.save_pretrained(tmp_path / "folder")
+    lora = {**LORA, "modules_to_save": ["lm_head"]}
+    expected, _ = from_base(tmp_path / "base", "single", transforms=[lora])
+    assert means(workers2.run(from_folder, tmp_path / strategy, strategy, lora)) == pytest.approx(
+        expected, abs=TOLERANCE
+    )
+
+
+def test_quantising_waits_for_no_folder(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    llama().save_pretrained(tmp_path / "folder")
+    with pytest.raises(
+        ConfigError, match=r"transforms\[0\]: Quantize.* computes with the model's values, which are read from"
+    ):
+        from_folder(tmp_path / "run", "single", dict(type="Quantize"))
+
+
+def test_a_norm_of_ones_own_takes_over_what_is_read_later(tmp_path: Path) -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self, other: Any, copies: bool) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(other.weight.detach().clone()) if copies else other.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def replace(model: Any, copies: bool = False) -> None:
+        model.model.norm = Norm(model.model.norm, copies)
+
+    state = save_base(tmp_path / "base.pth")
+    state["model.norm.weight"] = torch.rand(32)
+    model = llama()
+    model.load_state_dict(state)
+    model.save_pretrained(tmp_path / "folder")
+    given = dict(type="transformers:AutoModelForCausalLM", pretrained=str(tmp_path / "folder"))
+    runner, _ = adapted_run(tmp_path / "run", "single", 1, model=given, transforms=[replace])
+    runner.model  # noqa: B018 - builds it
+    assert torch.equal(runner.strategy.module.model.norm.weight, state["model.norm.weight"])
+    runner, _ = adapted_run(
+        tmp_path / "copy", "single", 1, model=given, transforms=[lambda model: replace(model, True)]
+    )
+    with pytest.raises(
+        ConfigError, match=r"replaces model\.norm\.weight, whose values are read from model\.pretrained"
+    ):
+        runner.model  # noqa: B018 - builds it

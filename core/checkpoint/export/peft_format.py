@@ -14,7 +14,7 @@ from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import reading
 from ..safetensors_file import write_safetensors
-from .adapters import adapter_in
+from .exported_adapters import adapter_in
 from .extra_state import ExportedTensor
 from .files import Pending
 from .weights import weights_to_export

@@ -23,7 +23,7 @@ def is_peft_file(names: Iterable[str]) -> bool:
     )
 
 
-def plain_name(name: str) -> str:
+def name_in_base(name: str) -> str:
     """Return a name without what peft has added: that of a base's parameter in the model without adapters.
 
     Of a matrix of an adapter it is the name without the adapter's own: ``layers.0.lora_A.weight``.
@@ -54,16 +54,23 @@ def sources_of(wanted: Iterable[str], there: Sequence[str]) -> dict[str, str]:
         wanted: names of the model that the file does not have.
         there: names in the file that the model does not have, or that a copy may share.
     """
-    by_plain: dict[str, list[str]] = {}
+    by_base_name: dict[str, list[str]] = {}
     for name in there:
-        by_plain.setdefault(plain_name(name), []).append(name)
+        by_base_name.setdefault(name_in_base(name), []).append(name)
     found: dict[str, str] = {}
     for name in wanted:
-        candidates = by_plain.get(plain_name(name), [])
+        candidates = by_base_name.get(name_in_base(name), [])
         if candidates:
             is_original = ORIGINAL in name.split(".")
             found[name] = min(candidates, key=lambda each: (ORIGINAL in each.split(".")) != is_original)
     return found
+
+
+def copies_of(originals: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return for each name of a copy that an adapter trains that of the original."""
+    by_base_name = {name_in_base(name): name for name in originals if ORIGINAL in name.split(".")}
+    copies = [name for name in names if COPIES in name.split(".")] if by_base_name else []
+    return {name: by_base_name[name_in_base(name)] for name in copies if name_in_base(name) in by_base_name}
 
 
 def missing_adapters(missing: Iterable[str], there: Iterable[str]) -> list[str]:
@@ -76,6 +83,6 @@ def missing_adapters(missing: Iterable[str], there: Iterable[str]) -> list[str]:
 
 def renamed_sources(own: Mapping[str, object], there: Mapping[str, object]) -> dict[str, str]:
     """As ``sources_of``, for two mappings by name; empty unless one of them has names of peft's."""
-    if not any(name != plain_name(name) for name in (*own, *there)):
+    if not any(name != name_in_base(name) for name in (*own, *there)):
         return {}
     return sources_of([name for name in own if name not in there], [*there])

@@ -73,6 +73,7 @@ KINDS = {
     ),
     "evaluator": RegistryKind("EVALUATOR", "val_evaluator and test_evaluator", "val_evaluator={}"),
     "models": RegistryKind("MODELS", "model and data_preprocessor", "data_preprocessor={}"),
+    "transforms": RegistryKind("TRANSFORMS", "transforms", "transforms=[{}]", frozenset({"module", "model"})),
     "reporters": RegistryKind("REPORTERS", "visualizer", "visualizer=[{}]"),
     "visualizers": RegistryKind("VISUALIZERS", "visualizer", "visualizer={}", base="flextrain.Visualizer"),
 }

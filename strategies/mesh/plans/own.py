@@ -19,7 +19,7 @@ from ..transformers_private import (
     pretrained_models,
     resolved_plans,
 )
-from .adapters import with_adapters
+from .rules_of_adapters import with_adapters
 
 SUMMED = "replicated_with_grad_allreduce"
 """Style of a module that every process has whole and uses for its own heads, so that gradients have to be summed."""

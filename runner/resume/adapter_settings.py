@@ -24,18 +24,18 @@ def adapter_configurations(model: nn.Module) -> dict[str, dict[str, dict[str, An
             continue
         configurations = getattr(module, "peft_config", None)
         if isinstance(configurations, Mapping) and all(hasattr(each, "to_dict") for each in configurations.values()):
-            found[name] = {str(adapter): _plain(each.to_dict()) for adapter, each in configurations.items()}
+            found[name] = {str(adapter): _as_json(each.to_dict()) for adapter, each in configurations.items()}
     return found
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A value of a configuration as JSON has it, in the way in which peft writes it."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(map(_plain, value), key=str)
+        return sorted(map(_as_json, value), key=str)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_as_json(each) for each in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

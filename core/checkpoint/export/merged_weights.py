@@ -18,12 +18,12 @@ from torch import Tensor
 from ...errors import CheckpointError, counted
 from ..foreign.stored_tensors import MODEL
 from ..frozen_prints import FrozenPrints
-from ..load.adapter_names import BASE, COPIES, ORIGINAL, is_adapter, plain_name, sources_of
+from ..load.adapter_names import BASE, COPIES, ORIGINAL, is_adapter, name_in_base, sources_of
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import TensorReader, reading
 from ..safetensors_file import write_safetensors
-from .adapters import Adapter, adapter_in
+from .exported_adapters import Adapter, adapter_in
 from .extra_state import ExportedTensor
 from .weights import weights_to_export
 
@@ -74,7 +74,7 @@ def merged(
         values = {key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, "adapters")}
         aliases = source.values.get(_ALIASES)
         if isinstance(aliases, Mapping):
-            inner = {plain_name(str(alias)): plain_name(str(name)) for alias, name in aliases.items()}
+            inner = {name_in_base(str(alias)): name_in_base(str(name)) for alias, name in aliases.items()}
             values[_ALIASES] = {alias: name for alias, name in inner.items() if alias != name}
         result = opened.renamed(opened.entries, {**values, **opened.values})
         result.path = source.path  # for messages
@@ -145,7 +145,7 @@ class _Weights:
         found = {name: name for name in lacking if name in own}
         found |= sources_of([name for name in lacking if name not in found], list(own))
         if missing := [name for name in lacking if name not in found]:
-            raise CheckpointError(f"{base}: has no {plain_name(missing[0])}, which {source.path} has left out")
+            raise CheckpointError(f"{base}: has no {name_in_base(missing[0])}, which {source.path} has left out")
         other = stack.enter_context(reading(opened))
         for name, there in found.items():
             self._info[name], self._of[name] = own[there], (other, own[there].key)
@@ -181,15 +181,15 @@ def _fingerprint(tensor: Tensor) -> str:
 def _plan(weights: _Weights, adapter: Adapter) -> list[_Merged]:
     """The tensors of the model without adapters, in the order of the checkpoint."""
     plan: list[_Merged] = []
-    copied = {plain_name(name) for name in weights if _is_copy_of(name, adapter)}
+    copied = {name_in_base(name) for name in weights if _is_copy_of(name, adapter)}
     merged_bases = set()
     for name in weights:
         parts = name.split(".")
         if is_adapter(name) or (COPIES in parts and not _is_copy_of(name, adapter)):
             continue
-        if ORIGINAL in parts and plain_name(name) in copied:
+        if ORIGINAL in parts and name_in_base(name) in copied:
             continue
-        each = _of_layer(name, weights, adapter) if BASE in parts else _Merged(plain_name(name), name)
+        each = _of_layer(name, weights, adapter) if BASE in parts else _Merged(name_in_base(name), name)
         merged_bases.add(each.up)
         plan.append(each)
     unused = [
@@ -212,7 +212,7 @@ def _is_second(name: str) -> bool:
 
 def _of_layer(name: str, weights: _Weights, adapter: Adapter) -> _Merged:
     layer, _, key = name.rpartition(f".{BASE}.")
-    plain, own = plain_name(name), adapter.name
+    base_name, own = name_in_base(name), adapter.name
     if key == "weight":
         for down, up in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
             is_table = down != "lora_A"
@@ -220,15 +220,15 @@ def _of_layer(name: str, weights: _Weights, adapter: Adapter) -> _Merged:
             names = f"{layer}.{down}.{own}{end}", f"{layer}.{up}.{own}{end}"
             if all(each in weights for each in names):
                 rank = weights.info(names[0]).shape[0]
-                return _Merged(plain, name, *names, _scale(layer, rank, adapter), is_table)
+                return _Merged(base_name, name, *names, _scale(layer, rank, adapter), is_table)
     elif key == "bias" and (bias := f"{layer}.lora_B.{own}.bias") in weights:
         rank = weights.info(f"{layer}.lora_A.{own}.weight").shape[0]
-        return _Merged(plain, name, up=bias, scale=_scale(layer, rank, adapter))
-    return _Merged(plain, name)
+        return _Merged(base_name, name, up=bias, scale=_scale(layer, rank, adapter))
+    return _Merged(base_name, name)
 
 
 def _scale(layer: str, rank: int, adapter: Adapter) -> float:
-    config, name = adapter.config, plain_name(adapter.inner(layer) or layer)
+    config, name = adapter.config, name_in_base(adapter.inner(layer) or layer)
     patterns = config.get("alpha_pattern") or {}
     alpha = next(
         (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), config.get("lora_alpha", 8)
