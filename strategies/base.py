@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,14 @@ def kept_gradients(engine: str) -> StrategyError:
         f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
         "runner with resume=True, or with load_from"
     )
+
+
+@contextmanager
+def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -99,16 +107,14 @@ class Strategy(WholeWeights):
             names: of parameters and buffers, in the user's model.
         """
 
-    @contextmanager
-    def change_context(self, model: nn.Module, state: Tensor) -> Iterator[None]:
+    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
         """Return the context in which a transform changes a model that ``init_context`` or the user gave; before ``setup``.
 
         Args:
             model: the module as it is so far.
             state: that of torch's generator on the CPU from which it draws, so that it draws the same under every strategy.
         """
-        with drawing_apart(state), self._context_like(model):
-            yield
+        return _within(drawing_apart(state), self._context_like(model))
 
     def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which parameters are made like those of a model that was not set up yet."""

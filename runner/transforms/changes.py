@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class ModelState:
         parameters = {
             name: _Parameter(
                 parameter,
-                0 if is_lazy(cast(object, parameter)) else math.prod(shape_of(parameter)),
+                0 if is_lazy(cast(Any, parameter)) else math.prod(shape_of(parameter)),
                 _kind(parameter),
                 parameter.requires_grad,
             )

@@ -59,9 +59,9 @@ def export_adapter(
         if (folder / name).exists():
             raise CheckpointError(f"{folder / name}: is there already, give another folder")
     weights = [
-        ExportedTensor(name, weight.key, weight.shape, weight.dtype)
+        ExportedTensor(own, weight.key, weight.shape, weight.dtype)
         for weight in weights_to_export(source, averaged, dtype)
-        if (name := found.exported(weight.name)) is not None
+        if (own := found.exported(weight.name)) is not None
     ]
     if not weights:
         raise CheckpointError(f'{source.path}: has no tensor of the adapter "{found.name}"')

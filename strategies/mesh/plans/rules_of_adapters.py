@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import cast
 
 from torch import nn
 
@@ -71,7 +70,7 @@ def _check(name: str, style: str, children: Mapping[str, nn.Module]) -> None:
 
 
 def _adapters(children: Mapping[str, nn.Module], kind: str) -> list[tuple[str, nn.Module]]:
-    return [(name, cast(nn.Module, layer)) for name, layer in _module(children, kind).named_children()]
+    return [(name, layer) for name, layer in _module(children, kind).named_children()]
 
 
 def _module(children: Mapping[str, nn.Module], kind: str) -> nn.Module:
