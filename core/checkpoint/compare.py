@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from ..stored_dtypes import DTYPES
 from .load.checkpoint import Checkpoint
 from .load.whole_tensors import TensorReader, reading
 
+_OF_THE_RUN = re.compile(
+    r"message_hub\.scalars\.(\w+/)?((data_)?time|memory|max_memory|\w*_per_second|mfu)\..*"
+    r"|message_hub\.info\.(last_ckpt|best_ckpt)|meta\.(experiment_name|time)"
+)
 # Number of elements that are compared at a time, in float64.
 _BLOCK = 2**20
 
@@ -97,6 +102,11 @@ def compare(a: Checkpoint, b: Checkpoint, counts: Callable[[str], bool] = lambda
         values=values,
         equal=len(shared) + len(paths) - len(tensors) - len(values),
     )
+
+
+def is_of_the_run(path: str) -> bool:
+    """Whether a plain value says when, where or how fast a run was, which differs between two runs of equal numbers."""
+    return _OF_THE_RUN.fullmatch(path) is not None
 
 
 def _compare_tensor(key: str, a: TensorReader, b: TensorReader) -> TensorDifference | None:

@@ -74,6 +74,7 @@ def add(commands: Any) -> None:
     diff.add_argument("b", metavar="B", help="the other one")
     diff.add_argument("pattern", nargs="?", metavar="PATTERN", help="only keys like this: '*.bias', or a part of them")
     diff.add_argument("--part", choices=_PARTS, help="only the tensors of this part; `show` lists the parts")
+    diff.add_argument("--all", action="store_true", help="also when, where and how fast the runs were")
 
 
 def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -324,14 +325,27 @@ def _exported(arguments: argparse.Namespace) -> list[Path]:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from ..core.checkpoint import open_weights
-    from ..core.checkpoint.compare import compare
+    from ..core.checkpoint.compare import compare, is_of_the_run
 
     pattern, prefix = arguments.pattern, _PARTS.get(arguments.part, "")
+    left_out: list[str] = []
+
+    def counts(key: str) -> bool:
+        if not (arguments.all or pattern) and is_of_the_run(key):
+            left_out.append(key)
+            return False
+        return key.startswith(prefix) and _matches(key, pattern)
+
     a, b = open_weights(arguments.a), open_weights(arguments.b)
-    found = compare(a, b, lambda key: key.startswith(prefix) and _matches(key, pattern))
+    found = compare(a, b, counts)
     if pattern and not found and not found.equal:
         raise _unlike("diff", pattern, a, b)
-    print_json(finite_json(_as_json(found))) if arguments.json else _print_comparison(found, console())
+    if arguments.json:
+        print_json(finite_json(_as_json(found)))
+    else:
+        _print_comparison(found, console())
+        if left_out and not prefix:
+            console().print("not compared: when, where and how fast the runs were (--all compares it)")
     return 1 if found else 0
 
 

@@ -16,6 +16,7 @@ from flextrain.commands.formatting import human_size
 from flextrain.core.checkpoint import Checkpoint, directory, mark_latest, save_checkpoint
 from flextrain.core.checkpoint.compare import compare, difference_of
 
+from ..runner.training import make_runner
 from .test_export import trained
 
 Capture = pytest.CaptureFixture[str]
@@ -275,6 +276,20 @@ def test_diff_of_the_same(path: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "all 7 are equal" in run(capsys, "diff", path, path)
     found = run_json(capsys, "diff", path, path)
     assert found == {"equal": 7, "only_a": [], "only_b": [], "tensors": {}, "values": {}}
+
+
+def test_diff_of_equal_runs(tmp_path: Path, capsys: Capture) -> None:
+    """Times and folders differ between runs of equal numbers; they are compared if it is asked for."""
+    for name in "ab":
+        make_runner(
+            tmp_path / name, train_cfg=dict(max_epochs=1), default_hooks=dict(checkpoint=dict(interval=1))
+        ).train()
+    paths = (tmp_path / "a" / "epoch_1", tmp_path / "b" / "epoch_1")
+    text = run(capsys, "diff", *paths)
+    assert "are equal" in text
+    assert "not compared: when, where and how fast" in text
+    assert "message_hub.info.last_ckpt" in run_json(capsys, "diff", *paths, "--all", status=1)["values"]
+    assert "message_hub.info.last_ckpt" in run_json(capsys, "diff", *paths, "last_ckpt", status=1)["values"]
 
 
 def test_diff(tmp_path: Path, path: Path, capsys: Capture) -> None:
