@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from flextrain import CheckpointError
-from flextrain.core.checkpoint import open_weights, without_prefix
+from flextrain.core.checkpoint import match_weights, open_weights, without_prefix
 from flextrain.core.checkpoint.foreign.dcp_index import read_index
 from flextrain.core.checkpoint.load.whole_tensors import reading
 
@@ -330,6 +330,26 @@ def test_a_payload_in_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match="it holds posix.system, and loading that would execute code"):
         read(folder)
     assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_one_file_of_a_folder(tmp_path: Path, file: str) -> None:
+    folder = save(some_state(), tmp_path / "dcp")
+    with pytest.raises(
+        CheckpointError, match=f"is one file of a directory of torch.distributed.checkpoint, give {folder}"
+    ):
+        open_weights(folder / file)
+
+
+def test_names_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
+    state = {**some_state(), "a.weigth": torch.ones(1), "steps": torch.ones(3)}
+    del state["a.weight"]
+    source = open_weights(save({"model": state}, tmp_path / "dcp"))
+    source, _ = without_prefix(source, some_state())
+    _, fits, report = match_weights(source, {f"model.{name}": tensor for name, tensor in some_state().items()}, {})
+    assert "missing a.weight (like a.weigth); unexpected a.weigth (like a.weight)" in str(report)
+    assert "other shape steps (file (3,), model ())" in str(report)
+    assert fits.keys() == {"model.a.bias", "model.scale", "model.turned", "model.none"}
 
 
 def test_a_folder_of_several(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def find(folder: Path) -> Path | None:
     return None
 
 
+def is_part(path: Path) -> bool:
+    """Whether a file is one of those in such a directory."""
+    return path.name.endswith((INDEX, ".distcp"))
+
+
 def open_directory(folder: Path) -> Checkpoint:
     """Open the tensors in a directory from ``find``, under the keys ``model.<name>``, whatever else the name begins with.
 

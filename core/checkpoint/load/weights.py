@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...comm.joint_errors import gather_differing, raising_together, told_by_rank_0
-from ...errors import nearest
+from ...errors import CheckpointError, nearest
 from ...module_state import EXTRA, module_of
 from ..directory import is_checkpoint
 from ..foreign import accelerate, dcp, deepspeed, hugging_face
@@ -62,6 +62,8 @@ def _open(path: Path) -> Checkpoint:
     if not path.is_file():
         # A checkpoint that is being replaced is missing for a moment; Checkpoint.open recovers it.
         return Checkpoint.open(path)
+    if dcp.is_part(path):
+        raise CheckpointError(f"{path}: is one file of a directory of torch.distributed.checkpoint, give {path.parent}")
     return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)
 
 
