@@ -177,6 +177,63 @@ def test_a_subfolder_of_accelerate(tmp_path: Path) -> None:
     assert read(tmp_path / "saved").keys() == {f"model.{name}" for name in some_state()}
 
 
+def test_a_file_of_lightning(tmp_path: Path) -> None:
+    weights = {f"model.{name}": tensor for name, tensor in some_state().items()}
+    content = {"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": weights, "hyper_parameters": {"lr": 0.1}}
+    torch.save(
+        {**content, "callbacks": {"ModelCheckpoint{'monitor': None}": {"best": torch.tensor(1.0)}}}, tmp_path / "a.ckpt"
+    )
+    source, line = without_prefix(open_weights(tmp_path / "a.ckpt"), some_state())
+    assert {key.removeprefix("model.") for key in source.entries} == some_state().keys()
+    assert line == (
+        f'{tmp_path / "a.ckpt"} (Lightning): "model." is removed from the names of its weights; '
+        "not loaded: epoch, hyper_parameters, callbacks"
+    )
+
+
+@pytest.mark.full
+def test_what_lightnings_trainer_writes(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = torch.nn.Linear(3, 1)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.model(batch).mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=2, default_root_dir=tmp_path, **quiet)
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 3), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    source, line = without_prefix(open_weights(tmp_path / "a.ckpt"), ["weight", "bias"])
+    assert line is not None
+    assert "hyper_parameters" in line or "more" in line
+    with reading(source) as reader:
+        assert torch.equal(reader.read("model.weight"), module.model.weight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("safe", [True, False])
+def test_what_accelerate_writes(tmp_path: Path, safe: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(tmp_path / "saved", safe_serialization=safe)
+    source, line = without_prefix(open_weights(tmp_path / "saved"), ["weight", "bias"])
+    assert line is not None
+    assert "(Accelerate): not loaded: optimizer" in line
+    with reading(source) as reader:
+        assert torch.equal(reader.read("model.weight"), model.weight)
+
+
 # Damage and attacks
 
 
