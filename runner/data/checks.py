@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...core.config import check_call
 from ...core.errors import ConfigError, counted, one_of, suggest
-from ...core.registry import DATA_SAMPLERS, FUNCTIONS
+from ...core.registry import DATA_SAMPLERS
 from . import first_samples
+from .collators import check_collate, named_function
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler, follows_span
 from .user_loaders import gives_batches, length_of
@@ -63,7 +64,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
             for key in ("batch_size", "shuffle", "sampler", "drop_last"):
                 if key in cfg:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
-    _check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
+    check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
 
 
@@ -198,24 +199,6 @@ def is_infinite(sampler: Any) -> bool:
     else:
         sampler_class = type(sampler)
     return inspect.isclass(sampler_class) and issubclass(sampler_class, InfiniteSampler)
-
-
-def _check_collate(collate: Any, where: str) -> None:
-    if isinstance(collate, (Mapping, str)):
-        function, arguments = named_function(collate, where)
-        batch = next(iter(inspect.signature(function).parameters), "")
-        check_call(function, arguments, where, (batch,))
-    elif not callable(collate):
-        raise ConfigError(f"{where}: {collate!r} is not allowed, give a function, its name, or dict(type=...)")
-
-
-def named_function(cfg: Mapping[str, Any] | str, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return the function that a configuration names, and its keyword arguments."""
-    if isinstance(cfg, Mapping) and "type" not in cfg:
-        raise ConfigError(f"{where}.type: missing, say which function")
-    kind = cfg["type"] if isinstance(cfg, Mapping) else cfg
-    arguments = {key: value for key, value in cfg.items() if key != "type"} if isinstance(cfg, Mapping) else {}
-    return FUNCTIONS.resolve(kind, f"{where}.type"), arguments
 
 
 def worker_facts(function: Any, arguments: Mapping[str, Any]) -> list[str]:

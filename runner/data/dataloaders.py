@@ -18,6 +18,7 @@ from ...core.heartbeat import heartbeat
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
 from . import checks, first_samples
+from .collators import build_collate, named_function
 from .dataloader_reader import Feed
 from .dataset_wrappers import build_dataset, is_config
 from .epochs import tell_loader_epoch
@@ -26,6 +27,7 @@ from .read_again import timed
 from .sample_seeds import order_seed
 from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, use_shard
 from .sources.file_list import print_of
+from .streams.divided_streams import divided
 from .streams.saved_streams import loader_of_stream
 from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
 
@@ -83,19 +85,15 @@ def build_dataloader(
     dataset = first_samples.limited(dataset, limit, kwargs, shard[1], where)
     in_batch = None if kwargs.get("batch_sampler") is not None else kwargs.get("batch_size", 1)
     checks.check_has_batches(dataset, in_batch, kwargs.get("drop_last"), where)
-    collate = kwargs.pop("collate_fn", "pseudo_collate")
-    if isinstance(collate, (Mapping, str)):
-        function, arguments = checks.named_function(collate, f"{where}.collate_fn")
-        # A lambda could not be pickled for worker processes that are not forked.
-        collate = functools.partial(function, **arguments) if arguments else function
+    collate = build_collate(kwargs.pop("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     if isinstance(kwargs.get("worker_init_fn"), (Mapping, str)):
-        function, arguments = checks.named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
+        function, arguments = named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
         facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
         facts = {name: facts[name] for name in checks.worker_facts(function, arguments)}
         kwargs["worker_init_fn"] = functools.partial(function, **arguments, **facts)
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
-        return loader_of_stream(dataset, kwargs, training, where, logger)
+        return loader_of_stream(divided(dataset, shard, where, logger), kwargs, training, where, logger)
     sampler = kwargs.pop("sampler", None)
     shuffle = kwargs.pop("shuffle", training)
     if sampler is None:
