@@ -54,11 +54,13 @@ def build_collate(collate: Any, where: str) -> Callable[[Any], Any]:
         where: the configuration key, for messages.
     """
     if not isinstance(collate, (Mapping, str)):
-        return collate  # type: ignore[no-any-return]
+        given: Callable[[Any], Any] = collate
+        return given
     function, arguments = named_function(collate, where)
     if not inspect.isclass(function):
         # A lambda could not be pickled for worker processes that are not forked.
-        return functools.partial(function, **arguments) if arguments else function  # type: ignore[no-any-return]
+        named: Callable[[Any], Any] = functools.partial(function, **arguments) if arguments else function
+        return named
     made = {}
     for name, value in arguments.items():
         made[name] = _made(value, f"{where}.{name}") if _is_described(value) else value

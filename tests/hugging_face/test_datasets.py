@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 
 from flextrain import FlexibleRunner
 from flextrain.core.errors import ConfigError
@@ -36,6 +36,8 @@ class Sum(nn.Module):
 
 
 def rows() -> Any:
+    import datasets
+
     return datasets.Dataset.from_dict({"input_ids": [[number, 3] for number in range(SAMPLES)]})
 
 
