@@ -61,10 +61,9 @@ def build_collate(collate: Any, where: str) -> Callable[[Any], Any]:
         # A lambda could not be pickled for worker processes that are not forked.
         named: Callable[[Any], Any] = functools.partial(function, **arguments) if arguments else function
         return named
-    made = {}
-    for name, value in arguments.items():
-        made[name] = _made(value, f"{where}.{name}") if _is_described(value) else value
-    return function(**made)  # type: ignore[no-any-return]
+    described = {name: value for name, value in arguments.items() if _is_described(value)}
+    made: Any = function(**arguments | {name: _made(value, f"{where}.{name}") for name, value in described.items()})
+    return made  # type: ignore[no-any-return]
 
 
 def _is_described(value: Any) -> bool:
