@@ -279,8 +279,8 @@ class TrainData:
 
     @property
     def stream_workers(self) -> int | None:
-        """Number of workers that read a stream, whose order depends on it; None for other data."""
-        is_stream = isinstance(self._dataset, IterableDataset) and not self.keeps_position
+        """Number of workers that read a stream, whose order and state depend on it; None for other data."""
+        is_stream = isinstance(self._dataset, IterableDataset)
         return getattr(self.loader, "num_workers", None) if is_stream else None
 
     def position(self, epoch: int, window: int) -> int | None:

@@ -369,14 +369,18 @@ def test_streams_of_hugging_face(tmp_path: Path, workers: int) -> None:
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("torchdata")
 
-    def settings() -> dict[str, Any]:
+    def settings(workers: int = workers) -> dict[str, Any]:
         numbers = datasets.Dataset.from_dict({"number": list(range(40))}).to_iterable_dataset(num_shards=2)
         source = numbers.map(lambda row: as_sample(row["number"]), remove_columns=["number"]).with_format("torch")
         loader = dict(dataset=source, batch_size=2, collate_fn="default_collate", num_workers=workers)
-        return {**stream(tmp_path), "train_dataloader": loader}
+        # Twenty updates are a pass.
+        return {**stream(tmp_path), "train_dataloader": loader, "train_cfg": dict(by_epoch=False, max_iters=26)}
 
     whole = on(None, tmp_path / "whole", settings())
-    on(None, tmp_path / "run", settings(), 4)
+    on(None, tmp_path / "run", settings(), 22)
     found = on(None, tmp_path / "run", settings())
-    assert found["trained"] == whole["trained"][4:]
+    assert found["trained"] == whole["trained"][22:]
     assert not any("again" in line for line in found["said"])
+    on(None, tmp_path / "other", settings(), 4)
+    with pytest.raises(CheckpointError, match="was saved in the middle of an epoch with (workers|sampler)=.*, it is"):
+        on(None, tmp_path / "other", settings(1))
