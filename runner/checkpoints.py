@@ -21,7 +21,7 @@ from .resume import run_state
 from .resume.choose_checkpoint import find_start
 from .resume.exporting import export_model
 from .resume.failed_saves import check_on_error
-from .resume.frozen_weights import leaves_out
+from .resume.frozen_weights import frozen_advice, leaves_out
 from .resume.pretrained_weights import ToRead, read_pretrained
 from .resume.savable import check_can_be_saved
 from .resume.saver import Saver
@@ -264,6 +264,8 @@ class Checkpoints(BuildMethods):
             self.logger.info(f"Nothing to resume in {self.checkpoint_dir}, training starts from the beginning")
         if any(hook.checkpoint_dir(self) for hook in self.hooks):
             check_can_be_saved(self)
+            if line := frozen_advice(self):
+                self.logger.info(line)
         self._started = True
 
     def _begin(self) -> None:

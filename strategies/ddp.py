@@ -27,6 +27,7 @@ from .anomalous import WithoutGradient
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
+from .sharded_parameters import check_not_quantised
 from .state import Optim
 from .trainable import TrainableAsBefore
 
@@ -142,6 +143,8 @@ class DDPStrategy(Strategy):
     _recorded = False
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
+        if self.topology.data.count > 1:
+            check_not_quantised(model, type(self).__name__)
         if (
             self.config.sync_bn
             and self.device.type == "cpu"

@@ -15,16 +15,22 @@ _logger = logging.getLogger("flextrain")
 
 def check_real(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if a parameter is complex, whose shards would be joined with those of real ones, or quantised."""
+    check_not_quantised(model, strategy)
     for name, parameter in model.named_parameters():
-        if type(parameter).__module__.partition(".")[0] in QUANTISERS:
-            raise StrategyError(
-                f"model.{name}: is quantised ({type(parameter).__name__}), which {strategy} cannot shard; choose DDPStrategy, or "
-                "leave it as it is"
-            )
         if parameter.is_complex():
             raise StrategyError(
                 f"model.{name}: is {str(parameter.dtype).removeprefix('torch.')}, and {strategy} shards real parameters "
                 "only; hold it as pairs of real numbers (torch.view_as_real), make it a buffer, or choose DDPStrategy"
+            )
+
+
+def check_not_quantised(model: nn.Module, strategy: str) -> None:
+    """Raise StrategyError if a parameter is of a package whose tensors are more than numbers in rows."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.partition(".")[0] in QUANTISERS:
+            raise StrategyError(
+                f"model.{name}: is quantised ({type(parameter).__name__}), which {strategy} cannot share between processes; train "
+                "on one device, or leave the weights as they are"
             )
 
 

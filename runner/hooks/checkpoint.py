@@ -11,7 +11,6 @@ from ...core.errors import ConfigError, counted
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights
 from ..resume.failed_saves import check_on_error
-from ..resume.frozen_weights import frozen_advice
 from .awaited_saves import AwaitedSaves
 from .best_scores import BestScores
 from .fast_tier import FastTier
@@ -193,8 +192,6 @@ class CheckpointHook(Hook):
             runner.logger.warning(doubt)
         when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
         runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
-        if line := frozen_advice(runner):
-            runner.logger.info(line)
         if runner.iter == 0 or not self._has_looked:
             names = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
             names += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []

@@ -89,7 +89,7 @@ class Float8Training:
 class Quantize:
     """Stores the weights of linear layers in few bits by torchao, and freezes them: for a base under adapters.
 
-    The model needs its values, so give it as an instance. Strategies that shard parameters refuse such weights.
+    The model needs its values, so give it as an instance. Strategies of several processes refuse such weights.
 
     Args:
         config: a class of ``torchao.quantization``, such as "Int8WeightOnlyConfig", or an instance of one.

@@ -516,17 +516,18 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(caught.value).endswith(f"pip install flextrain[{extra}]")
 
 
-def under_mixed(folder: Path) -> str:
+def quantised(folder: Path, under: str) -> str:
     torch.manual_seed(0)
     transforms = [dict(type="Quantize", patterns=["blocks.*"])]
-    return refused(folder, "fsdp", transforms[0], model=WithNorms(width=64))
+    return refused(folder, under, transforms[0], model=WithNorms(width=64))
 
 
 @pytest.mark.distributed
-def test_a_quantised_model_is_not_sharded(tmp_path: Path, workers2: WorkerGroup) -> None:
+@pytest.mark.parametrize("under, name", [("fsdp", "FSDPStrategy"), ("ddp", "DDPStrategy")])
+def test_a_quantised_model_is_refused(tmp_path: Path, workers2: WorkerGroup, under: str, name: str) -> None:
     pytest.importorskip("torchao")
-    for message in workers2.run(under_mixed, tmp_path):
-        assert message.startswith("model.blocks.0.0.weight: is quantised (Int8Tensor), which FSDPStrategy cannot shard")
+    for message in workers2.run(quantised, tmp_path, under):
+        assert message.startswith(f"model.blocks.0.0.weight: is quantised (Int8Tensor), which {name} cannot share")
 
 
 def test_other_arguments_are_not_taken_for_it() -> None:
