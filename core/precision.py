@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, StrategyError, one_of
 from .normalisation_layers import is_norm
+from .trees import map_tensors
 
 DTYPES = {
     "float32": torch.float32,
@@ -108,7 +109,12 @@ def cast_parameters(module: nn.Module, precision: Precision) -> None:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
     module.register_forward_pre_hook(_cast_hook(dtype), with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: cast_tensors(output, torch.float32))
+    module.register_forward_hook(lambda _, __, output: output_in_float32(output))
+
+
+def output_in_float32(output: Any) -> Any:
+    """A model's output with floating-point tensors in float32, also in dataclasses and dicts of other classes."""
+    return map_tensors(Tensor, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
 
 def _cast_hook(dtype: torch.dtype) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.checkpoint.flat_shard import FlatShard
-from ...core.precision import cast_tensors
+from ...core.precision import cast_tensors, output_in_float32
 from . import engine_internals
 from .swapping import is_in_file
 
@@ -28,7 +28,7 @@ def cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype, chosen: Collec
         return args, {name: cast_tensors(arg, dtype) if name in chosen else arg for name, arg in kwargs.items()}
 
     model.register_forward_pre_hook(cast, with_kwargs=True)
-    model.register_forward_hook(lambda _, __, output: cast_tensors(output, torch.float32))
+    model.register_forward_hook(lambda _, __, output: output_in_float32(output))
 
 
 def float32_originals(model: nn.Module, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor]:

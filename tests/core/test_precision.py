@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -102,6 +104,30 @@ def test_full_precision_changes_nothing() -> None:
     assert dtypes(net.parameters()) == (FULL,)
     run(net)
     assert set(net.seen.values()) == {FULL, torch.int64}
+
+
+class Output(OrderedDict):
+    """As those of transformers: a dict of a class of its own."""
+
+
+@dataclass
+class Predicted:
+    logits: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, Output, Predicted])
+def test_outputs_of_all_kinds_are_float32(kind: Any) -> None:
+    class Gives(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return kind(logits=super().forward(x), label=torch.ones(1, dtype=torch.int64))
+
+    net = Gives(2, 2)
+    cast_parameters(net, Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    found = net(torch.ones(1, 2))
+    assert type(found) is kind
+    values = vars(found) if kind is Predicted else found
+    assert (values["logits"].dtype, values["label"].dtype) == (FULL, torch.int64)
 
 
 def test_cast_tensors_leaves_other_things_alone() -> None:
