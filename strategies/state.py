@@ -83,6 +83,20 @@ class CanonicalState(ProcessEnvironment):
         state = {name: optim.master(p) if optim else p for name, p in self.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
 
+    def computed_with(self) -> dict[str, Tensor]:
+        """Return this process's live parameters as the model computes with them, not their masters, by name.
+
+        Types give the layout, as in ``model_state``. Whoever writes to frozen ones calls ``take_written`` afterwards.
+        """
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def take_written(self, names: Collection[str]) -> None:
+        """Let the next forward use what was written to ``computed_with()[name]`` of frozen parameters; a collective.
+
+        Args:
+            names: of the parameters; those that other processes hold are not among them.
+        """
+
     def appeared(self) -> tuple[list[str], list[str]]:
         """Return the names of the parameters, and of the persistent buffers, that were added after ``setup``."""
         late = tensor_names(self.module) - self._at_setup if self._at_setup else frozenset()

@@ -23,6 +23,7 @@ from .pruning import PruningHook
 from .runtime_info import RuntimeInfoHook
 from .sampler_seed import DistSamplerSeedHook
 from .sync_buffers import SyncBuffersHook
+from .teacher import TeacherHook
 
 DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -56,5 +57,6 @@ __all__ = [
     "PruningHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
+    "TeacherHook",
     "get_priority",
 ]

@@ -47,7 +47,7 @@ class WeightAverage:
     @torch.no_grad()
     def lerp_to_model(self, weight: float) -> None:
         """Move the averages towards the weights by the share ``weight`` of the distance."""
-        pairs = list(zip(map(_local, self._averages), map(_local, self._model), strict=True))
+        pairs = list(zip(map(local_part, self._averages), map(local_part, self._model), strict=True))
         alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
         if alike:
             averages, tensors = map(list, zip(*alike, strict=True))
@@ -82,10 +82,10 @@ class WeightAverage:
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    foreach_copy_(list(map(_local, to)), list(map(_local, source)))
+    foreach_copy_(list(map(local_part, to)), list(map(local_part, source)))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this process's shard of a sharded tensor, which shares its memory; any other tensor itself."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()

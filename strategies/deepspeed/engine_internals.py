@@ -94,6 +94,14 @@ def own_shard(parameter: Any) -> FlatShard:
     return FlatShard(shard.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
 
 
+def gather_small(parameters: Iterable[Any]) -> None:
+    """Gather again, from their shards, those of stage 3 that stay whole because they are small; a collective."""
+    whole = [p for p in parameters if is_partitioned(p) and p.ds_persist and p.ds_status.name == "AVAILABLE"]
+    if whole:
+        whole[0].partition(whole)
+        whole[0].all_gather(whole)
+
+
 def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
     """Cast this process's shard of a parameter to another dtype; one in a file is written again by ``renew_buffers``."""
     if not swapping.is_in_file(parameter):

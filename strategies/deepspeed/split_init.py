@@ -29,7 +29,7 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
     # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32.
     split = deepspeed.zero.Init(config_dict_or_path=keys)
     alike = _Alike(split, world_size, largest)
-    with split, _NoWritingIntoNothing():
+    with split, _NoWritingIntoNothing(), _copies_are_split(split):
         try:
             yield
             alike.check("nothing")
@@ -41,6 +41,28 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
                 "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
                 "(1,), or strategy.zero_init=False to have the model built whole"
             ) from error
+
+
+@contextlib.contextmanager
+def _copies_are_split(split: Any) -> Iterator[None]:
+    """Make ``copy.deepcopy`` of a sharded parameter a sharded parameter too; torch's would be empty, without its shard."""
+    usual = nn.Parameter.__deepcopy__
+
+    def deepcopy(parameter: Any, memo: dict[int, Any]) -> Any:
+        if not hasattr(parameter, "ds_id") or id(parameter) in memo:
+            return usual(parameter, memo)
+        parameter.all_gather([parameter])
+        copied = nn.Parameter(parameter.data.clone(), parameter.requires_grad)
+        parameter.partition([parameter])
+        split._zero_init_param(copied)
+        memo[id(parameter)] = copied
+        return copied
+
+    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Parameter.__deepcopy__ = usual  # type: ignore[method-assign]
 
 
 class _Alike:

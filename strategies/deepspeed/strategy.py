@@ -42,12 +42,13 @@ from .running_statistics import keep_running_statistics
 from .split_init import restore_linear, split_at_once
 from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper
+from .written_weights import WrittenWeights
 
 logger = logging.getLogger("flextrain")
 
 
 @STRATEGIES.register_module()
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(WrittenWeights, Strategy):
     """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
 
     Precision, accumulation and clipping come from OptimWrapper or AmpOptimWrapper, or from MMEngine's keys in these options;

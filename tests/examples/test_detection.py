@@ -12,7 +12,7 @@ from flextrain.testing.loop import alone
 
 from .recipes import make, means, recipe, same, trained
 
-SIZE = ("--epochs", "2", "--pictures", "64", "--width", "8", "--accumulate", "2")
+SIZE = ("--epochs", "8", "--pictures", "64", "--width", "8", "--accumulate", "2")
 STRATEGIES = [
     "ddp",
     pytest.param("fsdp", marks=pytest.mark.full),

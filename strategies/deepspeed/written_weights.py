@@ -1,0 +1,37 @@
+"""WrittenWeights: frozen parameters of an engine that something else writes to, such as a teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from ...core.errors import StrategyError
+from ..base import Strategy
+from . import engine_internals, swapping
+
+
+class WrittenWeights(Strategy):
+    """The part of DeepSpeedStrategy that gives the weights that the engine computes with, and takes them up again."""
+
+    def computed_with(self) -> dict[str, Tensor]:
+        """See Strategy; in the dtype of the engine, at stage 3 as FlatShards.
+
+        Raises:
+            StrategyError: shards are in files.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            if swapping.is_in_file(parameter):
+                raise StrategyError(
+                    f"strategy.zero_optimization.offload_param: {name} is in a file, to which only the engine writes; give "
+                    'device="cpu", or leave it out'
+                )
+            is_split = engine_internals.is_partitioned(parameter)
+            found[name] = engine_internals.own_shard(parameter) if is_split else parameter.detach()
+        return found
+
+    def take_written(self, names: Collection[str]) -> None:
+        """See Strategy."""
+        written = set(names)
+        engine_internals.gather_small(p for name, p in self.module.named_parameters() if name in written)
