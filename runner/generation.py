@@ -16,6 +16,9 @@ from ..core.random_state import kept_random_state
 from ..core.torch_private import without_compiling
 from ..strategies.base import Strategy
 
+# Names of tensors without which a model of transformers has nothing to generate from.
+_INPUTS = frozenset({"input_ids", "inputs_embeds", "input_features", "pixel_values", "decoder_input_ids"})
+
 
 def check_generates(model: nn.Module) -> None:
     """Raise ConfigError if a model has no ``generate``; it names a part of the model that has one."""
@@ -45,7 +48,14 @@ def generate(
         options: further arguments of the model's ``generate``.
     """
     check_generates(strategy.module)
-    asking = [rank for rank, asks in enumerate(gather_differing(inputs is not None)) if asks]
+    misplaced = [key for key in options if key in _INPUTS] if inputs is None else []
+    given = gather_differing((inputs is not None, misplaced))
+    asking = [rank for rank, (asks, _) in enumerate(given) if asks]
+    if wrong := next((names for _, names in given if names), None):
+        raise ConfigError(
+            f"generate.inputs: is None, and {wrong[0]} is an argument of its own; give it in a dict: "
+            f"generate(dict({wrong[0]}=..., attention_mask=...), max_new_tokens=20)"
+        )
     if not asking:
         raise ConfigError("generate.inputs: is None on every process, give inputs on one or more")
     if isinstance(inputs, Mapping) and (both := sorted(inputs.keys() & options.keys())):

@@ -230,6 +230,11 @@ def loads_and_generates(folder: str, strategy: dict[str, Any]) -> tuple[Any, Any
     assert (found is None) == (runner.rank == 0)
     with pytest.raises(ConfigError, match="generate.inputs: is None on every process"):
         runner.generate()
+    with pytest.raises(
+        ConfigError, match=r"inputs: is None, and input_ids is an argument of its own; .*dict\(input_ids"
+    ):
+        # On one process alone: the other would wait for it, or leave its inputs out without a word.
+        runner.generate(ids) if runner.rank == 0 else runner.generate(input_ids=ids)
     with pytest.raises(StrategyError, match="memory_limit: 10 bytes is not enough"):
         runner.generate(ids, memory_limit=10)
     with pytest.raises(ConfigError, match="generate.input_ids: is given twice"):
