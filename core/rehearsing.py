@@ -24,6 +24,7 @@ from .rehearsing_private import (
     indexing_with_values,
     is_fake,
     join_fake_group,
+    moving_what_moves,
     outside_fake_mode,
 )
 from .torch_private import fake_mode
@@ -89,7 +90,7 @@ def rehearsal(rank: int, world_size: int) -> Iterator[WithoutValues]:
     join_fake_group(rank, world_size)
     _current.append(found := WithoutValues())
     try:
-        with indexing_with_values():
+        with indexing_with_values(), moving_what_moves():
             yield found
     finally:
         _current.clear()

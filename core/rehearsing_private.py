@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,6 +82,27 @@ def indexing_with_values() -> Iterator[None]:
     finally:
         for (owner, name), function in zip(replaced, before, strict=True):
             setattr(owner, name, function)
+
+
+@contextmanager
+def moving_what_moves() -> Iterator[None]:
+    """Context in which ``module.to(...)`` that changes nothing leaves the parameters alone. 2.15.
+
+    Torch exchanges parameters without values for new ones even then, which it cannot while something refers to them weakly.
+    """
+    before = nn.Module._apply
+
+    def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        own = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(tensor.grad is None and function(tensor) is tensor for tensor in own):
+            return self
+        return before(self, function, recurse)
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -29,6 +29,14 @@ def test_a_perceptron_under_ddp(workers2):
     assert {traffic.axis for traffic in pairs[0][0].traffic} == {"data"}
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+def test_adapters(workers2, strategy):
+    """peft moves what it adds to the device of the base, which a plan cannot and need not."""
+    pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
+    for planned, real in workers2.run(both, strategy, 2, "mlp", "adapters"):
+        check(planned, real, 0.0 if strategy == "ddp" else 0.01)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, to count what torch's allocator gives out")
 @pytest.mark.parametrize(("strategy", "model"), GRID)

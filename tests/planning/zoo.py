@@ -1,4 +1,4 @@
-"""Script for `flextrain plan`: ``zoo.py MODEL [ac] [accumulate]`` trains a tiny model of one of the families that are compared."""
+"""Script for `flextrain plan`: ``zoo.py MODEL [ac] [accumulate] [adapters]`` trains a tiny model of one of the families that are compared."""
 
 import os
 import sys
@@ -119,8 +119,10 @@ def main(name, *options):
     strategy = dict(type="FSDPStrategy", wrap=[BLOCKS[name]])
     if "ac" in options:
         strategy["activation_checkpointing"] = dict(classes=[BLOCKS[name]])
+    adapters = [dict(type="LoRA", r=4, target_modules=r"blocks\.\d\.[02]")] if "adapters" in options else []
     FlexibleRunner(
         model=MODELS[name](),
+        transforms=adapters,
         train_dataloader=dict(dataset=Samples(name), batch_size=8, collate_fn="default_collate"),
         train_cfg=dict(by_epoch=True, max_epochs=1),
         strategy=strategy,
