@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/momentum_teacher.py --strategy zero3
 
 The student sees one distorted picture of a handwritten digit, and predicts the teacher's features of another one, as in BYOL
-(https://arxiv.org/abs/2006.07733). Labels serve only to measure how good the features are.
+(https://arxiv.org/abs/2006.07733). Labels serve only to measure whether features
+tell digits apart: if all features became alike, the loss would fall too.
 """
 
 from __future__ import annotations

@@ -56,19 +56,18 @@ class Pairs(Dataset[Pair]):
 
 
 def collate(pairs: Sequence[Pair]) -> dict[str, Tensor]:
-    """Pad the texts to one length: first all that are preferred, then all others.
+    """Pad the texts to one length.
 
-    ``input_ids``: (2 * pairs, length) int64; ``is_answer``: the same shape, bool: tokens whose likelihood counts.
+    ``input_ids``: (pairs, 2, length) int64, first the preferred text; ``is_answer``: the same shape, bool: tokens whose likelihood
+    counts. Pairs are the first dimension, so that whatever divides a batch leaves them together.
     """
-    texts = [(prompt, chosen) for prompt, chosen, _ in pairs] + [(prompt, rejected) for prompt, _, rejected in pairs]
-    length = max(len(prompt) + len(answer) for prompt, answer in texts)
-    input_ids = torch.full((len(texts), length), PADDING)
-    is_answer = torch.zeros(len(texts), length, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(texts):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor(prompt + answer)
-        is_answer[row, len(prompt) : end] = True
-    return {"input_ids": input_ids, "is_answer": is_answer}
+    texts = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    length = max(map(len, texts))
+    input_ids = torch.tensor([text + [PADDING] * (length - len(text)) for text in texts])
+    begins = torch.tensor([len(prompt) for prompt, _, _ in pairs]).repeat_interleave(2)
+    ends, places = torch.tensor([len(text) for text in texts]), torch.arange(length)
+    is_answer = (places >= begins[:, None]) & (places < ends[:, None])
+    return {"input_ids": input_ids.view(-1, 2, length), "is_answer": is_answer.view(-1, 2, length)}
 
 
 class Preferences(BaseModel):
@@ -90,10 +89,11 @@ class Preferences(BaseModel):
         return self
 
     def forward(self, input_ids: Tensor, is_answer: Tensor, mode: str = "tensor") -> Any:
+        input_ids, is_answer = input_ids.flatten(0, 1), is_answer.flatten(0, 1)
         ours = log_likelihoods(self.policy, input_ids, is_answer)
         with torch.no_grad():
             theirs = log_likelihoods(self.reference, input_ids, is_answer)
-        chosen, rejected = (self.beta * (ours - theirs)).chunk(2)
+        chosen, rejected = (self.beta * (ours - theirs)).view(-1, 2).unbind(1)
         margin = chosen - rejected
         if mode == "loss":
             return {

@@ -46,7 +46,7 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
 @contextlib.contextmanager
 def _copies_are_split(split: Any) -> Iterator[None]:
     """Make ``copy.deepcopy`` of a sharded parameter a sharded parameter too; torch's would be empty, without its shard."""
-    usual = nn.Parameter.__deepcopy__
+    usual: Any = nn.Parameter.__deepcopy__
 
     def deepcopy(parameter: Any, memo: dict[int, Any]) -> Any:
         if not hasattr(parameter, "ds_id") or id(parameter) in memo:
