@@ -90,9 +90,9 @@ def moving_what_moves() -> Iterator[None]:
 
     Torch exchanges parameters without values for new ones even then, which it cannot while something refers to them weakly.
     """
-    before = nn.Module._apply
+    before: Any = nn.Module._apply
 
-    def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    def apply(self: nn.Module, function: Any, recurse: bool = True) -> Any:
         own = [*self.parameters(recurse), *self.buffers(recurse)]
         if all(tensor.grad is None and function(tensor) is tensor for tensor in own):
             return self
