@@ -78,8 +78,8 @@ def question(words: Sequence[str]) -> str:
 class Reversals(Dataset[dict[str, Tensor]]):
     """Questions with their answers: ``input_ids`` of both, and ``labels``, which leave out the question. Both (length,)."""
 
-    def __init__(self, tokenizer: Any, length: int, first: int = 0) -> None:
-        self.tokenizer, self.length, self.first = tokenizer, length, first
+    def __init__(self, tokenizer: Any, length: int, first: int = 0, backwards: bool = True) -> None:
+        self.tokenizer, self.length, self.first, self.backwards = tokenizer, length, first, backwards
 
     def __len__(self) -> int:
         return self.length
@@ -88,7 +88,8 @@ class Reversals(Dataset[dict[str, Tensor]]):
         draw = random.Random(self.first + index)
         words = draw.sample(WORDS, draw.randint(2, 4))
         asked = self.tokenizer(question(words), add_special_tokens=False).input_ids
-        answer = self.tokenizer(" " + " ".join(reversed(words)), add_special_tokens=False).input_ids
+        said = words[::-1] if self.backwards else words
+        answer = self.tokenizer(" " + " ".join(said), add_special_tokens=False).input_ids
         asked, answer = [self.tokenizer.bos_token_id, *asked], [*answer, self.tokenizer.eos_token_id]
         if asked[0] is None:  # a tokenizer that has no such token
             del asked[0]
@@ -160,8 +161,8 @@ def strategy(name: str | None) -> Any:
     return dict(type=name, wrap="blocks")  # each layer is gathered when it computes
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str, work_dir: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pretrained", type=Path, help="folder of a causal language model with its tokenizer")
     parser.add_argument("--strategy", help="ddp, fsdp, zero3, mesh:tp=2 and so on; default: one device or DDP")
     parser.add_argument("--max-iters", type=int, default=300)
@@ -170,10 +171,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     parser.add_argument("--memory-limit", help='of the weights that generation gathers: "2GiB"')
-    parser.add_argument("--work-dir", default="work_dirs/fine_tuning")
+    parser.add_argument("--work-dir", default=work_dir)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work-dir")
     parser.add_argument("--export", type=Path, help="write a folder for from_pretrained at the end")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    return parser_of(__doc__.splitlines()[0], "work_dirs/fine_tuning").parse_args(arguments)
 
 
 def base_folder(arguments: argparse.Namespace) -> Path:
@@ -186,7 +191,8 @@ def base_folder(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def make_runner(arguments: argparse.Namespace) -> FlexibleRunner:
+def make_runner(arguments: argparse.Namespace, backwards: bool = True, **options: Any) -> FlexibleRunner:
+    """The run; ``options`` are further ones of FlexibleRunner, or others than those here."""
     folder = base_folder(arguments)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token_id is None:
@@ -201,12 +207,12 @@ def make_runner(arguments: argparse.Namespace) -> FlexibleRunner:
         )
 
     interval = min(50, arguments.max_iters)
-    return FlexibleRunner(
+    given: dict[str, Any] = dict(
         # Built without values; each process reads its own part of the folder's weights.
         model=dict(type="transformers:AutoModelForCausalLM", pretrained=str(folder)),
         work_dir=arguments.work_dir,
         strategy=strategy(arguments.strategy),
-        train_dataloader=dataloader(Reversals(tokenizer, 4096), shuffle=True),
+        train_dataloader=dataloader(Reversals(tokenizer, 4096, backwards=backwards), shuffle=True),
         optim_wrapper=dict(
             type="AmpOptimWrapper" if arguments.bf16 else "OptimWrapper",
             optimizer=dict(type="AdamW", lr=arguments.lr),
@@ -216,7 +222,7 @@ def make_runner(arguments: argparse.Namespace) -> FlexibleRunner:
         ),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False, T_max=arguments.max_iters),
         train_cfg=dict(by_epoch=False, max_iters=arguments.max_iters, val_interval=interval),
-        val_dataloader=dataloader(Reversals(tokenizer, 64, first=1_000_000), shuffle=False),
+        val_dataloader=dataloader(Reversals(tokenizer, 64, 1_000_000, backwards), shuffle=False),
         val_cfg=dict(memory_limit=arguments.memory_limit) if arguments.memory_limit else dict(),
         val_evaluator=[dict(type=ExactMatch, tokenizer=tokenizer), dict(type="Perplexity")],
         default_hooks=dict(
@@ -225,6 +231,7 @@ def make_runner(arguments: argparse.Namespace) -> FlexibleRunner:
         randomness=dict(seed=0),
         resume=arguments.resume,
     )
+    return FlexibleRunner(**{**given, **options})
 
 
 def ask(model: Any, tokenizer: Any, words: Sequence[str]) -> str:
