@@ -238,9 +238,9 @@ class Checkpoints(BuildMethods):
         but = f", without {', '.join(left_out)}" if left_out else ""
         self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")
 
-    def _load_left_out(self, path: Path) -> None:
+    def _load_left_out(self, path: str | Path) -> None:
         """Load the base of a checkpoint that was saved without its frozen parameters, if load_from gives one."""
-        base = self.options.load_from
+        base, path = self.options.load_from, as_path(path)
         if base is None or self._has_weights or as_path(base) == path or not leaves_out(path):
             return
         self.logger.info(f"{path}: was saved without its frozen parameters, which are loaded from {shown(base)} first")

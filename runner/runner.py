@@ -352,6 +352,7 @@ class FlexibleRunner(Checkpoints):
             with self._running():
                 source, _ = find_source(self)
                 if source is not None and not self._started and not self._has_weights:
+                    self._load_left_out(source)
                     self.load_checkpoint(source)  # _started stays False: train() may still resume from it
                 self._check_initialised()
                 yield built

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...core.comm import collectives as dist
 from ...core.errors import ConfigError
 from ...core.registry import METRICS
 from .base import BaseMetric
@@ -70,7 +71,9 @@ class Perplexity(BaseMetric):
     def _sum(self, outputs: Any, labels: Tensor, tokens: Tensor) -> Tensor:
         loss, logits = (_of(outputs, name) for name in ("loss", "logits"))
         if isinstance(loss, Tensor) and self._source != "logits":
-            return loss.detach().float().mean() * tokens.to(loss.device)
+            count = tokens.to(loss.device)
+            # Without tokens the mean is 0/0.
+            return torch.where(count > 0, loss.detach().float().mean() * count, 0.0)
         if not isinstance(logits, Tensor) or self._source == "loss":
             wanted = self._source or "loss nor logits"
             has = "has neither" if self._source is None else "has no"
@@ -88,6 +91,11 @@ class Perplexity(BaseMetric):
         if self.results:  # one copy from the device, in place of one for each batch
             losses, tokens = (torch.stack(values).cpu() for values in zip(*self.results, strict=True))
             self.results[:] = [(float(losses.double().sum()), int(tokens.sum()))]
+        if size is not None and dist.is_main():
+            _logger.warning(
+                "Perplexity: the sampler of the evaluation repeats samples to make all processes even, and their tokens count "
+                "again; give dict(type='DefaultSampler')"
+            )
         return super().evaluate(None)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:

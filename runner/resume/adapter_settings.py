@@ -28,6 +28,15 @@ def adapter_configurations(model: nn.Module) -> dict[str, dict[str, dict[str, An
     return found
 
 
+def transposed_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers with an adapter whose weights have their inputs first.
+
+    Args:
+        model: as for ``adapter_configurations``; of a pipeline this process's part.
+    """
+    return [name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", None) is True]
+
+
 def _as_json(value: Any) -> Any:
     """A value of a configuration as JSON has it, in the way in which peft writes it."""
     if isinstance(value, enum.Enum):

@@ -23,6 +23,7 @@ from ...core.checkpoint import (
     what_is_not_finite,
     without_prefix,
 )
+from ...core.checkpoint.export.exported_adapters import TRANSPOSED
 from ...core.checkpoint.load.adapter_names import is_adapter
 from ...core.checkpoint.participants import Participants
 from ...core.comm.joint_errors import gather_differing, raising_together
@@ -35,7 +36,7 @@ from ...core.supervision import job
 from ...core.torch_private import storage_key
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
-from .adapter_settings import ADAPTERS, adapter_configurations
+from .adapter_settings import ADAPTERS, adapter_configurations, transposed_layers
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
 from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView
@@ -111,6 +112,7 @@ def save(
             "hooks": {name: sorted(part) for name, part in hooks.items() if part},
             LATE: late_buffers,
             **({FROZEN: frozen(runner)} if save_optimizer else {}),
+            **({TRANSPOSED: transposed_layers(strategy.module)} if found else {}),
         },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed

@@ -53,11 +53,23 @@ def trained(folder: Path, lora: dict[str, Any], model: Any = llama, **options: A
         runner.close()
 
 
-def gpt2() -> Any:
+def gpt2(**changes: Any) -> Any:
     config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        vocab_size=64,
+        n_positions=64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        **changes,
     )
     return transformers.GPT2LMHeadModel(config)
+
+
+def untied_gpt2() -> Any:
+    return gpt2(tie_word_embeddings=False)
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -67,6 +79,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "embedding": (llama, {**LORA, "target_modules": ["embed_tokens", "q_proj"]}),
     "named": (llama, {**LORA, "adapter_name": "mine"}),
     "gpt2": (gpt2, {"type": "LoRA", "r": 4, "target_modules": ["c_attn", "c_proj"]}),
+    # The head is a Linear and comes last, so that peft's settings say so of all layers; c_proj is square.
+    "two_layouts": (untied_gpt2, {"type": "LoRA", "r": 4, "target_modules": ["c_attn", "c_proj", "lm_head"]}),
     "biases": (gpt2, {"type": "LoRA", "r": 4, "target_modules": ["c_attn"], "bias": "all"}),
 }
 

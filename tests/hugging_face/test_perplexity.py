@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_of_masked_models_every_label_counts() -> None:
     metric.process({"labels": labels[:, :1]}, {"loss": torch.tensor(3.0)})
     assert metric.evaluate()["perplexity"] == pytest.approx(math.exp((1.5 * 2 + 3.0) / 3))
     assert math.isnan(metric.evaluate()["perplexity"])
+
+
+def test_the_mean_of_no_tokens_counts_nothing() -> None:
+    """Labels on a device are not looked at before the end."""
+    found = Perplexity()._sum({"loss": torch.tensor(math.nan)}, torch.empty(0), torch.tensor(0))
+    assert float(found) == 0
+
+
+def test_samples_that_a_sampler_repeats_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metric = Perplexity()
+    metric.process({"labels": torch.tensor([[3, 1, 2]])}, {"loss": torch.tensor(1.5)})
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    with caplog.at_level("WARNING", "flextrain"):
+        metric.evaluate(1)
+    assert "Perplexity: the sampler of the evaluation repeats samples" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,18 @@ def test_a_resumed_run_gets_the_base_first(tmp_path: Path) -> None:
         adapted(tmp_path / "run", "single", 2, resume=True, **given)
 
 
+def test_what_comes_before_training_has_the_base_too(tmp_path: Path) -> None:
+    state = save_base(tmp_path / "base.pth")
+    given = dict(load_from=str(tmp_path / "base.pth"))
+    _, trained = adapted(tmp_path / "run", "single", 1, **given)
+    runner, _ = adapted_run(tmp_path / "run", "single", 2, resume=True, randomness=dict(seed=5), **given)
+    runner.generate(torch.tensor([[3, 4]]), max_new_tokens=1, pad_token_id=0)
+    found = {name.replace("base_layer.", ""): value for name, value in runner.strategy.module.state_dict().items()}
+    runner.close()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert all(torch.equal(found[name], value) for name, value in trained.items())
+
+
 def test_a_restart_gets_the_base_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_base(tmp_path / "base.pth")
     given = dict(load_from=str(tmp_path / "base.pth"))

@@ -244,6 +244,16 @@ def test_shuffled_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PackedTokens(docs, 7, shuffle_documents=True, seed=1)[0]["input_ids"].tolist() != passes[0][:7]
 
 
+@pytest.mark.parametrize("labels", ["same", "next"])
+@pytest.mark.parametrize("end_token", [None, 0])
+def test_labels_are_written_to_alone(tmp_path: Path, labels: Any, end_token: int | None) -> None:
+    """A transform may mask labels in place."""
+    np.arange(1, 41, dtype=np.uint16).tofile(tmp_path / "0.bin")
+    sample = PackedTokens(TokenFiles(tmp_path), 8, labels=labels, end_token=end_token)[1]
+    sample["labels"][:4] = -100
+    assert sample["input_ids"].tolist() == list(range(9, 17))
+
+
 def test_samples_share_no_memory() -> None:
     """Labels may be masked in place, and what is kept of a document stays as it is."""
     packed = PackedTokens([list(range(1, 21))], 5)

@@ -12,6 +12,9 @@ from ..load.adapter_names import BASE, COPIES, ORIGINAL, PREFIX, is_adapter
 from ..load.checkpoint import Checkpoint
 
 KEY = "adapters"
+TRANSPOSED = "transposed_adapters"
+"""Key of a checkpoint: names of the layers with an adapter whose weights have their inputs first, as those of Conv1D in GPT-2 do.
+Settings of an adapter have one value for all layers, which is that of the layer that peft has changed last."""
 _NOT_LORA = "peft_type"
 
 

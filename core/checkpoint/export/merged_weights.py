@@ -23,7 +23,7 @@ from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import TensorReader, reading
 from ..safetensors_file import write_safetensors
-from .exported_adapters import Adapter, adapter_in
+from .exported_adapters import KEY, TRANSPOSED, Adapter, adapter_in
 from .extra_state import ExportedTensor
 from .weights import weights_to_export
 
@@ -69,9 +69,11 @@ def merged(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flextrain_merged_")))
         path = folder / "model.safetensors"
         tensors = {each.name: (weights.info(each.base).dtype, weights.info(each.base).shape) for each in plan}
-        write_safetensors(path, tensors, (each.value(weights, found) for each in plan), {"format": "pt"})
+        write_safetensors(path, tensors, (each.value(weights) for each in plan), {"format": "pt"})
         opened = open_weights(path)
-        values = {key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, "adapters")}
+        values = {
+            key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, KEY, TRANSPOSED)
+        }
         aliases = source.values.get(_ALIASES)
         if isinstance(aliases, Mapping):
             inner = {name_in_base(str(alias)): name_in_base(str(name)) for alias, name in aliases.items()}
@@ -91,6 +93,7 @@ class _Merged:
         down, up: the names of the adapter's two matrices, or of its bias as ``up``; empty: nothing is added.
         scale: what their product is multiplied by.
         is_table: whether they are those of an embedding.
+        is_transposed: whether the base has its inputs first.
     """
 
     name: str
@@ -99,8 +102,9 @@ class _Merged:
     up: str = ""
     scale: float = 0.0
     is_table: bool = False
+    is_transposed: bool = False
 
-    def value(self, weights: _Weights, adapter: Adapter) -> Tensor:
+    def value(self, weights: _Weights) -> Tensor:
         base = weights.read(self.base)
         if not self.up:
             return base
@@ -109,7 +113,7 @@ class _Merged:
         if self.down:
             change = change @ weights.read(self.down).to(wide)
         change = change.T if self.is_table else change
-        if change.shape != base.shape or adapter.config.get("fan_in_fan_out"):
+        if change.shape != base.shape or self.is_transposed:
             change = change.T if change.ndim > 1 and not self.is_table else change
         if change.shape != base.shape:
             raise CheckpointError(
@@ -125,6 +129,7 @@ class _Weights:
         self, stack: ExitStack, source: Checkpoint, weights: list[ExportedTensor], base: str | os.PathLike[str] | None
     ) -> None:
         self._of: dict[str, tuple[TensorReader, str]] = {}
+        self._transposed = source.values.get(TRANSPOSED)
         self._info = {weight.name: weight for weight in weights}
         reader = stack.enter_context(reading(source))
         self._of = {weight.name: (reader, weight.key) for weight in weights}
@@ -165,6 +170,11 @@ class _Weights:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)
+
+    def is_transposed(self, layer: str, adapter: Adapter) -> bool:
+        """Whether the weight of a layer has its inputs first; older checkpoints have only the settings of the adapter."""
+        known = self._transposed
+        return layer in known if isinstance(known, list) else bool(adapter.config.get("fan_in_fan_out"))
 
     def info(self, name: str) -> ExportedTensor:
         return self._info[name]
@@ -220,7 +230,8 @@ def _of_layer(name: str, weights: _Weights, adapter: Adapter) -> _Merged:
             names = f"{layer}.{down}.{own}{end}", f"{layer}.{up}.{own}{end}"
             if all(each in weights for each in names):
                 rank = weights.info(names[0]).shape[0]
-                return _Merged(base_name, name, *names, _scale(layer, rank, adapter), is_table)
+                scale, is_transposed = _scale(layer, rank, adapter), weights.is_transposed(layer, adapter)
+                return _Merged(base_name, name, *names, scale, is_table, is_transposed)
     elif key == "bias" and (bias := f"{layer}.lora_B.{own}.bias") in weights:
         rank = weights.info(f"{layer}.lora_A.{own}.weight").shape[0]
         return _Merged(base_name, name, up=bias, scale=_scale(layer, rank, adapter))

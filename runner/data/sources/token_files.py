@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ....core.config import PositiveInt
-from ....core.errors import ConfigError, DataError
+from ....core.errors import ConfigError, DataError, one_of
 from ....core.registry import DATASETS
 from .file_source import FileSource
 from .index_files import index_of
@@ -94,7 +94,7 @@ class TokenFiles(FileSource):
     ) -> None:
         where = where or "TokenFiles"
         if dtype not in TokenType.__args__:  # type: ignore[attr-defined]
-            raise ConfigError(f'{where}.dtype: {dtype!r} is not allowed, choose "uint16", "uint32", "int32" or "int64"')
+            raise ConfigError(f"{where}.dtype: {dtype!r} is not allowed, choose {one_of(TokenType.__args__)}")  # type: ignore[attr-defined]
         if ends is not None and end_token is not None:
             raise ConfigError(f"{where}.ends: end_token is given too, give one of them")
         if skip_bytes < 0:

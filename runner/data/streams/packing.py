@@ -228,8 +228,10 @@ class PackedTokens(Dataset[Any]):
         inputs = self._filled(tokens[:length] if len(tokens) > length else tokens, self.pad_token or 0)
         sample = {"input_ids": inputs}
         if self.labels is not None:
+            # In memory of their own: a transform may write to them.
             is_whole = self.labels == "same" and len(tokens) == length
-            sample["labels"] = inputs.clone() if is_whole else self._filled(tokens[self.labels == "next" :], IGNORED)
+            labels = inputs if is_whole else self._filled(tokens[self.labels == "next" :], IGNORED)
+            sample["labels"] = labels.clone() if len(tokens) >= length else labels
         if self.position_ids:
             sample["position_ids"] = self._filled(np.concatenate(positions)[:length], 0)
         if self.segment_ids:
