@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,11 @@ ALL = tuple(name for name in vars(nn.init) if name.endswith("_") and not name.st
 
 
 @contextmanager
-def initializing_with(replacement: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
-    """Context in which each of ``READ_VALUES`` is what ``replacement`` gives for it, wherever it was imported by name."""
-    put_off = {function: replacement(function) for function in READ_VALUES.values()}
+def initializing_with(
+    replacement: Callable[[Callable[..., Tensor]], Callable[..., Tensor]], names: Iterable[str] = tuple(READ_VALUES)
+) -> Iterator[None]:
+    """Context in which functions of nn.init are what ``replacement`` gives for them, wherever they were imported by name."""
+    put_off = {function: replacement(function) for name in names if callable(function := getattr(nn.init, name))}
     replaced = list(_mentions(put_off))
     for namespace, name, function in replaced:
         namespace[name] = put_off[function]

@@ -32,8 +32,6 @@ def strategy(name: str | None) -> dict[str, Any]:
         name = "ddp" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "single"
     chosen = fine_tuning.strategy(name)
     chosen = chosen if isinstance(chosen, dict) else dict(type=chosen)
-    if name == "zero3":
-        chosen["zero_init"] = False  # adapters get their first values when their layers are complete
     return dict(**chosen, exclude_frozen_parameters=True)
 
 

@@ -154,8 +154,6 @@ def strategy(arguments: argparse.Namespace) -> Any:
     name = arguments.strategy
     if name is not None and name.startswith(("fsdp", "mesh")):
         options["wrap"] = ["LlamaDecoderLayer"]  # each layer of both models is gathered when it computes
-    if name == "zero3":
-        options["zero_init"] = False  # transformers' models give all their layers values at once, at the end
     if name is None and not options:
         return None
     return dict(type=name or "single", **options)

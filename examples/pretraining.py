@@ -87,8 +87,6 @@ def language_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def strategy(name: str | None) -> Any:
-    if name == "zero3":
-        return dict(type=name, zero_init=False)  # this Llama draws its weights when it is complete
     if name is None or not name.startswith(("fsdp", "mesh")):
         return name
     return dict(type=name, wrap="blocks")  # each layer is gathered when it computes

@@ -22,7 +22,7 @@ from flextrain.tools.reference.registry_kinds import KINDS
 
 PUBLIC = sorted(set(Path(__file__).with_name("public_names.txt").read_text().split()))
 PACKAGES = {"flextrain", "torch", "deepspeed", "torch_npu", "torchmetrics", "torchvision", "optuna"}
-NOT_HERE = {"torch_npu", "wandb", "mlflow", "deepspeed"}
+NOT_HERE = {"torch_npu", "wandb", "mlflow", "deepspeed", "torchao"}
 """Packages that a machine for development may not have."""
 
 

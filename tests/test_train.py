@@ -302,3 +302,36 @@ def test_a_checkpoint_is_tested_with_a_configuration(
     ):  # fmt: skip
         assert main(["test", *arguments, "--work-dir", str(tmp_path / "none")]) == 2
         assert error in capfd.readouterr().err
+
+
+FREEZING = """
+strategy = dict(type="single", exclude_frozen_parameters=True)
+transforms = [dict(type="Freeze", patterns=["hidden.*"])]
+"""
+
+
+def test_a_checkpoint_without_its_frozen_weights_is_tested_with_them(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "downstream" / "scores.py").write_text(SCORES)
+    (project / "configs" / "frozen.py").write_text('_base_ = "wide.py"\n' + TESTED + FREEZING)
+    (project / "configs" / "all.py").write_text('_base_ = "wide.py"\n' + TESTED)
+    assert main(["train", "configs/wide.py", "--work-dir", str(tmp_path / "base")]) == 0
+    base = f"load_from={tmp_path / 'base' / 'epoch_2'}"
+    config = Config.fromfile("configs/frozen.py")
+    config.merge_from_dict({"work_dir": str(tmp_path / "run"), "load_from": str(tmp_path / "base" / "epoch_2")})
+    runner = FlexibleRunner.from_cfg(config)
+    runner.train()
+    expected = runner.test()
+    checkpoint = str(tmp_path / "run" / "epoch_2")
+    capfd.readouterr()
+    arguments = ["test", "configs/frozen.py", checkpoint, "--work-dir", str(tmp_path / "tested")]
+    assert main(arguments) == 2
+    assert "was saved without its frozen parameters, give the weights that the run began with" in capfd.readouterr().err
+    assert main([*arguments, "--cfg-options", base]) == 0
+    said = "".join(capfd.readouterr())
+    assert f"wrong: {expected['wrong']:.4f}" in said
+    assert "not as in that run" not in said
+    other = f"load_from={tmp_path / 'base' / 'epoch_1'}"
+    assert main([*arguments, "--cfg-options", other]) == 0
+    assert "and 1 other are not as in that run" in "".join(capfd.readouterr())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from .formatting import FoldedHelp
@@ -36,22 +37,28 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate; see `test`."""
+    from ..core.checkpoint import Checkpoint, is_checkpoint
     from ..core.errors import ConfigError
     from ..tools.configured import load, runner_class  # imports torch, which other commands do not need
 
-    config = load(
-        arguments.config,
-        arguments.cfg_options,
-        work_dir=arguments.work_dir,
-        load_from=arguments.checkpoint,
-        launcher=arguments.launcher,
-    )
+    config = load(arguments.config, arguments.cfg_options, work_dir=arguments.work_dir, launcher=arguments.launcher)
     phase, other = ("val", "test") if arguments.val else ("test", "val")
     if config.get(f"{phase}_dataloader") is None:
         hint = "leave out --val" if arguments.val else "give --val"
         hint = f", {other}_dataloader has: {hint}" if config.get(f"{other}_dataloader") else ""
         raise ConfigError(f"{arguments.config}: {phase}_dataloader has no value{hint}")
-    config.merge_from_dict({"resume": False})  # the checkpoint that is named here is the one to evaluate
+    path = Path(arguments.checkpoint)
+    if is_checkpoint(path) and Checkpoint.open(path).values.get("left_out"):
+        if not config.get("load_from"):
+            raise ConfigError(
+                f"{path}: was saved without its frozen parameters, give the weights that the run began with: "
+                "--cfg-options load_from=PATH, or load_from in the configuration"
+            )
+        config.merge_from_dict(
+            {"resume": arguments.checkpoint}
+        )  # the runner loads what is left out from load_from, first
+    else:
+        config.merge_from_dict({"resume": False, "load_from": arguments.checkpoint})
     with runner_class(config).from_cfg(config) as runner:
         getattr(runner, phase)()
     return 0

@@ -37,8 +37,11 @@ def leaves_out(path: Path) -> bool:
     return told_by_rank_0(lambda: bool(Checkpoint.open(path).values.get(LEFT_OUT)))
 
 
-def check_left_out(runner: Run, checkpoint: Checkpoint) -> None:
+def check_left_out(runner: Run, checkpoint: Checkpoint, *, refuses: bool = True) -> None:
     """Compare the model's frozen parameters with the fingerprints in a checkpoint, if it has any; a collective.
+
+    Args:
+        refuses: whether other values are an error; else they are a warning.
 
     Raises:
         CheckpointError: on every process; it names the first parameter with other values.
@@ -51,10 +54,13 @@ def check_left_out(runner: Run, checkpoint: Checkpoint) -> None:
     other_dtype = [name for name, value in here.items() if value.split()[0] != str(saved[name]).split()[0]]
     different = [name for name, value in here.items() if value != saved[name] and name not in other_dtype]
     if different:
-        raise CheckpointError(
+        line = (
             f"{checkpoint.path}: was saved without its frozen parameters, and {_some(different)} not as in that run; build the model "
             "with the same weights or seed as then, or give the file with these weights as load_from"
         )
+        if refuses:
+            raise CheckpointError(line)
+        runner.logger.warning(line)
     if other_dtype:
         runner.logger.warning(
             f"{checkpoint.path}: was saved without its frozen parameters; {_some(other_dtype)} not compared with those of that run, "

@@ -291,6 +291,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         if any(has_some for has_some, _ in everywhere) and all(fits for _, fits in everywhere):
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
+    check_left_out(runner, opened, refuses=False)
     _warn_of_averages(runner, opened)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import StrategyError
+from .compiling import without_shared_memory
 
 
 def deepspeed() -> Any:
@@ -30,7 +31,8 @@ def init_distributed(backend: str, device: str) -> None:
         StrategyError: an environment variable is missing.
     """
     try:
-        deepspeed().init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
+        with without_shared_memory():
+            deepspeed().init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
     except KeyError as missing:  # of a variable that the accelerator needs
         raise StrategyError(
             f"strategy.device: DeepSpeed needs {missing} in the environment for {device}; flextrain doctor says where it comes from"

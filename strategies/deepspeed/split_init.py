@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from ...core.comm.agreement import first_difference
 from ...core.errors import StrategyError
+from ...core.initializers import ALL, initializing_with
 from .swapping import shard_numel
+from .writing_into_shards import WritingIntoShards, asking_first
 
 
 @contextlib.contextmanager
@@ -29,7 +30,8 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
     # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32.
     split = deepspeed.zero.Init(config_dict_or_path=keys)
     alike = _Alike(split, world_size, largest)
-    with split, _NoWritingIntoNothing(), _copies_are_split(split):
+    asking = initializing_with(asking_first, ALL)
+    with split, asking, WritingIntoShards(deepspeed, alike.check), _copies_are_split(split):
         try:
             yield
             alike.check("nothing")
@@ -107,19 +109,3 @@ def restore_linear() -> None:
     original = getattr(getattr(module, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
     if original is not None:
         torch.nn.functional.linear = original
-
-
-class _NoWritingIntoNothing(TorchFunctionMode):
-    """Raises StrategyError if a model initialises a sharded parameter: it is empty, so nothing would be written."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-            target = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if target is not None and hasattr(target, "ds_id") and target.numel() == 0:
-                raise StrategyError(
-                    f"model: its constructor calls {name} on a parameter of a layer that is split already, give "
-                    "strategy.zero_init=False to have the model built whole"
-                )
-        return func(*args, **kwargs)

@@ -27,7 +27,7 @@ from ..state import Optim
 from ..state_memory import StateMemory
 from ..trainable import TrainableAsBefore
 from . import engine_internals, swapping
-from .compiling import announced, without_shared_memory
+from .compiling import announced
 from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
 from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
 from .engine_memory import engine_memory
@@ -116,8 +116,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
             self._set_local_rank = True
         engine_internals.forget_process_groups()  # those of an earlier strategy in this process
-        with without_shared_memory():
-            init_distributed(spec.backend, self.device.type)
+        init_distributed(spec.backend, self.device.type)
 
     def _check_environment(self) -> None:
         resolve(self.config, None, self.device)

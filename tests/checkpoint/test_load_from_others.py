@@ -101,7 +101,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, dict(type="FSDPStrategy", wrap=["LlamaDecoderLayer"])),
     "fsdp3": (3, dict(type="FSDPStrategy", wrap=["LlamaDecoderLayer"])),
     "zero1": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1))),
-    "zero3": (2, dict(type="DeepSpeedStrategy", zero_init=False, zero_optimization=dict(stage=3))),
+    "zero3": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3))),
     "tp2": (2, dict(type="MeshStrategy", tp=2)),
     "pp2": (2, dict(type="MeshStrategy", pp=2)),
 }

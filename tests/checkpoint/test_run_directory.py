@@ -82,13 +82,14 @@ def check_contents(path: Path, processes: int) -> None:
     assert {key: info.shape for key, info in checkpoint.tensors.items()} == tensors_of_adamw()
     assert {info.dtype for info in checkpoint.tensors.values()} == {torch.float32}
     values = checkpoint.values
-    for name in (*TRAINED, *FROZEN):
+    for name in TRAINED:
         assert values[f"optim.group.{name}.lr"] == 0.01
         assert values[f"optim.group.{name}.optimizer"] == "AdamW"
+    assert not [key for key in values if key.startswith("optim.group.frozen")]  # their group has trained ones
     plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
     assert plain == {
         "scheduler", "loop", "data", "processes", "aliases", "message_hub", "own_losses", "meta", "hooks", "rng",
-        "loader", "late_buffers",
+        "loader", "late_buffers", "frozen",
         "optim.wrapper",
     }  # fmt: skip
     assert len(values["rng"]) == len(values["own_losses"]) == values["processes"] == processes

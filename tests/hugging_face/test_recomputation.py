@@ -72,7 +72,7 @@ def test_layers_are_computed_twice_with_the_same_result(tmp_path: Path, how: Any
     "make, strategy",
     [
         pytest.param(frozen_llama, FSDP_BF16, id="fsdp-bf16-frozen"),
-        pytest.param(frozen_llama, dict(type="zero3", zero_init=False), id="zero3", marks=pytest.mark.full),
+        pytest.param(frozen_llama, dict(type="zero3"), id="zero3", marks=pytest.mark.full),
         pytest.param(frozen_llama, dict(type="zero1"), id="zero1", marks=pytest.mark.full),
         pytest.param(frozen_llama, dict(type="ddp"), id="ddp", marks=pytest.mark.full),
         pytest.param(frozen_llama, dict(type="mesh", tp=2), id="tp2", marks=pytest.mark.full),

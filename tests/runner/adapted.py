@@ -29,7 +29,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1)),
     "zero2": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
     # The constructors of transformers initialise layers a second time, which ZeRO-3 cannot do while it divides them.
-    "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3), zero_init=False),
+    "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
     "tp2": dict(type="MeshStrategy", tp=2),
     "pp2": dict(type="MeshStrategy", pp=2),
 }

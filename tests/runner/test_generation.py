@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 DDP = dict(type="DDPStrategy")
 FSDP = dict(type="FSDPStrategy", wrap="blocks")
 # transformers initialises a layer again after its parts, which are split by then.
-ZERO3 = dict(
-    type="DeepSpeedStrategy", zero_init=False, zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0)
-)
+ZERO3 = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0))
 TP = dict(type="MeshStrategy", tp=2)
 PP = dict(type="MeshStrategy", pp=2)
 FULL = pytest.mark.full

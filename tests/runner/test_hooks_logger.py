@@ -459,7 +459,7 @@ def test_validation_does_not_count_as_training_and_its_last_batch_not_as_a_whole
     summary.validation_begins()
     clock.now += 50
     runner.epoch, runner.iter = 1, 10
-    summary.validation_ends({"name": "x", "perplexity": 3.0, "loss": 2.0, "acc": 1.0})
+    summary.validation_ends({"name": "x", "temperature": 3.0, "loss": 2.0, "acc": 1.0})
     assert next(summary.lines()) == "Trained 1 epoch (10 iterations) in 0:01:00, 7.50 samples/s without validation"
     runner.epoch, runner.iter = 2, 20
     summary.validation_ends({"loss": 3.0})

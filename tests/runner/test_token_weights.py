@@ -156,7 +156,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": dict(type="FSDPStrategy", wrap=["LlamaDecoderLayer"]),
     "zero1": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=1)),
     "zero2": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
-    "zero3": dict(type="DeepSpeedStrategy", zero_init=False, zero_optimization=dict(stage=3)),
+    "zero3": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
     "tp2": dict(type="MeshStrategy", tp=2),
     "pp2": dict(type="MeshStrategy", pp=2),
     "cp2": dict(type="MeshStrategy", cp=2),

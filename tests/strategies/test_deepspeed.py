@@ -414,10 +414,67 @@ def test_a_model_built_split(workers2: WorkerGroup, half: bool) -> None:
 
 
 class InitialisesItsParts(nn.Module):
+    """Sets values of layers that are built, in all the ways in which constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.table, self.other = nn.Linear(3, 5), nn.Embedding(6, 4), nn.Linear(3, 5)
+        nn.init.kaiming_uniform_(self.part.weight, a=2.0)
+        nn.init.trunc_normal_(self.table.weight, std=0.5)
+        self.part.bias.data.normal_().mul_(3.0)
+        with torch.no_grad():
+            self.table.weight[2].zero_()
+            self.table.weight[3:5, 1] = 7.0
+            self.other.weight.copy_(self.part.weight * 1.0 if self.part.weight.numel() else self.part.weight)
+        self.other.bias.data[1:3].fill_(2.0)
+        nn.init.xavier_uniform_(self.other.weight.detach()[:2])
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": (self.part(x) + self.other(x)).sum() + self.table.weight.sum()}
+
+
+def built_and_initialised() -> dict[str, Any]:
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
+    strategy.setup_environment()
+    torch.manual_seed(5 + strategy.rank)
+    with strategy.init_context():
+        model = InitialisesItsParts()
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    strategy.setup(model, adamw())
+    state = whole_state(strategy)
+    strategy.teardown()
+    return state
+
+
+@pytest.mark.distributed
+def test_a_constructor_may_set_values_of_layers_that_are_split(workers2: WorkerGroup) -> None:
+    torch.manual_seed(5)
+    reference = InitialisesItsParts().state_dict()
+    for found in workers2.run(built_and_initialised):
+        for name, expected in reference.items():
+            assert torch.equal(found[f"model.{name}"], expected), name
+
+
+class InitialisesUnequally(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.part = nn.Linear(3, 3)
-        nn.init.zeros_(self.part.weight)
+        nn.init.zeros_(self.part.weight if os.environ["RANK"] == "0" else self.part.bias)
+
+
+def built_unequally() -> str:
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
+    with pytest.raises(StrategyError) as caught, strategy.init_context():
+        InitialisesUnequally()
+    strategy.teardown()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_values_that_only_one_process_sets_are_refused(workers2: WorkerGroup) -> None:
+    for found in workers2.run(built_unequally):
+        assert "zeros_ on (3, 3)" in found
+        assert "every process has to build the same model" in found
 
 
 class HasAScalar(nn.Module):
@@ -429,7 +486,6 @@ class HasAScalar(nn.Module):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (InitialisesItsParts, "model: its constructor calls zero_ on a parameter of a layer that is split already"),
         (HasAScalar, "model: DeepSpeed cannot split a parameter without dimensions while the model is built"),
     ],
 )

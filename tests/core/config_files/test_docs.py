@@ -17,7 +17,7 @@ def test_commands_are_those_of_the_command_line() -> None:
     (block,) = re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)
     names = {command.__name__.rpartition(".")[2] for command in COMMANDS}
     used = set(re.findall(r"^flextrain (\w+)", block, flags=re.MULTILINE))
-    assert used == {"train", "run", "config", "plan"}
+    assert used == {"train", "test", "run", "config", "plan"}
     assert {"train_config", "run_script", "configurations", "plan"} <= names
 
 
