@@ -42,7 +42,7 @@ class WritingIntoShards(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        owner, indices = _owner_of(args[0]) if args else (None, ())
+        owner, indices = _owner_of(args[0] if args else None)
         if is_sharded(owner):
             if func in _WHOLE:
                 return _standing_for(owner, indices)
