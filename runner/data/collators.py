@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...core.config import check_call
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, FlexTrainError
 from ...core.registry import FUNCTIONS
 
 
@@ -62,8 +62,8 @@ def build_collate(collate: Any, where: str) -> Callable[[Any], Any]:
         named: Callable[[Any], Any] = functools.partial(function, **arguments) if arguments else function
         return named
     described = {name: value for name, value in arguments.items() if _is_described(value)}
-    made: Any = function(**arguments | {name: _made(value, f"{where}.{name}") for name, value in described.items()})
-    return made  # type: ignore[no-any-return]
+    made = {name: _made(value, f"{where}.{name}") for name, value in described.items()}
+    return _called(function, arguments | made, where)  # type: ignore[no-any-return]
 
 
 def _is_described(value: Any) -> bool:
@@ -71,8 +71,14 @@ def _is_described(value: Any) -> bool:
 
 
 def _made(cfg: Mapping[str, Any], where: str) -> Any:
-    function, arguments = named_function(cfg, where)
+    return _called(*named_function(cfg, where), where)
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
     try:
         return function(**arguments)
-    except (OSError, ValueError, ImportError) as error:  # such as a tokenizer's folder that is not there
-        raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
+    except FlexTrainError:
+        raise
+    except Exception as error:  # such as a tokenizer's folder that is not there
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"{where}: {reason}") from error

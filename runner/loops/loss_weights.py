@@ -14,7 +14,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from ...core.rehearsing import rehearsing, with_values
-from ...core.token_counts import IGNORED
+from ...core.token_counts import IGNORED, NUMBER, takes_number_of_items
 
 _UPDATES = 16
 logger = logging.getLogger("flextrain")
@@ -32,10 +32,22 @@ class Weighing:
         loss_weight: the model's; returns a number, or a CPU tensor: for one on the device the host has to wait.
         device: device of the losses.
         topology: the processes that make an update together.
+        hands_number: the loss of a batch is a sum, which the model divides by the items of the update.
+
+    Attributes:
+        factors: a factor for the loss of each micro-batch.
+        arguments: for the model's forward: ``num_items_in_batch`` of the update under way, float32, where it is handed.
     """
 
-    def __init__(self, loss_weight: Callable[[Any], Any], device: torch.device, topology: Topology) -> None:
+    def __init__(
+        self,
+        loss_weight: Callable[[Any], Any],
+        device: torch.device,
+        topology: Topology,
+        hands_number: bool = False,
+    ) -> None:
         self._loss_weight, self._device, self._topology = loss_weight, device, topology
+        self._hands_number, self.arguments = hands_number, dict[str, Tensor]()
         self._weights: list[float] = []
         self.factors: list[float] = []
         self._has_said: set[str] = set()
@@ -44,13 +56,15 @@ class Weighing:
     def of(cls, module: nn.Module, device: torch.device, topology: Topology) -> Weighing | None:
         """Return the Weighing of a model, or None if its ``loss_weight`` is missing, a number or a submodule."""
         found = getattr(module, "loss_weight", None)
-        return cls(found, device, topology) if callable(found) and not isinstance(found, nn.Module) else None
+        if not callable(found) or isinstance(found, nn.Module):
+            return None
+        return cls(found, device, topology, takes_number_of_items(module))
 
     def weigh(self, window: Sequence[Any]) -> bool:
         """Weigh the micro-batches of a window, and return True if any process has an item.
 
-        Then ``factors`` holds a factor for each loss: its share of all items, times the number of processes, because
-        gradients are averaged over them.
+        The factor of a mean is its share of all items, times the number of processes, because gradients are averaged over
+        them; that of a sum over all items is the number of data shards.
         """
         self._weights = [self._weight(batch) for batch in window]
         # The sum is over all processes. Items that several processes count, because they share a data shard, cancel out
@@ -60,7 +74,12 @@ class Weighing:
         if total == 0:
             self._say("an update had no items on any process and was skipped; later ones are skipped without a warning")
             return False
-        self.factors = [weight * self._topology.world_size / total for weight in self._weights]
+        world, shards = self._topology.world_size, self._topology.data.count
+        self.factors = [weight * world / total for weight in self._weights]
+        if self._hands_number:
+            # Filled on the device, so that nothing is copied to it.
+            self.arguments[NUMBER] = torch.full((), total * shards / world, dtype=torch.float32, device=self._device)
+            self.factors = [float(shards) if weight else 0.0 for weight in self._weights]
         return True
 
     def counts(self, batch: Any) -> bool:
@@ -83,14 +102,20 @@ class Weighing:
     def mean(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return what to log for a window: ``loss`` uses the factors, so its mean over processes is that over items.
 
-        Any other value is the mean over this process's items, and missing if it has none.
+        So do all losses of a model that divides sums. Any other value is the mean over this process's items, and missing if
+        it has none.
         """
         counted = [(weight, part) for weight, part in zip(self._weights, parts, strict=True) if weight]
-        losses = [part["loss"] * f for f, part in zip(self.factors, parts, strict=True) if f]
+        factors = [factor for factor in self.factors if factor]
+        losses = [part["loss"] * f for f, (_, part) in zip(factors, counted, strict=True)]
         loss = _sum(losses) if losses else torch.zeros((), device=self._device)
         own = sum(self._weights)
-        names = [n for n in (counted[0][1] if counted else ()) if all(n in part for _, part in counted)]
-        others = {name: _sum([part[name] * (w / own) for w, part in counted]) for name in names if name != "loss"}
+        shares = [weight / own for weight, _ in counted]
+        names = [n for n in (counted[0][1] if counted else ()) if n != "loss" and all(n in part for _, part in counted)]
+        others = {}
+        for name in names:
+            by = factors if self._hands_number and "loss" in name else shares
+            others[name] = _sum([part[name] * share for share, (_, part) in zip(by, counted, strict=True)])
         return {"loss": loss, **others}
 
     def _say(self, what: str) -> None:
@@ -104,6 +129,14 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
     for value in values[1:]:
         total = total + value
     return total
+
+
+def mean_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the means of the values that all parts have."""
+    total = dict(parts[0])
+    for part in parts[1:]:
+        total = {name: total[name] + part[name] for name in total if name in part}
+    return {name: value / len(parts) for name, value in total.items()}
 
 
 class UnequalMeans:

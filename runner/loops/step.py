@@ -30,7 +30,7 @@ from ...core.tta_model import BaseTTAModel, overrides_test_step
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
-from .loss_weights import Weighing
+from .loss_weights import Weighing, mean_of
 
 _WHOLE = (None,)
 _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
@@ -48,7 +48,8 @@ class Stepper:
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes arguments from a batch; without it the batch is copied to the device as it is;
     - ``parse_losses(losses)``: returns the total and the values to log;
-    - ``loss_weight(data)``: the number of items (tokens, samples) that the loss of a batch is a mean of; see Weighing.
+    - ``loss_weight(data)``: the number of items (tokens, samples) that the loss of a batch is a mean of; or a sum, if
+      ``forward`` has an argument ``num_items_in_batch``, the items of the update, to divide by; see Weighing.
 
     Methods that the user's OptimWrapper overrides are called: ``optim_context`` around forward, ``update_params`` for
     every micro-batch, and ``step`` followed by ``zero_grad``.
@@ -90,6 +91,7 @@ class Stepper:
         # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
+        self._for_loss = {} if self.weighing is None else self.weighing.arguments
         if optim is not None:
             self._prepare_updates(optim)
 
@@ -237,7 +239,7 @@ class Stepper:
         """See TrainStep."""
         if self.weighing is not None:
             return self.weighing.mean(parts)
-        return parts[0] if len(parts) == 1 else _mean(parts)
+        return parts[0] if len(parts) == 1 else mean_of(parts)
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
         loss, logs = self.forward(batch)
@@ -254,14 +256,14 @@ class Stepper:
         return {"loss": torch.zeros((), device=self.strategy.device)}
 
     def _losses_by_mode(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self.parse(run_forward(self.model, data, mode="loss"))  # type: ignore[no-any-return]
+        return self.parse(run_forward(self.model, data, mode="loss", **self._for_loss))  # type: ignore[no-any-return]
 
     def _losses_of_own_forward(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         assert self._own_forward is not None
         return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
 
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        result = run_forward(self.model, data)
+        result = run_forward(self.model, data, **self._for_loss)
         total, logs = self.parse(self._own_losses(result))
         if isinstance(result, Mapping) and len(result) > 1:
             scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
@@ -390,11 +392,3 @@ def _kept(value: Tensor) -> Tensor:
     A parameter or a buffer, or a view of one, may change in place until then: it is copied.
     """
     return value.detach().clone() if value.grad_fn is None or is_view(value) else value.detach()
-
-
-def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means of the values that all parts have."""
-    total = dict(parts[0])
-    for part in parts[1:]:
-        total = {name: total[name] + part[name] for name in total if name in part}
-    return {name: value / len(parts) for name, value in total.items()}

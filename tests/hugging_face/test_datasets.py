@@ -107,6 +107,16 @@ class NoCollator:
     pass
 
 
+class Demanding:
+    """A collator that refuses what it is given, with an error of several lines."""
+
+    def __init__(self, width: int) -> None:
+        raise KeyError(f"no width {width}\nin the table")
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples
+
+
 @pytest.mark.parametrize(
     "loader, message",
     [
@@ -114,6 +124,7 @@ class NoCollator:
             dict(collate_fn=dict(type=NoCollator)),
             "collate_fn.type: NoCollator is no collator, its objects cannot be called",
         ),
+        (dict(collate_fn=dict(type=Demanding, width=3)), r"^train_dataloader\.collate_fn: .*no width 3"),
         (
             dict(collate_fn=dict(type="transformers:DataCollatorForLanguageModeling")),
             "train_dataloader.collate_fn.tokenizer: missing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import ConfigError, FlexibleRunner
+from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.token_counts import TokenCount, count_tokens
 from flextrain.runner.hooks import Hook
 from flextrain.testing.sessions import whole_model
-from tests.mesh.models import LENGTH, MODELS, VOCABULARY, of_transformers
+from tests.hugging_face.token_models import CLASSES, TOKEN_MODELS
+from tests.mesh.models import LENGTH, MODELS, VOCABULARY, PlainBlock, of_transformers
 
 from ..conftest import WorkerFactory
 
@@ -42,6 +44,31 @@ def data(labelled: Callable[[int], int] = lambda i: LENGTH if i == 2 else (5 * i
     return found
 
 
+def _classes(samples: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [s | {"labels": s["labels"].where(s["labels"] < 0, s["labels"] % CLASSES)} for s in samples]
+
+
+class Sums(nn.Module):
+    """A user's own model, which divides the sum of a batch by the number that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList([PlainBlock(16, 2, 0.0) for _ in range(2)])
+        self.handed: list[Tensor | None] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        self.handed.append(num_items_in_batch)
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.out(hidden).flatten(0, 1)
+        # Without the number, as in evaluation and where a strategy tries the model, any loss will do.
+        number = 1 if num_items_in_batch is None else num_items_in_batch
+        text = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return {"loss_text": text / number, "loss_size": logits.square().sum() * 1e-3 / number}
+
+
 class Watch(Hook):
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -50,6 +77,9 @@ class Watch(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.losses.append(outputs["loss"])
         self.norms.append(outputs["grad_norm"])
+
+
+OF_NAME: dict[str, Callable[[], nn.Module]] = {**TOKEN_MODELS, **MODELS, "sums": Sums}
 
 
 def run(
@@ -64,11 +94,11 @@ def run(
     torch.manual_seed(0)
     watch = Watch()
     runner = FlexibleRunner(
-        model=MODELS[model]() if isinstance(model, str) else model(),
+        model=OF_NAME[model]() if isinstance(model, str) else model(),
         work_dir=folder,
         strategy=strategy,
         train_dataloader=dict(
-            dataset=data() if samples is None else samples,
+            dataset=(_classes(data()) if model == "bert tokens" else data()) if samples is None else samples,
             batch_size=batch,
             sampler=dict(type="DefaultSampler", shuffle=False),
             collate_fn="default_collate",
@@ -129,6 +159,14 @@ def test_micro_batches_of_one_process(tmp_path: Path, batch: int, accumulate: in
     same(run(tmp_path, ALONE, batch, accumulate, model), reference(model))
 
 
+@pytest.mark.parametrize("model", ["t5", "bert tokens", "prompt tuning", "sums"])
+def test_micro_batches_of_models_that_do_not_shift(tmp_path: Path, model: str) -> None:
+    if model == "prompt tuning":
+        pytest.importorskip("peft")
+    for accumulate in (4, 8):
+        same(run(tmp_path / str(accumulate), ALONE, 8 // accumulate, accumulate, model), reference(model))
+
+
 def test_the_logged_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
     losses, _, _ = run(tmp_path, ALONE, 1, 8)
     torch.manual_seed(0)
@@ -187,6 +225,56 @@ def test_processes_and_micro_batches(workers: WorkerFactory, tmp_path: Path, lay
         batch = 8 // shards // accumulate
         for found in workers(processes).run(run, tmp_path / str(accumulate), LAYOUTS[layout], batch, accumulate):
             same(found, reference("llama"))
+
+
+OTHERS = [("t5", "fsdp"), ("sums", "ddp"), ("bert tokens", "zero3"), ("prompt tuning", "ddp"), ("t5", "zero2"),
+          ("sums", "fsdp"), ("sums", "zero3"), ("sums", "tp2"), ("sums", "pp2")]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "model, layout", [pytest.param(*pair, marks=[pytest.mark.full] * (i > 0)) for i, pair in enumerate(OTHERS)]
+)
+def test_processes_of_models_that_do_not_shift(workers: WorkerFactory, tmp_path: Path, layout: str, model: str) -> None:
+    if layout.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    strategy = LAYOUTS[layout] | (dict(wrap=None) if layout == "fsdp" else {})
+    batch = 4 if layout in ("tp2", "pp2") else 2
+    for found in workers(2).run(run, tmp_path, strategy, batch, 2, model):
+        same(found, reference(model))
+
+
+def handed(folder: Path) -> list[float]:
+    """The numbers that the model was handed in two updates of two micro-batches."""
+    model = Sums()
+    run(folder, dict(type="DDPStrategy"), 2, 2, lambda: model)
+    return [float(number) for number in model.handed if number is not None]
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_the_number_is_that_of_all_processes_and_micro_batches(workers: WorkerFactory, tmp_path: Path) -> None:
+    counted = [sum(int((sample["labels"] != -100).sum()) for sample in part) for part in (data()[:8], data()[8:])]
+    for found in workers(2).run(handed, tmp_path):
+        assert found == [counted[0], counted[0], counted[1], counted[1]]
+
+
+def test_the_number_of_one_process(tmp_path: Path) -> None:
+    model = Sums()
+    run(tmp_path, ALONE, 2, 4, lambda: model)
+    counted = [sum(int((sample["labels"] != -100).sum()) for sample in part) for part in (data()[:8], data()[8:])]
+    assert [float(number) for number in model.handed if number is not None] == [*[counted[0]] * 4, *[counted[1]] * 4]
+
+
+def test_a_number_of_items_under_context_parallelism() -> None:
+    from flextrain.strategies.mesh.context.context_parallel import Context
+
+    model = Sums()
+    assert count_tokens(model)
+    axis = Context.__new__(Context)
+    axis.size, axis.config = 2, types.SimpleNamespace(cp_positions=None)
+    with pytest.raises(StrategyError, match=r"^model: Sums.forward divides by num_items_in_batch, and cp needs a mean"):
+        axis.check(model, None)
 
 
 @pytest.mark.distributed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,23 @@ from ....core.errors import DataError
 from ....core.registry import DATASETS
 from .file_source import FileSource
 from .index_files import index_of
+from .open_bytes import OpenBytes
 
 _CHUNK = 2**24
 _BLANK = b" \t\r\n"
 logger = logging.getLogger("flextrain")
 
 
-class _LineReader:
+class _LineReader(OpenBytes):
     """An open file and the index of its lines."""
 
     def __init__(self, path: Path, starts: Any) -> None:
-        self.path, self.starts = path, starts
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(path)
+        self.starts = starts
 
     def line(self, row: int) -> bytes:
         begin, end = int(self.starts[row]), int(self.starts[row + 1])
-        data = os.pread(self._file, end - begin, begin)
-        if len(data) < end - begin:
-            raise DataError(f"{self.path}: sample {row}: the file has become shorter since it was indexed")
-        return data
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    __del__ = close
+        return self.read(begin, end - begin, f"sample {row}")
 
 
 @DATASETS.register_module()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,16 +15,17 @@ from ....core.errors import DataError
 from ....core.registry import DATASETS
 from .file_source import FileSource
 from .index_files import Arrays, index_of
+from .open_bytes import OpenBytes
 
 _BLOCK = 512
 
 
-class _TarReader:
+class _TarReader(OpenBytes):
     """An open archive and the index of its samples."""
 
     def __init__(self, path: Path, index: Arrays) -> None:
-        self.path, self.index = path, index
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(path)
+        self.index = index
 
     def member(self, number: int) -> tuple[str, bytes]:
         names, at = self.index["names"], self.index["name_ends"]
@@ -33,17 +33,7 @@ class _TarReader:
         name = (
             names[int(at[number - 1]) if number else 0 : int(at[number])].tobytes().decode("utf-8", "surrogateescape")
         )
-        data = os.pread(self._file, size, begin)
-        if len(data) < size:
-            raise DataError(f"{self.path}: {name}: the file has become shorter since it was indexed")
-        return name, data
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    __del__ = close
+        return name, self.read(begin, size, name)
 
 
 @DATASETS.register_module()

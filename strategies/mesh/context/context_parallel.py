@@ -14,6 +14,7 @@ from ....core.device import DEVICES
 from ....core.errors import ConfigError, StrategyError
 from ....core.random_state import torch_states
 from ....core.rehearsing import not_checked, rehearsing, with_values
+from ....core.token_counts import takes_number_of_items
 from ....core.torch_private import is_compiled
 from ...base import NOTHING
 from ...state import Optim
@@ -59,6 +60,11 @@ class Context(Axis):
         """See Axis."""
         check_without_cut(model, self.size)
         check_positions(model, self.config.cp_positions)
+        if takes_number_of_items(model) and getattr(model, "loss_weight", None) is not None:
+            raise StrategyError(
+                f"model: {type(model).__name__}.forward divides by num_items_in_batch, and cp needs a mean over the targets "
+                "of a process; leave out the argument, and define loss_weight(data)"
+            )
         self._models = list(pretrained_models(model).values())
         self._kind = attention_kind(self.config, self._models)
         for found in self._models:
