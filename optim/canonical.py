@@ -17,6 +17,8 @@ GROUP = "optim.group."
 """``optim.group.<parameter>.<key>``: the current hyper-parameters of a parameter."""
 KIND = "optimizer"
 """``optim.group.<parameter>.optimizer``: the class of its optimizer."""
+FROZEN = "frozen"
+"""Key of a checkpoint: the names of the parameters that were frozen, in the optimizer's groups for when they are thawed."""
 
 # These choose an implementation for the machine; they do not change the result, so checkpoints leave them out.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})

@@ -3,56 +3,177 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..core.checkpoint import Checkpoint
+from ..core.checkpoint.foreign.stored_tensors import MODEL
 from ..core.checkpoint.load.whole_tensors import TensorReader
-from ..core.errors import CheckpointError
-from .canonical import GROUP, KIND, STATE, split_key
+from ..core.errors import CheckpointError, counted
+from ..core.stored_dtypes import DTYPES
+from .canonical import FROZEN, GROUP, KIND, STATE, split_key
 
+_logger = logging.getLogger("flextrain")
+
+Items = dict[tuple[str | int, ...], Callable[[TensorReader], Any]]
+Settings = dict[str, Any]
 # These choose an implementation for the machine; checkpoints have no value of them, and torch's state has them.
 _IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
+# Zeros are what these begin with, and torch writes such a state for a parameter that had no gradient yet.
+_BEGIN_WITH_ZEROS = ("Adam", "AdamW", "RAdam", "Adamax", "Adadelta", "RMSprop", "SGD")
 
 
-def torch_items(source: Checkpoint) -> dict[str, Callable[[TensorReader], Any]]:
-    """Return names of the state and of the hyper parameters of each parameter, with functions that read them.
+def torch_items(source: Checkpoint) -> Items:
+    """Return the paths of the optimizer's state and settings in torch's state, with functions that read them.
 
-    The names are those of torch's ``get_optimizer_state_dict`` with
-    ``StateDictOptions(flatten_optimizer_state_dict=True)``: ``state.<parameter>.exp_avg``, ``param_groups.<parameter>.lr``.
+    ``("state.<parameter>.exp_avg",)`` and ``("param_groups.<parameter>.lr",)`` are as torch's ``get_optimizer_state_dict`` with
+    ``StateDictOptions(flatten_optimizer_state_dict=True)`` names them. ``("param_groups", 0, "lr")`` is for scripts without that
+    option: parameters with equal settings are a group, in the order of the checkpoint.
+
+    A frozen parameter has settings and no state, as in torch. Scripts may give it to their optimizer or leave it out.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer, or one whose names in torch are not known.
+        CheckpointError: the checkpoint has no optimizer, one without any state yet, or one whose names in torch are not known.
     """
-    found: dict[str, Callable[[TensorReader], Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    found: Items = {}
+    states: dict[str, list[str]] = {}
+    settings: dict[str, Settings] = {}
     for key in source.entries:
         prefix, parameter, name = split_key(key)
         if prefix == STATE:
-            found[f"state.{parameter}.{name}"] = lambda reader, key=key: reader.read(key)  # type: ignore[misc]
+            states.setdefault(parameter, []).append(name)
+            found[(f"state.{parameter}.{name}",)] = lambda reader, key=key: reader.read(key)  # type: ignore[misc]
     for key, value in source.values.items():
         prefix, parameter, name = split_key(key)
         if prefix == STATE:
-            found[f"state.{parameter}.{name}"] = lambda _, value=value: value  # type: ignore[misc]
+            states.setdefault(parameter, []).append(name)
+            found[(f"state.{parameter}.{name}",)] = _constant(value)
         elif prefix == GROUP:
-            groups.setdefault(parameter, {})[name] = value
-    if not groups:
+            settings.setdefault(parameter, {})[name] = value
+    if not settings:
         raise CheckpointError(f"{source.path}: holds no state of an optimizer, leave out --optimizer")
-    defaults: dict[str, dict[str, Any]] = {}
-    for parameter, values in groups.items():
-        kind = str(values.pop(KIND, ""))
-        if kind not in defaults:
-            defaults[kind] = _defaults(source, kind)
-        for name, value in {**defaults[kind], **values}.items():
-            is_pair = isinstance(value, list) and isinstance(defaults[kind].get(name), tuple)
-            own = tuple(value) if is_pair else value
-            found[f"param_groups.{parameter}.{name}"] = lambda _, own=own: own  # type: ignore[misc]
+    frozen = _frozen(source, settings)
+    kinds = {parameter: str(values.pop(KIND, "")) for parameter, values in settings.items()}
+    defaults = {kind: _defaults(source, kind) for kind in {*kinds.values()}}
+    settings = {parameter: _as_in_torch(defaults[kinds[parameter]], values) for parameter, values in settings.items()}
+    trained = [parameter for parameter in settings if parameter not in frozen]
+    found |= _first_states(source, states, {name: (kinds[name], settings[name]) for name in trained})
+    groups = _groups({parameter: settings[parameter] for parameter in trained} or settings)
+    for parameter in frozen:
+        if parameter not in settings:
+            settings[parameter] = settings[_most_alike(parameter, trained or settings, source)]
+    for parameter, values in settings.items():
+        found |= {(f"param_groups.{parameter}.{name}",): _constant(value) for name, value in values.items()}
+    if not any(parameter.isdecimal() for parameter in settings):  # both would have the same names
+        for number, (names, values) in enumerate(groups):
+            found |= {("param_groups", number, name): _constant(value) for name, value in values.items()}
+            found["param_groups", number, "params"] = _constant(names)
     return found
 
 
-def _defaults(source: Checkpoint, kind: str) -> dict[str, Any]:
+def _constant(value: Any) -> Callable[[TensorReader], Any]:
+    return lambda _: value
+
+
+def _frozen(source: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
+    """Names of the frozen parameters; of an older checkpoint those of all tensors that are not optimized."""
+    known = source.values.get(FROZEN)
+    if isinstance(known, list):
+        return [str(name) for name in known]
+    return [
+        name for key in source.entries if key.startswith(MODEL) and (name := key.removeprefix(MODEL)) not in settings
+    ]
+
+
+def _as_in_torch(defaults: Settings, values: Settings) -> Settings:
+    def own(name: str, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) and isinstance(defaults.get(name), tuple) else value
+
+    return {name: own(name, value) for name, value in {**defaults, **values}.items()}
+
+
+def _groups(settings: Mapping[str, Settings]) -> list[tuple[list[str], Settings]]:
+    groups: list[tuple[list[str], Settings]] = []
+    for parameter, values in settings.items():
+        names = next((names for names, own in groups if own == values), None)
+        if names is None:
+            groups.append(([parameter], values))
+        else:
+            names.append(parameter)
+    return groups
+
+
+def _most_alike(frozen: str, others: Iterable[str], source: Checkpoint) -> str:
+    """The parameter whose settings a frozen one gets: of as many dimensions if possible, and with the most alike name."""
+
+    def dimensions(name: str) -> int | None:
+        entry = source.entries.get(MODEL + name)
+        return None if entry is None else len(entry.shape)
+
+    def alike(name: str) -> tuple[bool, int, int]:
+        own, other = frozen.split("."), name.split(".")
+        return dimensions(name) == dimensions(frozen), _shared(own[::-1], other[::-1]), _shared(own, other)
+
+    return max(others, key=alike)
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """How many items both have at the beginning."""
+    pairs = list(zip(one, other, strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+def _first_states(
+    source: Checkpoint, states: Mapping[str, list[str]], trained: Mapping[str, tuple[str, Settings]]
+) -> Items:
+    """The states of trained parameters that had no gradient yet: zeros, as torch's ``get_optimizer_state_dict`` expects some.
+
+    Raises:
+        CheckpointError: no parameter has a state yet, although this optimizer has some after the first update.
+    """
+    found: Items = {}
+    unknown: list[str] = []
+    for parameter, (kind, settings) in trained.items():
+        if parameter in states or (kind == "SGD" and not settings.get("momentum")):
+            continue
+        model = next((other for other in states if other in trained and trained[other][0] == kind), None)
+        if model is None:
+            raise CheckpointError(
+                f"{source.path}: its {kind} has no state before the first update, leave out --optimizer"
+            )
+        items = dict(_zeros_like(source, parameter, model, states[model]))
+        if kind in _BEGIN_WITH_ZEROS and len(items) == len(states[model]):
+            found |= items
+        else:
+            unknown.append(parameter)
+    if unknown:
+        more = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
+        _logger.warning(
+            f"{source.path}: {unknown[0]}{more} had no gradient yet, so the optimizer has no state of it; a script whose "
+            "optimizer expects one cannot load it"
+        )
+    return found
+
+
+def _zeros_like(source: Checkpoint, parameter: str, model: str, names: list[str]) -> Iterator[tuple[tuple[str], Any]]:
+    """State of zeros for a parameter in the form of another one's."""
+    own, other = source.entries.get(MODEL + parameter), source.entries.get(MODEL + model)
+    for name in names:
+        if (entry := source.entries.get(f"{STATE}{model}.{name}")) is None:
+            continue
+        of_shape = {(): ()} | ({tuple(other.shape): tuple(own.shape)} if own and other else {})
+        if (shape := of_shape.get(tuple(entry.shape))) is not None:
+            yield (f"state.{parameter}.{name}",), _zeros(shape, DTYPES[entry.dtype])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[TensorReader], Any]:
+    return lambda _: torch.zeros(shape, dtype=dtype)
+
+
+def _defaults(source: Checkpoint, kind: str) -> Settings:
     """What torch's state of an optimizer has beside a checkpoint's values, and its pairs, which JSON has as lists."""
     made = getattr(torch.optim, kind, None)
     if not (inspect.isclass(made) and issubclass(made, torch.optim.Optimizer)):

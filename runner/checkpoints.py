@@ -138,6 +138,7 @@ class Checkpoints(BuildMethods):
         """Write the model of transformers that is trained to a folder which ``from_pretrained`` loads; a collective.
 
         Every process writes its own part beside the folder first, as in a checkpoint, so that none holds the whole model.
+        Frozen parameters are always written, and adapters of LoRA are merged into their base.
 
         Args:
             folder: the folder to write, which every process reaches.

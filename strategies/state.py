@@ -109,6 +109,11 @@ class CanonicalState(ProcessEnvironment):
             return frozenset()
         return frozenset(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
 
+    def state_left_out(self) -> dict[str, Tensor]:
+        """Return this process's entries ``model.<name>`` of the parameters that ``left_out`` names, for exports of the whole model."""
+        left_out = self.left_out()
+        return {f"model.{name}": tensor for name, tensor in self.model_state().items() if name in left_out}
+
     def fingerprints_of_left_out(self) -> dict[str, str]:
         """Return a fingerprint for each parameter of ``left_out`` on any process, by name; a collective.
 

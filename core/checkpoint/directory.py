@@ -67,8 +67,7 @@ def begin(path: Path) -> Path:
     """
     with reaching(path):
         recover(path)
-        if foreign := _foreign(path):
-            raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
+        check_no_other_files(path)
         # A remote folder cannot be renamed; it becomes a checkpoint by its manifest, which is written last.
         folder = temporary(path) if is_local(path) or is_checkpoint(path) else path
         remove_tree(folder)
@@ -98,6 +97,16 @@ def commit(path: Path, folder: Path) -> None:
     folder.rename(path)
     sync_directory(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_no_other_files(path: Path) -> None:
+    """Check that nothing is at ``path`` but a checkpoint or a part of one, which may be deleted.
+
+    Raises:
+        CheckpointError: something else is.
+    """
+    if foreign := _foreign(path):
+        raise CheckpointError(f"{foreign}: is no part of a checkpoint and would be deleted, give another name")
 
 
 def _foreign(path: Path) -> Path | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError, suggest
 from . import export_dcp, export_hf, export_peft
+from .export_options import check_options
 from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
 from .output import console, print_json
 
@@ -285,7 +286,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    export_peft.check_options(arguments)
+    check_options(arguments)
     with export_peft.merging(arguments):
         files = _exported(arguments)
     written = {str(file): file.stat().st_size for file in files}
@@ -305,9 +306,9 @@ def _exported(arguments: argparse.Namespace) -> list[Path]:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     if arguments.peft:
         return export_peft.export(arguments, dtype)
-    if export_dcp.is_asked(arguments):
+    if arguments.dcp:
         return export_dcp.export(arguments, dtype)
-    if export_hf.is_asked(arguments):
+    if arguments.hf:
         return export_hf.export(arguments, dtype)
     return export_weights(
         arguments.checkpoint,

@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import ConfigError
-
 if TYPE_CHECKING:
     import torch
 
@@ -22,23 +20,6 @@ def add_options(export: argparse.ArgumentParser) -> None:
         "--key", metavar="KEY", help="with --dcp: the script's key of the model; default: none, or model"
     )
     group.add_argument("--optimizer", action="store_true", help="with --dcp: write the optimizer's state too")
-
-
-def is_asked(arguments: argparse.Namespace) -> bool:
-    """Whether this kind of export was asked for.
-
-    Raises:
-        ConfigError: options of it were given without it, or others with it.
-    """
-    if not arguments.dcp:
-        for name in ("key", "optimizer"):
-            if getattr(arguments, name):
-                raise ConfigError(f"checkpoint export: --{name} has a meaning only with --dcp")
-        return False
-    for name in ("max_shard_size", "force", "hf", "peft"):
-        if getattr(arguments, name, None):
-            raise ConfigError(f"checkpoint export: --{name.replace('_', '-')} has no meaning with --dcp, leave it out")
-    return True
 
 
 def export(arguments: argparse.Namespace, dtype: torch.dtype | None) -> list[Path]:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for adapters."""
@@ -23,26 +21,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", metavar="NAME", help="with --peft or --merge: the adapter, if the model has several"
     )
-
-
-def check_options(arguments: argparse.Namespace) -> None:
-    """Check that the options fit together.
-
-    Raises:
-        ConfigError: one has no effect.
-    """
-    where = "checkpoint export"
-    if arguments.peft and arguments.merge:
-        raise ConfigError(
-            f"{where}: --peft writes the adapter alone and --merge has none in the result, give one of them"
-        )
-    if arguments.base is not None and not arguments.merge:
-        raise ConfigError(f"{where}: --base has no effect without --merge")
-    if arguments.adapter is not None and not (arguments.peft or arguments.merge):
-        raise ConfigError(f"{where}: --adapter has no effect without --peft or --merge")
-    for name in ("force", "tied_once", "max_shard_size", "hf"):
-        if arguments.peft and getattr(arguments, name, None):
-            raise ConfigError(f"{where}: --{name.replace('_', '-')} has no effect with --peft, leave it out")
 
 
 def export(arguments: argparse.Namespace, dtype: Any) -> list[Path]:

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.comm.joint_errors import gather_differing, raising_together
 from ...core.errors import CheckpointError
-from ...optim.canonical import GROUP, KIND, split_key
+from ...optim.canonical import FROZEN, GROUP, KIND, split_key
 
 if TYPE_CHECKING:
     from ..run import Run
-
-
-FROZEN = "frozen"
-"""Key of a checkpoint: the names of the parameters that were frozen, in the optimizer's groups for when they are thawed."""
 
 
 def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from ...core.module_state import own_loading
 from ...core.random_state import rng_state
 from ...core.supervision import job
 from ...core.torch_private import storage_key
+from ...optim.canonical import FROZEN
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
 from .adapter_settings import ADAPTERS, adapter_configurations, transposed_layers
@@ -41,7 +42,7 @@ from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_
 from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView
 from .model_extras import LATE, extra_template, finish, module_state, prepare
-from .optimizer_settings import FROZEN, check_optimizer, frozen, telling_what_differs
+from .optimizer_settings import check_optimizer, frozen, telling_what_differs
 from .pieces import advice, check_hooks, piece
 from .random_states import load_random
 from .scheduler_states import load_schedulers, schedules_anew
@@ -61,14 +62,20 @@ def save(
     staging: Staging | None = None,
     verify: bool = False,
     logs_failure: bool = True,
+    is_export: bool = False,
 ) -> PendingSave | None:
-    """Write the state of a run; a collective. With ``in_background`` the returned save is still in progress."""
+    """Write the state of a run; a collective. With ``in_background`` the returned save is still in progress.
+
+    With ``is_export`` frozen parameters are never left out, and the states of hooks always.
+    """
     strategy, topology = runner.strategy, runner.strategy.topology
     state: dict[str, Any] = strategy.state_dict()
     if not save_optimizer:
         state = {key: value for key, value in state.items() if not key.startswith("optim.")}
     elif runner.optim_wrapper is not None:
         state["optim.wrapper"] = runner.optim_wrapper.plain_values()
+    if is_export:
+        state |= strategy.state_left_out()
     if save_param_scheduler:
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
     state["loop"] = runner.train_loop.state_dict()
@@ -90,7 +97,7 @@ def save(
         **({META_KEY: runner.hugging_face.values()} if runner.hugging_face else {}),
         **(meta or {}),
     }
-    hooks = hook_states(runner)
+    hooks = {} if is_export else hook_states(runner)
     state.update({key: value for part in hooks.values() for key, value in part.items()})
     view = SavedView(state)
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
@@ -100,7 +107,7 @@ def save(
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     own = {"rng": rng_state(strategy.device), "loader": runner.train_loop.data.loader_state()}
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
-    if prints := strategy.fingerprints_of_left_out():
+    if not is_export and (prints := strategy.fingerprints_of_left_out()):
         state[LEFT_OUT] = prints
     staging = staging or Staging()
     staging.compared = {key for key, tensor in strategy.check_replicas().items() if _is_same(state.get(key), tensor)}

@@ -154,6 +154,76 @@ def test_a_script_of_plain_torch_goes_on_with_the_optimizer(run: Path, checkpoin
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
 
 
+def continued(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, flat: bool) -> torch.optim.Optimizer:
+    """What a script of plain torch does with the folder."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    return optimizer
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
+@pytest.mark.parametrize("given", ["all", "trained", "two groups"])
+def test_scripts_may_give_frozen_parameters_to_their_optimizer(
+    checkpoint: Path, tmp_path: Path, flat: bool, given: str
+) -> None:
+    export_dcp(checkpoint, tmp_path / "dcp", optimizer=torch_items)
+    model = Net()
+    parameters = dict(model.named_parameters())
+    own: list[Any] = [p for p in parameters.values() if given != "trained" or p.requires_grad]
+    if given == "two groups":  # frozen ones come first, and torch takes the settings of a group from its first one
+        biases = [p for name, p in parameters.items() if name.endswith("bias")]
+        own = [
+            dict(params=[p for name, p in parameters.items() if name.endswith("weight")][::-1]),
+            dict(params=biases, weight_decay=0.3),
+        ]
+        assert not biases[0].requires_grad
+    optimizer = continued(model, torch.optim.AdamW(own, lr=7.0), tmp_path / "dcp", flat=flat)
+    saved = Checkpoint.open(checkpoint)
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        assert bool(state) == parameter.requires_grad, name
+        for key, value in state.items():
+            stored = f"optim.state.{name}.{key}"
+            expected = torch.empty_like(value)
+            saved.load({stored: expected})
+            assert torch.equal(value, expected), stored
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1] * len(optimizer.param_groups)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == ([0.01, 0.0] if given == "two groups" else [0.01])
+
+
+class Unused(Net):
+    """A part of it has no gradient in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(5, 3)
+
+
+def test_what_had_no_gradient_yet_has_a_state_of_zeros(tmp_path: Path) -> None:
+    runner_of(tmp_path / "run", 1, model=Unused).train()
+    export_dcp(tmp_path / "run" / "epoch_1", tmp_path / "dcp", optimizer=torch_items)
+    model = Unused()
+    optimizer = continued(model, torch.optim.AdamW(model.parameters()), tmp_path / "dcp", flat=True)
+    assert optimizer.state[model.inner.weight]["step"] == 2
+    state = optimizer.state[model.unused.weight]
+    assert state["exp_avg"].shape == (3, 5)
+    assert not any(value.count_nonzero() for value in state.values())
+
+
+def test_an_optimizer_before_its_first_update_is_refused(run: Path, tmp_path: Path) -> None:
+    source = Checkpoint.open(run / "epoch_1")
+    without = {key: entry for key, entry in source.entries.items() if not key.startswith("optim.state.")}
+    with pytest.raises(CheckpointError, match="its AdamW has no state before the first update, leave out --optimizer"):
+        export_dcp(source.renamed(without), tmp_path / "dcp", optimizer=torch_items)
+
+
 def test_flextrain_reads_what_it_exports(checkpoint: Path, tmp_path: Path) -> None:
     export_dcp(checkpoint, tmp_path / "dcp", optimizer=torch_items)
     runner = runner_of(
@@ -211,13 +281,13 @@ def only_weights(folder: Path) -> list[str]:
 WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a folder with something": (full, "out: is there already and not empty, give another folder"),
     "a file": (a_file, "out: is a file, give the name of a folder"),
-    "a size of shards": (lambda _: ["--max-shard-size", "5GB"], "--max-shard-size has no meaning with --dcp"),
-    "force": (lambda _: ["--force"], "--force has no meaning with --dcp"),
+    "a size of shards": (lambda _: ["--max-shard-size", "5GB"], "--max-shard-size has no effect with --dcp"),
+    "force": (lambda _: ["--force"], "--force has no effect with --dcp"),
     "the optimizer's key": (
         lambda _: ["--optimizer", "--key", "optimizer"],
         'key: "optimizer" is that of the optimizer',
     ),
-    "another kind too": (lambda _: ["--hf"], "--hf has no meaning with --dcp"),
+    "another kind too": (lambda _: ["--hf"], "--hf has no effect with --dcp"),
     "no averages": (lambda _: ["--averaged"], "holds no averaged weights"),
     "weights without an optimizer": (only_weights, "w.pth: holds no state of an optimizer, leave out"),
 }
@@ -240,7 +310,7 @@ def test_what_is_wrong_is_said_in_one_line(
 
 def test_options_of_dcp_need_it(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "w.pth"), "--optimizer"]) != 0
-    assert "--optimizer has a meaning only with --dcp" in capsys.readouterr().err
+    assert "--optimizer has no effect without --dcp" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_is_not_torchs(checkpoint: Path, tmp_path: Path) -> None:

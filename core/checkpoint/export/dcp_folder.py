@@ -38,14 +38,14 @@ from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import TensorReader, reading
 from ..nonfinite_mark import what_is_not_finite
-from ..paths import is_local
 from .extra_state import extra_states
-from .weights import aliases_of, weights_to_export
+from .target import local_target
+from .weights import aliases_of, warn_of_left_out, weights_to_export
 
 _logger = logging.getLogger("flextrain")
 
-Items = Mapping[str, Callable[[TensorReader], Any]]
-"""Names of an optimizer's state to functions that read it."""
+Items = Mapping[tuple[str | int, ...], Callable[[TensorReader], Any]]
+"""Paths in torch's state of an optimizer to functions that read what is there."""
 MODEL_KEY, OPTIMIZER_KEY = "model", "optimizer"
 _FILE_BYTES = 4 * 2**30
 
@@ -68,7 +68,7 @@ def export_dcp(
         key: the script's key of the model, as in ``load({"model": model.state_dict()}, ...)``. Default: none, for
             ``load(model.state_dict(), ...)``; with ``optimizer`` "model".
         optimizer: ``torch_items`` of ``flextrain.optim.torch_items``, to write the optimizer's state too, under the key "optimizer", as
-            torch's ``get_optimizer_state_dict`` with ``StateDictOptions(flatten_optimizer_state_dict=True)`` names it.
+            torch's ``get_optimizer_state_dict`` names it, with ``StateDictOptions(flatten_optimizer_state_dict=True)`` or without.
         averaged: write EMAHook's averages instead of the weights; the hook's name if several hooks have averages.
         dtype: dtype of the model's floating-point tensors; default: unchanged.
         tied: write tied tensors under all of their names, which takes no space; False: under the first one.
@@ -87,6 +87,7 @@ def export_dcp(
     weights = weights_to_export(source, averaged, dtype)
     if bad := [weight.name for weight in weights if weight.key in source.nonfinite]:
         _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
+    warn_of_left_out(source, path)
     aliases = aliases_of(source, {weight.name for weight in weights}) if tied else {}
     state = optimizer(source) if optimizer else {}
     inside = (key,) if key else ()
@@ -102,7 +103,7 @@ def export_dcp(
                 value = unpack(extra.value, taken_from(lambda i, e=extra: reader.read(e.tensors[i].key)))  # type: ignore[misc]
                 writer.add((*inside, extra.name), value)
             for name, value in state.items():
-                writer.add((OPTIMIZER_KEY, name), value(reader))
+                writer.add((OPTIMIZER_KEY, *name), value(reader))
         if path.is_dir():
             path.rmdir()
         temporary.rename(path)
@@ -115,9 +116,7 @@ def export_dcp(
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    path = Path(folder).absolute()
-    if "://" in str(folder) or not is_local(path):
-        raise CheckpointError(f"{folder}: is a URL, give a local folder")
+    path = local_target(folder).absolute()
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file, give the name of a folder")
     if path.is_dir() and any(path.iterdir()):
@@ -145,7 +144,7 @@ class _Writer:
         self.files: list[str] = []
         self._file: IO[bytes] | None = None
         self._described: dict[str, Any] = {}
-        self._paths: dict[str, tuple[str, ...]] = {}
+        self._paths: dict[str, tuple[str | int, ...]] = {}
         self._infos: dict[MetadataIndex, Any] = {}
 
     def __enter__(self) -> _Writer:
@@ -156,7 +155,7 @@ class _Writer:
         if kind is None:
             self._write_index()
 
-    def add(self, path: tuple[str, ...], value: Any) -> None:
+    def add(self, path: tuple[str | int, ...], value: Any) -> None:
         """Write a tensor, or a value as a pickle, as torch does."""
         if isinstance(value, Tensor):
             self.tensor(path, value)
@@ -165,7 +164,7 @@ class _Writer:
             torch.save(value, data)
             self.again(path, _Item(BytesStorageMetadata(), None, self._written(data.getvalue())))
 
-    def tensor(self, path: tuple[str, ...], tensor: Tensor) -> _Item:
+    def tensor(self, path: tuple[str | int, ...], tensor: Tensor) -> _Item:
         """Write a tensor; return its item for further names."""
         # Of a view torch.save writes the whole memory that it is in.
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
@@ -183,13 +182,13 @@ class _Writer:
         heartbeat()
         return item
 
-    def again(self, path: tuple[str, ...], item: _Item) -> None:
+    def again(self, path: tuple[str | int, ...], item: _Item) -> None:
         """Give an item a name, its first or a further one.
 
         Raises:
             CheckpointError: two items would have the same name.
         """
-        name = ".".join(path)
+        name = ".".join(map(str, path))
         if name in self._described:
             raise CheckpointError(f'{self.folder}: two items would be "{name}", give another key')
         self._described[name], self._paths[name] = item.described, path

@@ -45,7 +45,7 @@ class Pending:
     """Context with a temporary file that is renamed when it is complete and synced to disk; an error removes it.
 
     Args:
-        path: the final name; an existing file of this name is replaced.
+        path: the final name; an existing file of this name is replaced; its folder is made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,6 +53,10 @@ class Pending:
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
     def __enter__(self) -> Path:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: could not be written, {error.strerror or error}") from error
         return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -18,12 +18,16 @@ from ...hugging_face import pretrained_private as private
 from ...hugging_face.folder import CONFIG, GENERATION, tokenizer_files
 from ...hugging_face.model_description import META_KEY, Description, meta_model, of_folder
 from ...stored_dtypes import DTYPES
-from ..directory import sync_directory
 from ..foreign.stored_tensors import MODEL
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
+from ..load.whole_tensors import reading
+from ..nonfinite_mark import what_is_not_finite
+from .exported_adapters import KEY as ADAPTERS
+from .extra_state import ExportedTensor
 from .files import Pending
-from .weights import export_weights, weights_to_export
+from .target import check_free, claimed, filled, local_target
+from .weights import WEIGHT_FILES, in_safetensors, parse_size, weights_to_export, write_shards
 
 _logger = logging.getLogger("flextrain")
 
@@ -57,30 +61,71 @@ def export_hugging_face(
         CheckpointError: the checkpoint does not say which model of transformers it is of, or does not have its weights; or
             the folder holds a model already.
     """
+    target = local_target(folder)
+    with claimed(target):
+        return write_hugging_face(
+            checkpoint,
+            target,
+            tokenizer=tokenizer,
+            config=config,
+            averaged=averaged,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
+
+
+def check_target(folder: Path, *, tokenizer: Any = None, max_shard_size: int | str | None = None, **_: Any) -> None:
+    """Check what can be checked before there are weights; the arguments are those of ``export_hugging_face``.
+
+    Raises:
+        CheckpointError: the folder holds a model already, or an argument is wrong.
+    """
+    check_free(folder, (CONFIG, *WEIGHT_FILES))
+    parse_size(max_shard_size)
+    _given_tokenizer(tokenizer)
+
+
+def write_hugging_face(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    folder: Path,
+    *,
+    tokenizer: Any = None,
+    config: str | os.PathLike[str] | None = None,
+    averaged: bool | str = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = "5GB",
+) -> list[Path]:
+    """``export_hugging_face`` to a folder that the caller has ``claimed``."""
+    check_target(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
-    target = Path(folder)
-    if (target / CONFIG).exists():
-        raise CheckpointError(f"{target / CONFIG}: is there already, give another folder")
     described = _description(source, None if config is None else Path(config))
+    if source.values.get(ADAPTERS):
+        raise CheckpointError(
+            f"{source.path}: has adapters, which {described.architecture} has not; merge them with --merge, or write them alone "
+            "with --peft"
+        )
     files_of_tokenizer = _tokenizer(tokenizer, described)
     named = _under_its_names(source, described, averaged)
-    target.mkdir(parents=True, exist_ok=True)
-    written = export_weights(
-        named, f"{target}/", averaged=averaged, dtype=dtype, max_shard_size=max_shard_size, tied=False
-    )
+    weights, is_untied = _untied(named, weights_to_export(named, averaged, dtype), described)
+    if bad := [weight.name for weight in weights if weight.key in named.nonfinite]:
+        _logger.warning(
+            f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {folder} too"
+        )
+    tensors = in_safetensors(named, folder, weights, tied=False)
     kinds = {DTYPES[entry.dtype] for key, entry in named.entries.items() if key.startswith(MODEL)}
     held = dtype or next((kind for kind in kinds if kind.is_floating_point), torch.float32)
-    if described.generation_config is not None:
-        written.append(_write(target / GENERATION, described.generation_config))
-    if isinstance(files_of_tokenizer, list):
-        written += [Path(shutil.copy(file, target)) for file in files_of_tokenizer]
-    elif files_of_tokenizer is not None:
-        saved = files_of_tokenizer.save_pretrained(target)
-        written += [Path(file) for file in saved or () if Path(file).is_file()]
-    # The last one: without it, no half-written folder is loaded.
-    written.append(_write(target / CONFIG, _config(described, held)))
-    sync_directory(target)
-    return written
+    # config.json is last: without it, no half-written folder is loaded.
+    with filled(folder, CONFIG) as staged:
+        written = write_shards(named, staged, tensors, parse_size(max_shard_size))
+        if described.generation_config is not None:
+            written.append(_write(staged / GENERATION, described.generation_config).name)
+        if isinstance(files_of_tokenizer, list):
+            written += [Path(shutil.copy(file, staged)).name for file in files_of_tokenizer]
+        elif files_of_tokenizer is not None:
+            saved = files_of_tokenizer.save_pretrained(staged)
+            written += [os.path.relpath(file, staged) for file in saved or () if Path(file).is_file()]
+        written.append(_write(staged / CONFIG, _config(described, held, is_untied)).name)
+    return [folder / name for name in dict.fromkeys(written)]
 
 
 def _description(source: Checkpoint, config: Path | None) -> Description:
@@ -112,7 +157,9 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     tied = private.tied_names(model)
     entries, aliases = dict(source.entries), source.values.get("aliases", {})
     known = {weight.name for weight in weights_to_export(source, averaged, None)}
-    other_names = {first: alias for alias, first in aliases.items()} if isinstance(aliases, dict) else {}
+    other_names: dict[str, set[str]] = {}
+    for alias, first in aliases.items() if isinstance(aliases, dict) else ():
+        other_names.setdefault(str(first), set()).add(str(alias))
     found: dict[str, tuple[int, ...]] = {}
     for key in [key for key in entries if key.startswith(MODEL)]:
         entry = entries.pop(key)
@@ -120,7 +167,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
         if not name.startswith(described.prefix) or name not in known:
             continue
         own = name.removeprefix(described.prefix)
-        if own in tied and other_names.get(name, "").removeprefix(described.prefix) == tied[own]:
+        if own in tied and f"{described.prefix}{tied[own]}" in other_names.get(name, ()):
             own = tied[own]
         entries[MODEL + own] = entry
         found[own] = tuple(entry.shape)
@@ -129,7 +176,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     if lacking:
         raise CheckpointError(
             f"{source.path}: lacks {lacking[0]}{f' and {len(lacking) - 1} others' if len(lacking) > 1 else ''} of "
-            f"{described.architecture}; a checkpoint without frozen parameters, or of adapters, cannot be exported this way"
+            f"{described.architecture}{_why(source)}"
         )
     for name, shape in found.items():
         if name in wanted and wanted[name] != shape:
@@ -145,6 +192,13 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     return _averages_too(source, source.renamed(entries), described.prefix)
 
 
+def _why(source: Checkpoint) -> str:
+    """Why a checkpoint may lack weights, as the end of a message."""
+    if source.values.get("left_out"):
+        return ", it was saved without its frozen parameters; runner.export_hugging_face() writes the whole model"
+    return "; give the folder of the right configuration, config= (--config FOLDER)"
+
+
 def _averages_too(source: Checkpoint, renamed: Checkpoint, prefix: str) -> Checkpoint:
     """Remove the prefix from the names of EMAHook's averages too."""
     if not prefix:
@@ -152,27 +206,58 @@ def _averages_too(source: Checkpoint, renamed: Checkpoint, prefix: str) -> Check
     return renamed.renamed({key.replace(f"/averaged.{prefix}", "/averaged."): e for key, e in renamed.entries.items()})
 
 
-def _tokenizer(given: Any, described: Description) -> list[Path] | Any | None:
-    """Files to copy, or an object that saves itself; None if there is no tokenizer."""
-    if given is not None and not isinstance(given, (str, os.PathLike)):
+def _given_tokenizer(given: Any) -> list[Path] | Any | None:
+    """The files of a folder that was given, or the object; None if nothing was.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, (str, os.PathLike)):
         if not callable(getattr(given, "save_pretrained", None)):
             raise CheckpointError(
                 f"tokenizer: {type(given).__name__} is not allowed, give a folder or an object with save_pretrained"
             )
         return given
-    folder = Path(given) if given is not None else Path(described.folder) if described.folder else None
-    files = list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
-    if given is not None and not files:
+    files = list(tokenizer_files(Path(given))) if Path(given).is_dir() else []
+    if not files:
         raise CheckpointError(f"tokenizer: {given} has no files of a tokenizer")
+    return files
+
+
+def _tokenizer(given: Any, described: Description) -> list[Path] | Any | None:
+    """Files to copy, or an object that saves itself; None if there is no tokenizer."""
+    if given is not None:
+        return _given_tokenizer(given)
+    folder = Path(described.folder) if described.folder else None
+    files = list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
     if not files:
         _logger.info("No tokenizer is known for the export; tokenizer= (--tokenizer FOLDER) adds its files")
     return files or None
 
 
-def _config(described: Description, dtype: torch.dtype) -> dict[str, Any]:
+def _untied(
+    source: Checkpoint, weights: list[ExportedTensor], described: Description
+) -> tuple[list[ExportedTensor], bool]:
+    """Leave out second copies of tied tensors; return whether one has other values, as the copy that an adapter has trained."""
+    by_name = {weight.name: weight for weight in weights}
+    twice = {name: first for name, first in private.tied_names(meta_model(described)).items() if name in by_name}
+    same = set()
+    with reading(source) as reader:
+        for name, first in twice.items():
+            if first in by_name and torch.equal(*(reader.read(by_name[each].key) for each in (name, first))):
+                same.add(name)
+    is_untied = any(first in by_name and name not in same for name, first in twice.items())
+    return [weight for weight in weights if weight.name not in same], is_untied
+
+
+def _config(described: Description, dtype: torch.dtype, is_untied: bool) -> dict[str, Any]:
     kept = {
         key: value for key, value in described.config.items() if key not in ("_name_or_path", "torch_dtype", "dtype")
     }
+    if is_untied:
+        kept["tie_word_embeddings"] = False
     name = str(dtype).removeprefix("torch.")
     return {**kept, "architectures": [described.architecture], private.dtype_key(): name}
 

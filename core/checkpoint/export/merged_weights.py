@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, counted
+from ...hugging_face.model_description import META_KEY
 from ..foreign.stored_tensors import MODEL
 from ..frozen_prints import FrozenPrints
 from ..load.adapter_names import BASE, COPIES, ORIGINAL, is_adapter, name_in_base, sources_of
@@ -78,9 +79,18 @@ def merged(
         if isinstance(aliases, Mapping):
             inner = {name_in_base(str(alias)): name_in_base(str(name)) for alias, name in aliases.items()}
             values[_ALIASES] = {alias: name for alias, name in inner.items() if alias != name}
+        values["meta"] = _of_the_base(values.get("meta"))
         result = opened.renamed(opened.entries, {**values, **opened.values})
         result.path = source.path  # for messages
         yield result
+
+
+def _of_the_base(meta: Any) -> Any:
+    """What a checkpoint says of its model, for a model that ``get_peft_model`` has not wrapped."""
+    described = meta.get(META_KEY) if isinstance(meta, Mapping) else None
+    if not isinstance(described, Mapping) or not isinstance(described.get("prefix"), str):
+        return meta
+    return {**meta, META_KEY: {**described, "prefix": name_in_base(described["prefix"])}}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
-from ..directory import sync_directory
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import reading
@@ -17,6 +16,7 @@ from ..safetensors_file import write_safetensors
 from .exported_adapters import adapter_in
 from .extra_state import ExportedTensor
 from .files import Pending
+from .target import check_free, claimed, filled, local_target
 from .weights import weights_to_export
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,16 +48,12 @@ def export_adapter(
     Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
-    found, folder = adapter_in(source, adapter), Path(folder)
+    found, folder = adapter_in(source, adapter), local_target(folder)
     if found.config.get("trainable_token_indices") is not None:
         raise CheckpointError(
             f"{source.path}: trainable_token_indices is not supported in exports; export the whole model"
         )
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file, give a folder")
-    for name in (CONFIG, WEIGHTS):
-        if (folder / name).exists():
-            raise CheckpointError(f"{folder / name}: is there already, give another folder")
+    check_free(folder, (CONFIG, WEIGHTS))
     weights = [
         ExportedTensor(own, weight.key, weight.shape, weight.dtype)
         for weight in weights_to_export(source, averaged, dtype)
@@ -65,13 +61,12 @@ def export_adapter(
     ]
     if not weights:
         raise CheckpointError(f'{source.path}: has no tensor of the adapter "{found.name}"')
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {weight.name: (weight.dtype, weight.shape) for weight in weights}
-    with reading(source) as reader, Pending(folder / WEIGHTS) as pending:
-        values = (reader.read(weight.key, weight.dtype) for weight in weights)
-        write_safetensors(pending, tensors, values, {"format": "pt"}, pairs=False)
     text = json.dumps({**found.config, "inference_mode": True}, indent=2, sort_keys=True)
-    with Pending(folder / CONFIG) as pending:
-        pending.write_text(text + "\n", encoding="utf-8")
-    sync_directory(folder)
+    with claimed(folder), filled(folder, CONFIG) as staged:
+        with reading(source) as reader, Pending(staged / WEIGHTS) as pending:
+            values = (reader.read(weight.key, weight.dtype) for weight in weights)
+            write_safetensors(pending, tensors, values, {"format": "pt"}, pairs=False)
+        with Pending(staged / CONFIG) as pending:
+            pending.write_text(text + "\n", encoding="utf-8")
     return [folder / CONFIG, folder / WEIGHTS]

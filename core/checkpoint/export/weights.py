@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, one_of, suggest
+from ...errors import CheckpointError, counted, one_of, suggest
 from ...stored_dtypes import DTYPES, PAIRS
-from ..directory import sync_directory
 from ..foreign.stored_tensors import MODEL
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
@@ -26,6 +25,7 @@ from ..nonfinite_mark import what_is_not_finite
 from ..safetensors_file import write_safetensors
 from .extra_state import ExportedTensor, extra_states
 from .files import Pending, write_torch
+from .target import check_free, claimed, filled, local_target
 
 _logger = logging.getLogger("flextrain")
 
@@ -33,7 +33,9 @@ TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 _AVERAGED = re.compile(r"hook\.([^/]+)/averaged\.(.+)")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEM, _SUFFIX = "model", ".safetensors"
-_INDEX = f"{_STEM}{_SUFFIX}.index.json"
+INDEX = f"{_STEM}{_SUFFIX}.index.json"
+WEIGHT_FILES = (f"*{_SUFFIX}*",)
+"""Patterns of files that keep a folder from being written to."""
 
 
 def export_weights(
@@ -70,30 +72,61 @@ def export_weights(
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
     suffix = _suffix(path)
-    path = Path(path)
-    limit = _parse_size(max_shard_size)
+    path = local_target(path)
+    limit = parse_size(max_shard_size)
     if suffix and path.is_file() and not replace:
         raise CheckpointError(f"{path}: is there already, give another name, or replace=True (--force) to replace it")
+    if suffix and limit is not None:
+        raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
+    if suffix and path.is_dir():
+        raise CheckpointError(f"{path}: is a directory")
+    if not suffix:
+        check_free(path, WEIGHT_FILES, f"{_SUFFIX}, {one_of(TORCH_SUFFIXES)}, or a folder")
     names = weights_to_export(source, averaged, dtype)
-    if suffix in ("", _SUFFIX):
-        _check_in_format(names, path)
-    if bad := [weight.name for weight in names if weight.key in source.nonfinite]:
-        _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
-    aliases = aliases_of(source, {weight.name for weight in names}) if tied else {}
-    if suffix:
-        if limit is not None:
-            raise CheckpointError(f"{path}: is one file, give a folder with max_shard_size={max_shard_size}")
-        if path.is_dir():
-            raise CheckpointError(f"{path}: is a directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    _warn(source, path, names)
+    if suffix in TORCH_SUFFIXES:
+        aliases = aliases_of(source, {weight.name for weight in names}) if tied else {}
         with reading(source) as reader, Pending(path) as pending:
-            fetch = _fetch(reader.read)
-            if suffix == _SUFFIX:
-                _write(pending, _with_aliases([*names, *_bare(source, path, tied)], aliases), fetch)
-            else:
-                write_torch(pending, names, aliases, fetch, extra_states(source, tied))
+            write_torch(pending, names, aliases, _fetch(reader.read), extra_states(source, tied))
         return [path]
-    return _write_folder(source, path, _with_aliases([*names, *_bare(source, path, tied)], aliases), limit)
+    tensors = in_safetensors(source, path, names, tied)
+    if not suffix:
+        with claimed(path), filled(path, INDEX) as staged:
+            written = write_shards(source, staged, tensors, limit)
+        return [path / name for name in written]
+    with reading(source) as reader, Pending(path) as pending:
+        _write(pending, tensors, _fetch(reader.read))
+    return [path]
+
+
+def _warn(source: Checkpoint, path: Path, weights: Sequence[ExportedTensor]) -> None:
+    """Say what the files hold or lack that nobody may expect."""
+    if bad := [weight.name for weight in weights if weight.key in source.nonfinite]:
+        _logger.warning(f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {path} too")
+    warn_of_left_out(source, path)
+
+
+def warn_of_left_out(source: Checkpoint, path: Path) -> None:
+    """Warn if the checkpoint was saved without its frozen parameters, which the export lacks then."""
+    left_out = source.values.get("left_out")
+    if isinstance(left_out, Mapping) and left_out:
+        merge = "; --merge --base PATH adds them" if source.values.get("adapters") else ""
+        _logger.warning(
+            f"{source.path}: was saved without {counted(len(left_out), 'frozen parameter')}, which {path} does not have either{merge}"
+        )
+
+
+def in_safetensors(
+    source: Checkpoint, path: Path, weights: Sequence[ExportedTensor], tied: bool
+) -> list[ExportedTensor]:
+    """What a folder or file of this format holds of the weights: tensors under all names, and extra state that is a tensor.
+
+    Raises:
+        CheckpointError: safetensors has no such dtype.
+    """
+    _check_in_format(weights, path)
+    aliases = aliases_of(source, {weight.name for weight in weights}) if tied else {}
+    return _with_aliases([*weights, *_bare(source, path, tied)], aliases)
 
 
 def _bare(source: Checkpoint, path: Path, tied: bool) -> list[ExportedTensor]:
@@ -195,12 +228,8 @@ def _write(path: Path, weights: Sequence[ExportedTensor], fetch: Callable[[Expor
     write_safetensors(path, tensors, map(fetch, weights), {"format": "pt"}, pairs=False)
 
 
-def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[ExportedTensor], limit: int | None) -> list[Path]:
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file, give .safetensors, {one_of(TORCH_SUFFIXES)}, or a folder")
-    if folder.is_dir() and (present := sorted(folder.glob(f"*{_SUFFIX}*"))):
-        raise CheckpointError(f"{present[0]}: is there already, give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+def write_shards(source: Checkpoint, folder: Path, weights: Sequence[ExportedTensor], limit: int | None) -> list[str]:
+    """Write files of at most ``limit`` bytes, or one tensor, with Hugging Face's names; return these, the index last."""
     shards = _shards(weights, limit)
     files = [folder / _shard_name(number, len(shards)) for number in range(len(shards))]
     with reading(source) as reader:
@@ -211,11 +240,10 @@ def _write_folder(source: Checkpoint, folder: Path, weights: Sequence[ExportedTe
         total = sum(weight.nbytes for weight in weights)
         file_of = {weight.name: file.name for file, shard in zip(files, shards, strict=True) for weight in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
-        with Pending(folder / _INDEX) as pending:
+        with Pending(folder / INDEX) as pending:
             pending.write_bytes(text.encode())
-        files.append(folder / _INDEX)
-    sync_directory(folder)
-    return files
+        files.append(folder / INDEX)
+    return [file.name for file in files]
 
 
 def _shards(weights: Sequence[ExportedTensor], limit: int | None) -> list[list[ExportedTensor]]:
@@ -235,7 +263,7 @@ def _shard_name(number: int, count: int) -> str:
     return f"{_STEM}{_SUFFIX}" if count == 1 else f"{_STEM}-{number + 1:05d}-of-{count:05d}{_SUFFIX}"
 
 
-def _parse_size(given: int | str | None) -> int | None:
+def parse_size(given: int | str | None) -> int | None:
     """Parse a size; return bytes.
 
     Raises:

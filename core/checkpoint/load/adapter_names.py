@@ -28,7 +28,8 @@ def name_in_base(name: str) -> str:
 
     Of a matrix of an adapter it is the name without the adapter's own: ``layers.0.lora_A.weight``.
     """
-    parts = name.removeprefix(PREFIX).split(".")
+    # A module that get_peft_model has wrapped may be a part of the model.
+    parts = f".{name}".replace(f".{PREFIX}", ".", 1).removeprefix(".").split(".")
     kept: list[str] = []
     index = 0
     while index < len(parts):
