@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..core.checkpoint import as_path, export_hugging_face
+from ..core.checkpoint.export.target import local_folder
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.config import check_call, known_keywords, validate
 from ..core.hugging_face.model_description import Description, describe
@@ -154,7 +155,7 @@ class Checkpoints(BuildMethods):
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
         self.strategy.meet("export_hugging_face()")
         self._setup_model()
-        return export_model(self, Path(folder), options)
+        return export_model(self, local_folder(folder), options)
 
     @property
     def saving_s(self) -> float:

@@ -97,7 +97,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read, {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be read, {why}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds no configuration")
     return found

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flextrain import CheckpointError, FlexibleRunner
+from flextrain.cli import main
 from flextrain.core.checkpoint import export_weights, open_weights, safetensors_file, save_checkpoint
 from flextrain.core.checkpoint.export import files
 
@@ -335,3 +336,51 @@ def test_peak_memory(tmp_path: Path, target: str, options: Any, limit_mib: float
     assert (
         grown < 8 + 32 + 8 + 4
     )  # a tensor, mapped files until they are closed with the tensor that made them too much
+
+
+@pytest.mark.parametrize("kind", [[], ["--hf"], ["--dcp"], ["--peft"]])
+@pytest.mark.parametrize(
+    "out, says",
+    [
+        ("s3://bucket/x", "s3://bucket/x: is a URL, and exports write to local files"),
+        ("", '"": is not allowed, give the name of what is to be written'),
+        ("file/x", "file/x: could not be written, {}/file is a file"),
+        ("/proc/x", "/proc/x: could not be written, No such file or directory"),
+    ],
+)
+def test_targets_that_cannot_be_written(
+    tmp_path: Path, kind: list[str], out: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    if kind == ["--hf"]:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    adapter = {"peft_type": "LORA", "r": 1}
+    meta = {"hugging_face": {"architecture": "GPT2Model", "config": TINY}}
+    values = {"adapters": {"": {"default": adapter}}} if kind == ["--peft"] else {"meta": meta}
+    state = {"model.x.lora_A.default.weight": torch.ones(1, 1)} if kind == ["--peft"] else _tiny_gpt2()
+    save_checkpoint(tmp_path / "saved", {**state, **values})
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    target = out if "/" not in out or out.startswith(("s3", "/")) else str(tmp_path / out)
+    assert main(["checkpoint", "export", "saved", target, *kind]) != 0
+    error = capsys.readouterr().err
+    assert says.format(tmp_path) in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["--hf", "--dcp", "--peft"])
+def test_a_folder_with_the_name_of_a_file_is_refused(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path / "saved", {"model.w": torch.ones(1), "adapters": {"": {"a": {"peft_type": "LORA"}}}})
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "x.safetensors"), kind]) != 0
+    assert "x.safetensors: has the name of a file, and this export writes a folder" in capsys.readouterr().err
+
+
+TINY = dict(n_embd=4, n_layer=0, n_head=1, vocab_size=5, n_positions=3, model_type="gpt2")
+
+
+def _tiny_gpt2() -> dict[str, torch.Tensor]:
+    shapes = {"wte.weight": (5, 4), "wpe.weight": (3, 4), "ln_f.weight": (4,), "ln_f.bias": (4,)}
+    return {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}

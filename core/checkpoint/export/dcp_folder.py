@@ -39,7 +39,7 @@ from ..load.weights import open_weights
 from ..load.whole_tensors import TensorReader, reading
 from ..nonfinite_mark import what_is_not_finite
 from .extra_state import extra_states
-from .target import local_target
+from .target import local_folder, make
 from .weights import aliases_of, warn_of_left_out, weights_to_export
 
 _logger = logging.getLogger("flextrain")
@@ -93,7 +93,8 @@ def export_dcp(
     inside = (key,) if key else ()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
+        make(path.parent, path)
+        temporary.mkdir()
         with reading(source) as reader, _Writer(temporary) as writer:
             for weight in weights:
                 item = writer.tensor((*inside, weight.name), reader.read(weight.key, weight.dtype))
@@ -116,7 +117,7 @@ def export_dcp(
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    path = local_target(folder).absolute()
+    path = local_folder(folder).absolute()
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file, give the name of a folder")
     if path.is_dir() and any(path.iterdir()):

@@ -22,6 +22,7 @@ from ...torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 from ..directory import sync_directory
 from ..safetensors_file import bytes_of
 from .extra_state import ExtraState
+from .target import make
 
 # torch aligns tensors in its zip files to this many bytes.
 _ALIGNMENT = 64
@@ -53,10 +54,7 @@ class Pending:
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
     def __enter__(self) -> Path:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: could not be written, {error.strerror or error}") from error
+        make(self.path.parent, self.path)
         return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -26,7 +26,7 @@ from ..nonfinite_mark import what_is_not_finite
 from .exported_adapters import KEY as ADAPTERS
 from .extra_state import ExportedTensor
 from .files import Pending
-from .target import check_free, claimed, filled, local_target
+from .target import check_free, claimed, filled, local_folder
 from .weights import WEIGHT_FILES, in_safetensors, parse_size, weights_to_export, write_shards
 
 _logger = logging.getLogger("flextrain")
@@ -61,7 +61,8 @@ def export_hugging_face(
         CheckpointError: the checkpoint does not say which model of transformers it is of, or does not have its weights; or
             the folder holds a model already.
     """
-    target = local_target(folder)
+    target = local_folder(folder)
+    check_target(target, tokenizer=tokenizer, max_shard_size=max_shard_size)
     with claimed(target):
         return write_hugging_face(
             checkpoint,

@@ -16,7 +16,7 @@ from ..safetensors_file import write_safetensors
 from .exported_adapters import adapter_in
 from .extra_state import ExportedTensor
 from .files import Pending
-from .target import check_free, claimed, filled, local_target
+from .target import check_free, claimed, filled, local_folder
 from .weights import weights_to_export
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,7 +48,7 @@ def export_adapter(
     Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
-    found, folder = adapter_in(source, adapter), local_target(folder)
+    found, folder = adapter_in(source, adapter), local_folder(folder)
     if found.config.get("trainable_token_indices") is not None:
         raise CheckpointError(
             f"{source.path}: trainable_token_indices is not supported in exports; export the whole model"

@@ -15,15 +15,49 @@ from ..directory import sync_directory
 _STAGED = ".flextrain_export"
 
 
+_FILES = (".safetensors", ".pth", ".pt", ".bin")
+
+
 def local_target(given: str | os.PathLike[str]) -> Path:
     """Return what an export shall write as a path.
 
     Raises:
-        CheckpointError: it is a URL.
+        CheckpointError: it is a URL, or empty.
     """
     if "://" in os.fspath(given):
         raise CheckpointError(f"{given}: is a URL, and exports write to local files; give a path, and copy it there")
+    if not os.fspath(given):
+        raise CheckpointError('"": is not allowed, give the name of what is to be written')
     return Path(given)
+
+
+def local_folder(given: str | os.PathLike[str]) -> Path:
+    """Return the folder that an export shall write.
+
+    Raises:
+        CheckpointError: it is a URL, or empty, or has the name of a file with weights.
+    """
+    path = local_target(given)
+    if path.suffix.lower() in _FILES and not path.is_dir():
+        raise CheckpointError(
+            f"{path}: has the name of a file, and this export writes a folder; leave out {path.suffix}"
+        )
+    return path
+
+
+def make(folder: Path, target: Path) -> None:
+    """Make a folder and those around it, for ``target``.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.is_file())
+        raise CheckpointError(f"{target}: could not be written, {file} is a file") from None
+    except OSError as error:
+        raise CheckpointError(f"{target}: could not be written, {error.strerror or error}") from error
 
 
 def check_free(folder: Path, patterns: Iterable[str], allowed: str = "a folder") -> None:
@@ -47,8 +81,8 @@ def claimed(folder: Path) -> Iterator[None]:
         CheckpointError: another export writes to it, or it cannot be made.
     """
     is_new = not folder.exists()
+    make(folder, folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
     except OccupiedError as error:
         raise CheckpointError(f"{folder}: is being written by {error}, give another folder") from None
