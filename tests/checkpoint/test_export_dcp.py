@@ -28,6 +28,9 @@ from flextrain.core.checkpoint.load.whole_tensors import TensorReader
 from flextrain.optim.torch_items import torch_items
 from flextrain.testing import WorkerGroup
 
+from ..hugging_face.folders import model_of
+from ..hugging_face.folders import runner_of as runner_of_transformers
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -198,6 +201,51 @@ def test_scripts_may_give_frozen_parameters_to_their_optimizer(
     assert decays == ([0.01, 0.0] if given == "two groups" else [0.01])
 
 
+def partly_frozen_llama() -> Any:
+    torch.manual_seed(0)
+    model = model_of("llama", tie_word_embeddings=True)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def train(folder: Path, strategy: dict[str, Any]) -> None:
+    adam = dict(optimizer=dict(type="AdamW", lr=0.01))
+    runner = runner_of_transformers(folder, dict(type=partly_frozen_llama), strategy=strategy, optim_wrapper=adam)
+    runner.train()
+    runner.close()
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(type="fsdp", wrap="blocks"),
+        pytest.param(dict(type="zero3"), marks=pytest.mark.deepspeed),
+        dict(type="mesh", tp=2),
+        dict(type="mesh", pp=2),
+    ],
+    ids=["fsdp", "zero3", "tp2", "pp2"],
+)
+def test_scripts_load_what_every_strategy_has_saved(
+    workers2: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    workers2.run(train, tmp_path / "run", strategy)
+    saved = Checkpoint.open(tmp_path / "run" / "iter_2")
+    export_dcp(saved, tmp_path / "dcp", optimizer=torch_items)
+    for flat in (True, False):
+        model = partly_frozen_llama()
+        optimizer = continued(model, torch.optim.AdamW(model.parameters()), tmp_path / "dcp", flat=flat)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        for name, parameter in model.named_parameters():
+            assert bool(optimizer.state.get(parameter)) == parameter.requires_grad
+            state = {f"optim.state.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+            for key, value in {f"model.{name}": parameter.detach(), **state}.items():
+                saved.load({key: (expected := torch.empty_like(value))})
+                assert torch.equal(value, expected), key
+
+
 class Unused(Net):
     """A part of it has no gradient in training."""
 
@@ -273,19 +321,31 @@ def a_file(folder: Path) -> list[str]:
     return []
 
 
+def test_what_a_kill_has_left_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "dcp" / ".flextrain_export").mkdir(parents=True)
+    (tmp_path / "dcp" / ".flextrain_export" / "__0_7.distcp").touch()
+    (tmp_path / "dcp" / ".flextrain.lock").touch()
+    export_dcp(checkpoint, tmp_path / "dcp")
+    assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [".metadata", "__0_0.distcp"]
+
+
 def only_weights(folder: Path) -> list[str]:
     torch.save({"w": torch.ones(1)}, folder / "w.pth")
     return ["--optimizer"]
 
 
 WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "a folder with something": (full, "out: is there already and not empty, give another folder"),
+    "a folder with something": (full, "out/x: is there already, give another folder"),
     "a file": (a_file, "out: is a file, give the name of a folder"),
     "a size of shards": (lambda _: ["--max-shard-size", "5GB"], "--max-shard-size has no effect with --dcp"),
     "force": (lambda _: ["--force"], "--force has no effect with --dcp"),
     "the optimizer's key": (
         lambda _: ["--optimizer", "--key", "optimizer"],
         'key: "optimizer" is that of the optimizer',
+    ),
+    "merged weights": (
+        lambda _: ["--optimizer", "--merge"],
+        "--optimizer has no effect with --merge, the optimizer has no state of merged weights",
     ),
     "another kind too": (lambda _: ["--hf"], "--hf has no effect with --dcp"),
     "no averages": (lambda _: ["--averaged"], "holds no averaged weights"),

@@ -217,7 +217,7 @@ def test_the_cache_of_the_hub_links_to_its_files(tmp_path: Path) -> None:
         ({"weight_map": {"a": "model-3.safetensors"}}, "model-3.safetensors: is missing"),
         ({"weight_map": {"a": 3}}, "is no index of weights at weight_map.a"),
         ({}, "is no index of weights at weight_map"),
-        ([], "is no index of weights"),
+        ([], "is no index of weights at its beginning, Input should be a valid dictionary"),
     ],
 )
 def test_an_index_that_is_wrong(tmp_path: Path, index: Any, says: str) -> None:
@@ -226,6 +226,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, index: Any, says: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path)
     assert says in str(caught.value)
+    assert "_Index" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -296,3 +297,11 @@ def test_a_process_reads_its_part(tmp_path: Path, form: str) -> None:
     grown = float(done.stdout)
     print(f"{form}: {grown:.1f} MiB")
     assert grown < 40  # a kernel that reads ahead maps more than was asked for
+
+
+def test_parts_without_their_index_are_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match="has model-00001-of-00002.safetensors, and no model.safetensors.index.json"
+    ):
+        open_weights(tmp_path)

@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -32,14 +31,13 @@ from ...errors import CheckpointError
 from ...heartbeat import heartbeat
 from ...json_values import taken_from, unpack
 from ..dcp_private import bytes_in_file
-from ..directory import sync_directory
 from ..foreign.dcp_index import INDEX
 from ..load.checkpoint import Checkpoint
 from ..load.weights import open_weights
 from ..load.whole_tensors import TensorReader, reading
 from ..nonfinite_mark import what_is_not_finite
 from .extra_state import extra_states
-from .target import local_folder, make
+from .target import check_free, claimed, filled, local_folder
 from .weights import aliases_of, warn_of_left_out, weights_to_export
 
 _logger = logging.getLogger("flextrain")
@@ -47,6 +45,7 @@ _logger = logging.getLogger("flextrain")
 Items = Mapping[tuple[str | int, ...], Callable[[TensorReader], Any]]
 """Paths in torch's state of an optimizer to functions that read what is there."""
 MODEL_KEY, OPTIMIZER_KEY = "model", "optimizer"
+_ANY = ("*",)
 _FILE_BYTES = 4 * 2**30
 
 
@@ -80,7 +79,8 @@ def export_dcp(
         CheckpointError: there are no such weights, the optimizer is none of torch's, or the folder is not empty.
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_weights(checkpoint)
-    path = _new_folder(folder)
+    path = local_folder(folder).absolute()
+    check_free(path, _ANY, "the name of a folder")
     key = (MODEL_KEY if optimizer else "") if key is None else key
     if optimizer and key == OPTIMIZER_KEY:
         raise CheckpointError(f'key: "{key}" is that of the optimizer, give another one')
@@ -91,38 +91,17 @@ def export_dcp(
     aliases = aliases_of(source, {weight.name for weight in weights}) if tied else {}
     state = optimizer(source) if optimizer else {}
     inside = (key,) if key else ()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        make(path.parent, path)
-        temporary.mkdir()
-        with reading(source) as reader, _Writer(temporary) as writer:
-            for weight in weights:
-                item = writer.tensor((*inside, weight.name), reader.read(weight.key, weight.dtype))
-                for alias in (alias for alias, name in aliases.items() if name == weight.name):
-                    writer.again((*inside, alias), item)
-            for extra in extra_states(source, tied):
-                value = unpack(extra.value, taken_from(lambda i, e=extra: reader.read(e.tensors[i].key)))  # type: ignore[misc]
-                writer.add((*inside, extra.name), value)
-            for name, value in state.items():
-                writer.add((OPTIMIZER_KEY, *name), value(reader))
-        if path.is_dir():
-            path.rmdir()
-        temporary.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: could not be written, {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with claimed(path), filled(path, INDEX, _ANY) as staged, reading(source) as reader, _Writer(staged, path) as writer:
+        for weight in weights:
+            item = writer.tensor((*inside, weight.name), reader.read(weight.key, weight.dtype))
+            for alias in (alias for alias, name in aliases.items() if name == weight.name):
+                writer.again((*inside, alias), item)
+        for extra in extra_states(source, tied):
+            value = unpack(extra.value, taken_from(lambda i, e=extra: reader.read(e.tensors[i].key)))  # type: ignore[misc]
+            writer.add((*inside, extra.name), value)
+        for name, value in state.items():
+            writer.add((OPTIMIZER_KEY, *name), value(reader))
     return [path / name for name in writer.files]
-
-
-def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    path = local_folder(folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path}: is a file, give the name of a folder")
-    if path.is_dir() and any(path.iterdir()):
-        raise CheckpointError(f"{path}: is there already and not empty, give another folder")
-    return path
 
 
 # The files
@@ -140,8 +119,8 @@ class _Item:
 class _Writer:
     """Writes items to files of at most 4 GiB, or one item, and the index at the end; an error leaves it out."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, shown: Path) -> None:
+        self.folder, self.shown = folder, shown
         self.files: list[str] = []
         self._file: IO[bytes] | None = None
         self._described: dict[str, Any] = {}
@@ -191,7 +170,7 @@ class _Writer:
         """
         name = ".".join(map(str, path))
         if name in self._described:
-            raise CheckpointError(f'{self.folder}: two items would be "{name}", give another key')
+            raise CheckpointError(f'{self.shown}: two items would be "{name}", give another key')
         self._described[name], self._paths[name] = item.described, path
         self._infos[MetadataIndex(name, item.offsets)] = item.info
 

@@ -116,7 +116,7 @@ def write_hugging_face(
     kinds = {DTYPES[entry.dtype] for key, entry in named.entries.items() if key.startswith(MODEL)}
     held = dtype or next((kind for kind in kinds if kind.is_floating_point), torch.float32)
     # config.json is last: without it, no half-written folder is loaded.
-    with filled(folder, CONFIG) as staged:
+    with filled(folder, CONFIG, (CONFIG, *WEIGHT_FILES)) as staged:
         written = write_shards(named, staged, tensors, parse_size(max_shard_size))
         if described.generation_config is not None:
             written.append(_write(staged / GENERATION, described.generation_config).name)

@@ -63,7 +63,7 @@ def export_adapter(
         raise CheckpointError(f'{source.path}: has no tensor of the adapter "{found.name}"')
     tensors = {weight.name: (weight.dtype, weight.shape) for weight in weights}
     text = json.dumps({**found.config, "inference_mode": True}, indent=2, sort_keys=True)
-    with claimed(folder), filled(folder, CONFIG) as staged:
+    with claimed(folder), filled(folder, CONFIG, (CONFIG, WEIGHTS)) as staged:
         with reading(source) as reader, Pending(staged / WEIGHTS) as pending:
             values = (reader.read(weight.key, weight.dtype) for weight in weights)
             write_safetensors(pending, tensors, values, {"format": "pt"}, pairs=False)

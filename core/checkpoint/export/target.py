@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...folder_lock import FolderLock, OccupiedError
+from ...folder_lock import FILE, FolderLock, OccupiedError
 from ..directory import sync_directory
 
 _STAGED = ".flextrain_export"
@@ -63,6 +63,8 @@ def make(folder: Path, target: Path) -> None:
 def check_free(folder: Path, patterns: Iterable[str], allowed: str = "a folder") -> None:
     """Check that a folder has no file of such a name, or is not there yet.
 
+    What an export has left that was killed does not count.
+
     Raises:
         CheckpointError: it has one, or it is no folder.
     """
@@ -70,7 +72,8 @@ def check_free(folder: Path, patterns: Iterable[str], allowed: str = "a folder")
         raise CheckpointError(f"{folder}: is a file, give {allowed}")
     for pattern in patterns:
         for file in sorted(folder.glob(pattern)):
-            raise CheckpointError(f"{file}: is there already, give another folder")
+            if file.name not in (_STAGED, FILE):
+                raise CheckpointError(f"{file}: is there already, give another folder")
 
 
 @contextmanager
@@ -101,16 +104,18 @@ def _remove_empty(folder: Path) -> None:
 
 
 @contextmanager
-def filled(folder: Path, last: str) -> Iterator[Path]:
+def filled(folder: Path, last: str, patterns: Iterable[str]) -> Iterator[Path]:
     """Context with an empty folder, whose files are moved to ``folder`` at its end; an error leaves ``folder`` as it was.
 
     Args:
         folder: a folder that is ``claimed``.
         last: the name of the file that is moved when all others are there.
+        patterns: see ``check_free``; another export may have been faster.
 
     Raises:
-        CheckpointError: the disk is full, or fails.
+        CheckpointError: there is such a file, or the disk is full, or fails.
     """
+    check_free(folder, patterns)
     staged = folder / _STAGED
     try:
         shutil.rmtree(staged, ignore_errors=True)  # of an export that was killed

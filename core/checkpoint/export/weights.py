@@ -91,7 +91,7 @@ def export_weights(
         return [path]
     tensors = in_safetensors(source, path, names, tied)
     if not suffix:
-        with claimed(path), filled(path, INDEX) as staged:
+        with claimed(path), filled(path, INDEX, WEIGHT_FILES) as staged:
             written = write_shards(source, staged, tensors, limit)
         return [path / name for name in written]
     with reading(source) as reader, Pending(path) as pending:

@@ -17,6 +17,7 @@ from .weights_file import open_file
 
 INDEX = ".safetensors.index.json"
 _INDICES = (f"*{INDEX}", "*.bin.index.json")
+_PARTS = "model-*-of-*.safetensors"
 _SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -25,7 +26,11 @@ class _Index(pydantic.BaseModel):
 
 
 def find(folder: Path) -> Path | None:
-    """The index of a folder, or its single file of weights; None if it has neither."""
+    """The index of a folder, or its single file of weights; None if it has neither.
+
+    Raises:
+        CheckpointError: it has several indices, or parts of weights without an index.
+    """
     for pattern in _INDICES:
         found = sorted(folder.glob(pattern))
         if len(found) > 1:
@@ -33,7 +38,12 @@ def find(folder: Path) -> Path | None:
             raise CheckpointError(f"{folder}: has several indices, give one of them: {names}")
         if found:
             return found[0]
-    return next((folder / name for name in _SINGLE if (folder / name).is_file()), None)
+    single = next((folder / name for name in _SINGLE if (folder / name).is_file()), None)
+    if single is None and (parts := sorted(path.name for path in folder.glob(_PARTS))):
+        raise CheckpointError(
+            f"{folder}: has {parts[0]}, and no model{INDEX}, which says where each tensor is; it belongs to the same folder"
+        )
+    return single
 
 
 def open_index(path: Path) -> Checkpoint:
@@ -47,6 +57,8 @@ def open_index(path: Path) -> Checkpoint:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: is no index of weights at {at or 'its beginning'}, {first['msg']}") from None
+        raise CheckpointError(
+            f"{path}: is no index of weights at {at or 'its beginning'}, {first['msg'].replace(f' or instance of {_Index.__name__}', '')}"
+        ) from None
     files = {name: sibling(path, name) for name in dict.fromkeys(index.weight_map.values())}
     return joined(path, {name: open_file(file) for name, file in files.items()}, index.weight_map)
