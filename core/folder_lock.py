@@ -38,14 +38,15 @@ class FolderLock:
 
     Args:
         folder: an existing folder, local or mounted.
+        name: of the lock's file; what is held under another one is another lock.
 
     Raises:
         OccupiedError: another run holds it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._key = os.getpid(), folder.resolve()
-        self._file = self._key[1] / FILE
+    def __init__(self, folder: Path, name: str = FILE) -> None:
+        self._file = folder.resolve() / name
+        self._key = os.getpid(), self._file
         self._descriptor: int | None = None
         if self._key in _held:
             raise OccupiedError(f"another run of this process ({os.getpid()})")

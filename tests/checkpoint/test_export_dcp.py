@@ -324,7 +324,7 @@ def a_file(folder: Path) -> list[str]:
 def test_what_a_kill_has_left_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "dcp" / ".flextrain_export").mkdir(parents=True)
     (tmp_path / "dcp" / ".flextrain_export" / "__0_7.distcp").touch()
-    (tmp_path / "dcp" / ".flextrain.lock").touch()
+    (tmp_path / "dcp" / ".flextrain_export.lock").touch()
     export_dcp(checkpoint, tmp_path / "dcp")
     assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [".metadata", "__0_0.distcp"]
 

@@ -177,6 +177,16 @@ class Tokenizer:
         return []
 
 
+def test_a_run_may_export_to_its_own_folder(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, dict(type=frozen_llama))
+    runner.train()
+    runner.export_hugging_face(tmp_path)
+    runner.close()
+    loaded(tmp_path)
+    assert (tmp_path / "iter_2").is_dir()
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*"))
+
+
 def test_two_exports_at_once_into_one_folder_are_refused(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, dict(type=frozen_llama))
     runner.train()

@@ -9,10 +9,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...folder_lock import FILE, FolderLock, OccupiedError
+from ...folder_lock import FolderLock, OccupiedError
 from ..directory import sync_directory
 
 _STAGED = ".flextrain_export"
+# Not that of a run, which may export to its own work_dir.
+_LOCK = ".flextrain_export.lock"
 
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin")
@@ -72,7 +74,7 @@ def check_free(folder: Path, patterns: Iterable[str], allowed: str = "a folder")
         raise CheckpointError(f"{folder}: is a file, give {allowed}")
     for pattern in patterns:
         for file in sorted(folder.glob(pattern)):
-            if file.name not in (_STAGED, FILE):
+            if file.name not in (_STAGED, _LOCK):
                 raise CheckpointError(f"{file}: is there already, give another folder")
 
 
@@ -86,7 +88,7 @@ def claimed(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     make(folder, folder)
     try:
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, _LOCK)
     except OccupiedError as error:
         raise CheckpointError(f"{folder}: is being written by {error}, give another folder") from None
     except OSError as error:
