@@ -158,7 +158,9 @@ def _first_states(
     return found
 
 
-def _zeros_like(source: Checkpoint, parameter: str, model: str, names: list[str]) -> Iterator[tuple[tuple[str], Any]]:
+def _zeros_like(
+    source: Checkpoint, parameter: str, model: str, names: list[str]
+) -> Iterator[tuple[tuple[str | int, ...], Callable[[TensorReader], Any]]]:
     """State of zeros for a parameter in the form of another one's."""
     own, other = source.entries.get(MODEL + parameter), source.entries.get(MODEL + model)
     for name in names:
