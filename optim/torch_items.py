@@ -109,13 +109,13 @@ def _groups(settings: Mapping[str, Settings]) -> list[tuple[list[str], Settings]
 def _most_alike(frozen: str, others: Iterable[str], source: Checkpoint) -> str:
     """The parameter whose settings a frozen one gets: of as many dimensions if possible, and with the most alike name."""
 
-    def dimensions(name: str) -> int | None:
-        entry = source.entries.get(MODEL + name)
-        return None if entry is None else len(entry.shape)
-
     def alike(name: str) -> tuple[bool, int, int]:
         own, other = frozen.split("."), name.split(".")
-        return dimensions(name) == dimensions(frozen), _shared(own[::-1], other[::-1]), _shared(own, other)
+        return (
+            len(_shape(source, name)) == len(_shape(source, frozen)),
+            _shared(own[::-1], other[::-1]),
+            _shared(own, other),
+        )
 
     return max(others, key=alike)
 
@@ -139,7 +139,8 @@ def _first_states(
     for parameter, (kind, settings) in trained.items():
         if parameter in states or (kind == "SGD" and not settings.get("momentum")):
             continue
-        model = next((other for other in states if other in trained and trained[other][0] == kind), None)
+        others = [other for other in states if other in trained and trained[other][0] == kind]
+        model = max(others, key=lambda other: len(_shape(source, other)), default=None)
         if model is None:
             raise CheckpointError(
                 f"{source.path}: its {kind} has no state before the first update, leave out --optimizer"
@@ -162,13 +163,19 @@ def _zeros_like(
     source: Checkpoint, parameter: str, model: str, names: list[str]
 ) -> Iterator[tuple[tuple[str | int, ...], Callable[[TensorReader], Any]]]:
     """State of zeros for a parameter in the form of another one's."""
-    own, other = source.entries.get(MODEL + parameter), source.entries.get(MODEL + model)
+    own, other = _shape(source, parameter), _shape(source, model)
+    if own and not other:
+        return
     for name in names:
-        if (entry := source.entries.get(f"{STATE}{model}.{name}")) is None:
-            continue
-        of_shape = {(): ()} | ({tuple(other.shape): tuple(own.shape)} if own and other else {})
-        if (shape := of_shape.get(tuple(entry.shape))) is not None:
+        entry = source.entries.get(f"{STATE}{model}.{name}")
+        shape = None if entry is None else {(): (), other: own}.get(tuple(entry.shape))
+        if entry is not None and shape is not None:
             yield (f"state.{parameter}.{name}",), _zeros(shape, DTYPES[entry.dtype])
+
+
+def _shape(source: Checkpoint, parameter: str) -> tuple[int, ...]:
+    entry = source.entries.get(MODEL + parameter)
+    return () if entry is None else tuple(entry.shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[TensorReader], Any]:
