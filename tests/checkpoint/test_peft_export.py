@@ -242,6 +242,7 @@ def test_dora_is_left_to_peft(tmp_path: Path) -> None:
         ("a.lora_embedding_A.mine", "a.lora_embedding_A"),
         ("head.modules_to_save.default.weight", "head.weight"),
         ("head.original_module.weight", "head.weight"),
+        ("llm.base_model.model.a.q.base_layer.weight", "llm.a.q.weight"),
         ("a.weight", "a.weight"),
     ],
 )
