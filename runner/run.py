@@ -49,6 +49,10 @@ class TrainingProgress(Protocol):
         """Updates completed in the current epoch."""
 
     @property
+    def ends_with_filler(self) -> bool:
+        """Whether the last micro-batch of the update under way is a repeated sample that counts nothing."""
+
+    @property
     def max_epochs(self) -> int:
         """Total number of epochs."""
 

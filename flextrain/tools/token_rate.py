@@ -106,6 +106,8 @@ class TokenRateHook(Hook):
         batches = [data_batch] if runner.accumulate == 1 else data_batch
         if self._per_token is None and self._devices_peak is not None:
             self._per_token = self._flops or _flops_per_token(runner, _length(batches))
+        if runner.train_loop.ends_with_filler:
+            batches = batches[:-1]
         tokens, seconds = self._shards * sum(map(self._count, batches)), now - self._last
         self._last = now
         self._tokens += tokens

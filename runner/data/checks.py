@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import multiprocessing
@@ -205,3 +206,12 @@ def worker_facts(function: Any, arguments: Mapping[str, Any]) -> list[str]:
     """Return the names of what a ``worker_init_fn`` is told beside the worker: those that it takes and are not given."""
     parameters = inspect.signature(function).parameters
     return [name for name in ("num_workers", "rank", "seed") if name in parameters and name not in arguments]
+
+
+def build_worker_init(init: Any, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the ``worker_init_fn`` that a configuration names, told those of the facts that it takes; nothing for others."""
+    if not isinstance(init, (Mapping, str)):
+        return {}
+    function, arguments = named_function(init, where)
+    told = {name: facts[name] for name in worker_facts(function, arguments)}
+    return {"worker_init_fn": functools.partial(function, **arguments, **told)}

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
-from .samplers import Repeatable, follows_span
+from .samplers import DefaultSampler, Repeatable, follows_span
 from .user_loaders import resampled
 
 _END = object()
@@ -34,13 +34,17 @@ class Feed:
         """The order of a sampler that is not flextrain's; it is repeated from the beginning of the epoch."""
         batches = loader.batch_sampler
         # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
-        self._sampler: Any = getattr(batches, "sampler", loader.sampler)
-        self._batch_size = getattr(batches, "batch_size", None) or 1
+        self.sampler: Any = getattr(batches, "sampler", loader.sampler)
+        self.batch_size: int = getattr(batches, "batch_size", None) or 1
+        self.exact: tuple[int, bool] | None = None
+        """(batch size, drop_last) if each sample of an epoch counts once, see ExactEpochs."""
         if self.is_stream:
             self._read: DataLoader[Any] = self._stream()
             return
         own_batches = type(batches) not in (BatchSampler, type(None))
-        if own_batches or not follows_span(self._sampler):
+        self.has_own_order = not follows_span(self.sampler)
+        """True if the sampler follows no positions."""
+        if own_batches or self.has_own_order:
             self.repeatable = Repeatable(loader.sampler if batches is None else batches)
         self._turns = _Turns()
         self._dataset = SeededDataset(loader.dataset, loader.collate_fn, in_batches=batches is not None)
@@ -85,7 +89,9 @@ class Feed:
         if self.repeatable is not None:
             self.repeatable.position(order, start, stop)
         else:
-            self._sampler.set_span(start, stop)
+            self.sampler.set_span(start, stop)
+            if isinstance(self.sampler, DefaultSampler):  # which evaluation may use too
+                self.sampler.batches = self.exact
         turns = self._turns_from(epoch_seed(seed, epoch), epoch, start)
         if not self._read.num_workers and not self._read.pin_memory:
             return map(self._dataset.__getitem__, turns)  # does the same as the DataLoader, some microseconds faster
@@ -103,9 +109,9 @@ class Feed:
                 Turn(seed, epoch, position * shards + index, shards, item)
                 for position, item in self.repeatable.positions()
             )
-        order: Any = self._sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-        stride, first = self._sampler.count, start + self._sampler.index
-        positions = count(first, stride * self._batch_size)
+        order: Any = self.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        stride, first = self.sampler.count, start + self.sampler.index
+        positions = count(first, stride * self.batch_size)
         return map(Turn, repeat(seed), repeat(epoch), positions, repeat(stride), order)
 
     def _from_workers(self) -> Iterator[Any]:

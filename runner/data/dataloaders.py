@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -18,10 +17,12 @@ from ...core.heartbeat import heartbeat
 from ...core.registry import DATA_SAMPLERS
 from ..loops.lockstep import InStep
 from . import checks, first_samples
-from .collators import build_collate, named_function
+from .build_sampler import build_sampler
+from .collators import build_collate
 from .dataloader_reader import Feed
 from .dataset_wrappers import build_dataset, is_config
 from .epochs import tell_loader_epoch
+from .exact_epochs import Counted, ExactEpochs
 from .own_loader_reader import Reader
 from .read_again import timed
 from .sample_seeds import order_seed
@@ -86,11 +87,8 @@ def build_dataloader(
     in_batch = None if kwargs.get("batch_sampler") is not None else kwargs.get("batch_size", 1)
     checks.check_has_batches(dataset, in_batch, kwargs.get("drop_last"), where)
     collate = build_collate(kwargs.pop("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
-    if isinstance(kwargs.get("worker_init_fn"), (Mapping, str)):
-        function, arguments = named_function(kwargs["worker_init_fn"], f"{where}.worker_init_fn")
-        facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
-        facts = {name: facts[name] for name in checks.worker_facts(function, arguments)}
-        kwargs["worker_init_fn"] = functools.partial(function, **arguments, **facts)
+    facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
+    kwargs |= checks.build_worker_init(kwargs.get("worker_init_fn"), facts, f"{where}.worker_init_fn")
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
         return loader_of_stream(divided(dataset, shard, where, logger), kwargs, training, where, logger)
@@ -98,21 +96,8 @@ def build_dataloader(
     shuffle = kwargs.pop("shuffle", training)
     if sampler is None:
         sampler = {"type": "DefaultSampler", "shuffle": shuffle}
-    if is_config(sampler):
-        spec = dict(sampler) if isinstance(sampler, Mapping) else {"type": sampler}
-        extra: dict[str, Any] = {"dataset": dataset, **({"shard": shard} if told else {})}
-        if "seed" not in spec:
-            extra["seed"] = seed
-        if not training and "round_up" not in spec:
-            extra["round_up"] = False
-        sampler = DATA_SAMPLERS.build(spec, f"{where}.sampler", **extra)
-    if told:
-        use_shard(sampler, shard, f"{where}.sampler")
-    if training and isinstance(sampler, DefaultSampler) and not sampler.round_up and sampler.num_samples % shard[1]:
-        raise ConfigError(
-            f"{where}.sampler.round_up: False gives {sampler.num_samples} samples unevenly to {shard[1]} processes, "
-            "leave it out in training"
-        )
+    own = shard if told else None
+    sampler = build_sampler(sampler, dataset, training=training, seed=seed, shard=own, where=f"{where}.sampler")
     batch_sampler = kwargs.pop("batch_sampler", None)
     if batch_sampler is None:
         return checks.check_follows_order(DataLoader(dataset, sampler=sampler, **kwargs), where)
@@ -165,6 +150,7 @@ class TrainData:
         self._origin = (-1, 0, 0)
         self._shard = shard
         self._feed = None if self._reader is not None else Feed(loader, shard)
+        self.exact = ExactEpochs.of(self._feed, shard[1])
 
     def use_seed(self, seed: int) -> None:
         """Set another seed, also in a sampler without a seed of its own."""
@@ -179,6 +165,8 @@ class TrainData:
 
     @property
     def _own_length(self) -> int | None:
+        if self.exact is not None:
+            return self.exact.batches_from(0)
         return None if self.infinite else length_of(self.loader)
 
     @property
@@ -246,7 +234,8 @@ class TrainData:
         if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
             return False
         if isinstance(self._sampler, ShardedSampler):
-            return self._sampler.count == self._shard[1] and getattr(self._sampler, "round_up", True)
+            is_equal = self.exact is not None or getattr(self._sampler, "round_up", True)
+            return is_equal and self._sampler.count == self._shard[1]
         return type(self._sampler) is DistributedSampler
 
     # The position in an epoch
@@ -310,6 +299,8 @@ class TrainData:
         _, window, position = self._origin
         samples = cast(DefaultSampler, self.splittable).length_from(position)
         batches = samples // self._batch_size if self.drop_last else math.ceil(samples / self._batch_size)
+        if self.exact is not None:
+            batches = self.exact.batches_from(position)
         return window + math.ceil(batches / self.accumulate)
 
     @property
@@ -346,9 +337,21 @@ class TrainData:
     def windows(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
         """Yield the windows of an epoch from number ``start`` to ``stop``; the epoch's last window may be shorter."""
         own = self._own_windows(epoch, start, stop)
-        if self._in_step is None:
-            return own
-        return self._in_step.windows(own, start)
+        if self.exact is not None:
+            return self.exact.windows(own, start, cast(int, self.length(epoch)) - 1, self.last_counted(epoch))
+        return own if self._in_step is None else self._in_step.windows(own, start)
+
+    @property
+    def counted(self) -> Counted | None:
+        """What counts of the window given last; None: all of its micro-batches, equally."""
+        return None if self.exact is None else self.exact.now
+
+    def last_counted(self, epoch: int, stop: int | None = None) -> Counted | None:
+        """Return what counts of the last window of an epoch, if windows are read up to ``stop``; see ``counted``."""
+        last = self.length(epoch)
+        if self.exact is None or last is None or (stop is not None and stop < last):
+            return None
+        return self.exact.counted(self._position_at(epoch, last - 1), self.accumulate)
 
     def close(self) -> None:
         """End worker processes that would be kept for the next epoch."""

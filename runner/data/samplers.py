@@ -88,11 +88,12 @@ class DefaultSampler(ShardedSampler):
     """Every sample once per epoch, dealt to the processes in turn.
 
     Args:
-        round_up: repeat samples from the beginning of the order until every process has equally many. With False some
-            processes may have one less, which evaluation allows and training does not.
+        round_up: repeat samples from the beginning of the order until every process has equally many, fewer than there
+            are processes. With False each sample counts exactly once. Some processes may have one less then. In
+            training the last update of an epoch is the mean over its samples, as on one process with the same global
+            batch; a process that has no sample where others have one repeats one, which counts nothing.
 
-    An epoch that continues with another number of processes splits the remaining samples, and repeats samples at its
-    end. No sample is lost, and fewer are repeated than there are processes.
+    An epoch that continues with another number of processes splits the remaining samples. No sample is lost.
     """
 
     def __init__(
@@ -106,11 +107,24 @@ class DefaultSampler(ShardedSampler):
     ) -> None:
         super().__init__(dataset, shuffle, seed, shard=shard)
         self.round_up = round_up
+        self.batches: tuple[int, bool] | None = None
+        """(batch size, drop_last) in training without ``round_up``: every process has as many batches, see ExactEpochs."""
 
     def __iter__(self) -> Iterator[int]:
+        return _dealt(self.order(self.epoch), self.num_samples, self._positions())
+
+    def _positions(self) -> range:
+        """Return this process's positions; if its last batch is missing, a sample fills it that is behind the end."""
         end = self._end(self.start)
+        size, drop_last = self.batches or (1, False)
+        if drop_last:
+            end -= (end - self.start) % (size * self.count)
         stop = end if self.stop is None else min(self.stop, end)
-        return _dealt(self.order(self.epoch), self.num_samples, range(self.start + self.index, stop, self.count))
+        own = range(self.start + self.index, stop, self.count)
+        most = math.ceil((stop - self.start) / self.count)
+        if self.batches is None or len(own) >= most or len(own) % size:
+            return own
+        return range(own.start, own.start + most * self.count, self.count)
 
     def __len__(self) -> int:
         return self.length_from(0)

@@ -59,10 +59,10 @@ def _run_again(runner: Run, window: list[Any]) -> _Run:
     error = None
     with _watching(runner.strategy.module, bool(runner.strategy.config.compile)) as seen:
         try:
-            for micro_batch in window:
+            for index, micro_batch in enumerate(window):
                 before = len(seen)
                 runner.stepper.rehearse(micro_batch, _Idle(runner.optim_wrapper))
-                if not runner.stepper.counts(micro_batch):  # the update ignores it: a mean over no items
+                if not runner.stepper.counts(micro_batch, index):  # the update ignores it: a mean over no items
                     del seen[before:]
         except Exception as reason:  # a model may check its input; the error becomes part of the message
             error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"

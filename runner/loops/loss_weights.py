@@ -15,6 +15,8 @@ from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from ...core.rehearsing import rehearsing, with_values
 from ...core.token_counts import IGNORED, NUMBER, takes_number_of_items
+from ..data.exact_epochs import Counted
+from .logged_values import weighted_mean
 
 _UPDATES = 16
 logger = logging.getLogger("flextrain")
@@ -60,13 +62,19 @@ class Weighing:
             return None
         return cls(found, device, topology, takes_number_of_items(module))
 
-    def weigh(self, window: Sequence[Any]) -> bool:
+    def weigh(self, window: Sequence[Any], counted: Counted | None = None) -> bool:
         """Weigh the micro-batches of a window, and return True if any process has an item.
 
         The factor of a mean is its share of all items, times the number of processes, because gradients are averaged over
         them; that of a sum over all items is the number of data shards.
+
+        Args:
+            window: the micro-batches.
+            counted: of whose samples these count; None: all.
         """
         self._weights = [self._weight(batch) for batch in window]
+        if counted is not None and counted.ends_with_filler:
+            self._weights[-1] = 0.0
         # The sum is over all processes. Items that several processes count, because they share a data shard, cancel out
         # below, and parts that a strategy cuts a batch into (``split``) count once each.
         with with_values():
@@ -105,38 +113,12 @@ class Weighing:
         So do all losses of a model that divides sums. Any other value is the mean over this process's items, and missing if
         it has none.
         """
-        counted = [(weight, part) for weight, part in zip(self._weights, parts, strict=True) if weight]
-        factors = [factor for factor in self.factors if factor]
-        losses = [part["loss"] * f for f, (_, part) in zip(factors, counted, strict=True)]
-        loss = _sum(losses) if losses else torch.zeros((), device=self._device)
-        own = sum(self._weights)
-        shares = [weight / own for weight, _ in counted]
-        names = [n for n in (counted[0][1] if counted else ()) if n != "loss" and all(n in part for _, part in counted)]
-        others = {}
-        for name in names:
-            by = factors if self._hands_number and "loss" in name else shares
-            others[name] = _sum([part[name] * share for share, (_, part) in zip(by, counted, strict=True)])
-        return {"loss": loss, **others}
+        return weighted_mean(parts, self._weights, self.factors, self._device, of_sums=self._hands_number)
 
     def _say(self, what: str) -> None:
         if what not in self._has_said and dist.is_main():
             self._has_said.add(what)
             logger.warning(f"model.loss_weight: {what}")
-
-
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def mean_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means of the values that all parts have."""
-    total = dict(parts[0])
-    for part in parts[1:]:
-        total = {name: total[name] + part[name] for name in total if name in part}
-    return {name: value / len(parts) for name, value in total.items()}
 
 
 class UnequalMeans:

@@ -14,7 +14,6 @@ from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
 from ...core.model import (
-    NO_LOSS,
     forget_averaged,
     has_forward,
     overrides,
@@ -24,13 +23,18 @@ from ...core.model import (
     takes_mode,
 )
 from ...core.overriding import overridden
-from ...core.torch_private import is_compiled, is_view
+from ...core.torch_private import is_compiled
 from ...core.trees import tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
-from .loss_weights import Weighing, mean_of
+from ..data.exact_epochs import Counted
+from .evaluation_step import EvaluationStep
+from .fillers import leaving_buffers
+from .logged_values import kept, mean_of, of_filler, weighted_mean
+from .loss_weights import Weighing
+from .losses_of_result import losses_of
 
 _WHOLE = (None,)
 _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
@@ -78,13 +82,15 @@ class Stepper:
             self._custom_step if self.custom_train else self._micro_batch
         )
         self.shares: Sequence[float | None] = _WHOLE
+        self.counted: Counted | None = None
+        """What counts of the update's micro-batches; None: all of them, equally."""
         self.micro_batch = 0
         """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
         self.merging: BaseTTAModel | None = None
-        self._eval_steps = {mode: _EvalStep(self, mode) for mode in ("val", "test")}
+        self._eval_steps = {mode: EvaluationStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
@@ -118,8 +124,13 @@ class Stepper:
             self._differentiate = optim.update_params if self._updates_itself else optim.backward
             self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
 
-    def train(self, window: list[Any]) -> dict[str, Tensor]:
+    def train(self, window: list[Any], counted: Counted | None = None) -> dict[str, Tensor]:
         """Make one update from the micro-batches of a window.
+
+        Args:
+            window: the micro-batches.
+            counted: how many samples of each count, where these differ. Then ``loss`` is weighted, so that its mean over
+                processes is that over the samples; the values of a process with nothing but a filler are 0.
 
         Returns:
             0-dim tensors on the device: ``loss`` and the model's other values, as means over the window, and
@@ -127,9 +138,11 @@ class Stepper:
         """
         optim = self.optim
         assert optim is not None
+        self.counted = counted
         if self._split is not None:
             window = [self._split(batch) for batch in window]
-        shares = _WHOLE if len(window) == 1 and self.weighing is None else self._shares_of(window)
+        is_whole = len(window) == 1 and self.weighing is None and counted is None
+        shares = _WHOLE if is_whole else self._shares_of(window)
         if shares is None:
             return self._leave_out(optim)
         self.shares = shares
@@ -153,16 +166,20 @@ class Stepper:
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
         size = len(window)
-        if self.weighing is None:
+        if self.weighing is None and self.counted is None:
             return (None if self._updates_itself or size == 1 else 1 / size,) * size
-        if not self.weighing.weigh(window):
+        if self.weighing is not None and not self.weighing.weigh(window, self.counted):
             return None
+        factors = self.counted.factors if self.weighing is None else self.weighing.factors  # type: ignore[union-attr]
         # An update that is not made here divides by the window's length itself.
-        return [factor * size for factor in self.weighing.factors] if self._updates_itself else self.weighing.factors
+        return [factor * size for factor in factors] if self._updates_itself else factors
 
-    def counts(self, batch: Any) -> bool:
-        """Return True if a micro-batch has items that count in the loss."""
-        return self.weighing is None or self.weighing.counts(batch)
+    def counts(self, batch: Any, index: int) -> bool:
+        """Return True if micro-batch ``index`` of the last update has items that count in the loss."""
+        return not self._is_filler(index) and (self.weighing is None or self.weighing.counts(batch))
+
+    def _is_filler(self, index: int) -> bool:
+        return self.counted is not None and not self.counted.own[index]
 
     def rehearse(self, batch: Any, optim: Any) -> None:
         """Run forward of a micro-batch again, for hooks on modules; a strategy's own ``run_window`` includes backward.
@@ -176,8 +193,9 @@ class Stepper:
         if self.custom_train:
             self._call_train_step(batch, optim)
         elif self._has_own_window:
-            self.shares = _WHOLE
+            self.shares, self.counted, counted = _WHOLE, None, self.counted
             self._run_window([batch], self)
+            self.counted = counted
         else:
             with torch.no_grad():
                 self.forward(batch)
@@ -222,7 +240,7 @@ class Stepper:
                 loss, logs = self._losses(data)
         if self._reuses_outputs:
             return loss, {name: value.detach().clone() for name, value in logs.items()}
-        return loss, {name: _kept(value) for name, value in logs.items()}
+        return loss, {name: kept(value) for name, value in logs.items()}
 
     def backward(self, loss: Tensor, index: int) -> None:
         """See TrainStep."""
@@ -237,11 +255,20 @@ class Stepper:
 
     def mean(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """See TrainStep."""
+        if self.counted is not None and not any(self.counted.own):
+            return of_filler(parts[0])
         if self.weighing is not None:
             return self.weighing.mean(parts)
+        if self.counted is not None:
+            return weighted_mean(parts, self.counted.own, self.counted.factors, self.strategy.device)
         return parts[0] if len(parts) == 1 else mean_of(parts)
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
+        if self.counted is not None and self._is_filler(index):
+            with leaving_buffers(self.module):
+                loss, logs = self.forward(batch)
+                self.backward(loss, index)
+            return logs
         loss, logs = self.forward(batch)
         if self.shares[index] is None:  # the usual case, with one call less
             self._differentiate(loss)
@@ -264,7 +291,7 @@ class Stepper:
 
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = run_forward(self.model, data, **self._for_loss)
-        total, logs = self.parse(self._own_losses(result))
+        total, logs = self.parse(losses_of(result, self.module))
         if isinstance(result, Mapping) and len(result) > 1:
             scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
             logs = {**scalars, **logs}
@@ -277,29 +304,12 @@ class Stepper:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
-        values = {name: _kept(torch.as_tensor(value)) for name, value in logs.items()}
+        values = {name: kept(torch.as_tensor(value)) for name, value in logs.items()}
         if self._reuses_outputs:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
             values["loss"] = torch.stack([part.float() for part in parts]).sum()
         return values
-
-    def _own_losses(self, result: Any) -> dict[str, Any]:
-        """Return the losses of a model whose forward has no mode: its ``loss``, or the parts of one in a dict."""
-        is_dict = isinstance(result, Mapping)
-        loss = result["loss"] if is_dict and "loss" in result else getattr(result, "loss", None)
-        if isinstance(loss, Tensor) or (is_dict and loss is not None):
-            return {"loss": loss}
-        # An object with a loss that is None was not given what its loss is computed from.
-        if is_dict and "loss" not in result and not hasattr(result, "loss"):
-            losses = {name: value for name, value in result.items() if isinstance(name, str) and "loss" in name}
-            if losses:
-                return losses
-        name, kind = type(self.module).__name__, type(result).__name__
-        raise ConfigError(
-            f"model: {name}.forward has no parameter mode and gave {kind} without a loss; return an object or dict with a "
-            f"loss, or take mode{f': {NO_LOSS}' if is_dict else ''}"
-        )
 
     def merge_with(self, model: BaseTTAModel | None) -> None:
         """Merge the predictions of augmented samples in testing, as ``model`` does; None: no longer.
@@ -366,29 +376,6 @@ class Stepper:
         return to_device(data, self.strategy.device)
 
 
-class _EvalStep:
-    """Evaluates one batch of validation or testing, see EvalStep."""
-
-    def __init__(self, stepper: Stepper, mode: str) -> None:
-        self._stepper, self._mode = stepper, mode
-
-    def prepare(self, batch: Any) -> Any:
-        """See EvalStep."""
-        return self._stepper.preprocess(batch, False)
-
-    def predict(self, batch: Any) -> Any:
-        """See EvalStep."""
-        return self._stepper.predict(batch, self._mode)
-
-
 def _has_own(strategy: Strategy, name: str) -> bool:
     """Whether a method of the strategy is not Strategy's."""
     return getattr(type(strategy), name) is not getattr(Strategy, name) or bool(overridden(strategy, name))
-
-
-def _kept(value: Tensor) -> Tensor:
-    """Return a value to log, which is read only when a line is written.
-
-    A parameter or a buffer, or a view of one, may change in place until then: it is copied.
-    """
-    return value.detach().clone() if value.grad_fn is None or is_view(value) else value.detach()

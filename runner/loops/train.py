@@ -14,6 +14,7 @@ from ...core.errors import ConfigError, counted
 from ...core.random_state import load_rng_state, rng_state
 from ..data.dataloaders import TrainData
 from .base import BaseLoop, EvaluationCut
+from .fillers import check_counted
 from .loss_weights import UnequalMeans
 
 if TYPE_CHECKING:
@@ -112,6 +113,17 @@ class TrainLoop(BaseLoop):
         return self.data.length(self._epoch) or self._length
 
     @property
+    def ends_with_filler(self) -> bool:
+        """Whether the last micro-batch of the update under way is a filler on this process.
+
+        A filler is one sample that is repeated and counts nothing, in the last update of an epoch with a
+        ``DefaultSampler(round_up=False)``: the process has no sample there, and others have one. Hooks get it in
+        ``data_batch`` like any other.
+        """
+        counted = self.data.counted
+        return counted is not None and counted.ends_with_filler
+
+    @property
     def _index(self) -> int:
         """The ``batch_idx`` of the next update."""
         return self._inner
@@ -193,12 +205,15 @@ class TrainLoop(BaseLoop):
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
         window = [data_batch] if self.data.accumulate == 1 else data_batch
-        if self._means is not None and not self._means.look(
-            runner.stepper, runner.strategy.topology.data.count, window
+        counted = self.data.counted
+        if (
+            self._means is not None
+            and counted is None
+            and not self._means.look(runner.stepper, runner.strategy.topology.data.count, window)
         ):
             self._means = None
         try:
-            outputs = runner.stepper.train(window)
+            outputs = runner.stepper.train(window, counted)
         except BaseException:
             self.is_torn = True
             raise
@@ -222,6 +237,7 @@ class TrainLoop(BaseLoop):
 
     def _due(self, stop: int | None = None) -> Iterator[Any]:
         """Yield what ``run_iter`` gets, up to the update ``stop`` of the epoch."""
+        check_counted(self.data.last_counted(self._epoch, stop), self._runner.stepper)
         windows = self.data.windows(self._epoch, self._inner, stop)
         due = map(itemgetter(0), windows) if self.data.accumulate == 1 else windows
         return self._checked(due) if self.has_own_methods else due
@@ -245,7 +261,8 @@ class TrainLoop(BaseLoop):
 
     def _update(self, data_batch: Any) -> Any:
         try:
-            outputs = self._runner.stepper.train([data_batch] if self.data.accumulate == 1 else data_batch)
+            window = [data_batch] if self.data.accumulate == 1 else data_batch
+            outputs = self._runner.stepper.train(window, self.data.counted)
         except BaseException:
             self.is_torn = True
             raise

@@ -10,7 +10,6 @@ import pydantic
 from ...core.config import Config, validate
 from ...core.errors import CheckpointError, counted
 from ..data.dataloaders import TrainData
-from ..data.samplers import DefaultSampler
 from ..data.user_loaders import batch_size
 from .random_states import are_now
 
@@ -138,14 +137,7 @@ def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
 
 
 def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
-    data = runner.train_loop.data
-    sampler, shards = data.splittable, runner.strategy.topology.data.count
-    if isinstance(sampler, DefaultSampler) and not sampler.round_up and (sampler.num_samples - position) % shards:
-        raise CheckpointError(
-            f"{sampler.num_samples - position} samples of the epoch are left, which round_up=False gives unevenly to "
-            f"{shards} processes; leave round_up out"
-        )
-    inner = data.resume_at(loop["epoch"], position)
+    inner = runner.train_loop.data.resume_at(loop["epoch"], position)
     if changed:
         runner.logger.info(
             f"Epoch {loop['epoch'] + 1} continues after {position} samples; with the current batches its next "

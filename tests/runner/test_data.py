@@ -343,7 +343,6 @@ class NoItems:
         (dict(dataset=dict(type=Stream), sampler="DefaultSampler"), (0, 1), True, "sampler: has no meaning with"),
         (dict(dataset=dict(type=Stream), shuffle=True), (0, 1), True, "shuffle: has no meaning with"),
         (dict(dataset=dict(type=lambda: NoItems())), (0, 1), True, "dataset: NoItems is no dataset"),
-        (dict(sampler=dict(type="DefaultSampler", round_up=False)), (0, 3), True, "round_up: False gives 10 samples"),
         (dict(sampler=DefaultSampler(NUMBERS)), (0, 1), False, "round_up: True would count repeated samples"),
     ],
 )

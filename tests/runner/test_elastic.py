@@ -375,21 +375,6 @@ def test_what_cannot_be_split_anew_is_refused(
     assert len(rest["trained"]) == rest["place"][1] - 3 == rest["place"][2] - 3 == rest["facts"][0][1]
 
 
-@pytest.mark.distributed
-def test_uneven_parts_are_refused(tmp_path: Path, workers2: WorkerGroup) -> None:
-    train(str(tmp_path), setting(26, 3, sampler=dict(type="DefaultSampler", round_up=False)), 3)
-    for message in workers2.run(
-        refused, str(tmp_path), setting(26, 1, sampler=dict(type="DefaultSampler", round_up=False))
-    ):
-        assert "17 samples of the epoch are left, which round_up=False gives unevenly to 2 processes" in message
-
-
-def refused(folder: str, changes: dict[str, Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        train(folder, changes)
-    return str(caught.value)
-
-
 def draws(folder: str, name: str) -> list[float]:
     """What this process draws first after resuming, from each generator."""
     runner = make_runner(folder, **setting(26, 2))

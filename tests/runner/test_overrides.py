@@ -113,9 +113,11 @@ WRAPPER = {
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
 NEVER_CALLED = ("initialize_count_status", "state_dict", "load_state_dict")
-TRAIN_LOOP = {"inner": _FACT, "position": "asked when a run is preempted"} | dict.fromkeys(
-    ("num_batches", "dry_run"), "evaluation loops are asked"
-)
+TRAIN_LOOP = {
+    "inner": _FACT,
+    "position": "asked when a run is preempted",
+    "ends_with_filler": "asked by hooks that look at batches",
+} | dict.fromkeys(("num_batches", "dry_run"), "evaluation loops are asked")
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
 NOT_ASKED = {"save_now": "called when a run is preempted"}
