@@ -129,8 +129,8 @@ def _object(value: Any, known: dict[int, Any], inner: Callable[[Any], Any]) -> A
     return made
 
 
-def replace_tensor(model: nn.Module, tensor: Tensor, by: Tensor) -> None:
-    """Put another tensor in the place of a parameter or buffer, in every module that has it."""
+def replace_tensor(model: nn.Module, tensor: Tensor, by: Tensor | None) -> None:
+    """Put another tensor, or None, in the place of a parameter or buffer, in every module that has it."""
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, one in held.items():

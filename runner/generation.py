@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..core.model import class_name
 from ..core.random_state import kept_random_state
 from ..core.torch_private import without_compiling
 from ..strategies.base import Strategy
+from ..strategies.whole.shared_buffers import buffers_kept
 
 # Names of tensors without which a model of transformers has nothing to generate from.
 _INPUTS = frozenset({"input_ids", "inputs_embeds", "input_features", "pixel_values", "decoder_input_ids"})
@@ -48,18 +50,12 @@ def generate(
         options: further arguments of the model's ``generate``.
     """
     check_generates(strategy.module)
-    misplaced = [key for key in options if key in _INPUTS] if inputs is None else []
-    given = gather_differing((inputs is not None, misplaced))
+    given = gather_differing((inputs is not None, _problem(inputs, options)))
     asking = [rank for rank, (asks, _) in enumerate(given) if asks]
-    if wrong := next((names for _, names in given if names), None):
-        raise ConfigError(
-            f"generate.inputs: is None, and {wrong[0]} is an argument of its own; give it in a dict: "
-            f"generate(dict({wrong[0]}=..., attention_mask=...), max_new_tokens=20)"
-        )
+    if wrong := next((problem for _, problem in given if problem), None):
+        raise ConfigError(wrong)
     if not asking:
         raise ConfigError("generate.inputs: is None on every process, give inputs on one or more")
-    if isinstance(inputs, Mapping) and (both := sorted(inputs.keys() & options.keys())):
-        raise ConfigError(f"generate.{both[0]}: is given twice, in inputs and as an argument; leave one of them out")
     device = strategy.device
     with (
         strategy.full_weights(ranks=asking, memory_limit=memory_limit, by_layer=by_layer) as model,
@@ -73,7 +69,22 @@ def generate(
         data = to_device(inputs, device)
         if seed is not None:
             torch.manual_seed(seed)
-        with strategy.autocast():
+        is_live = model is strategy.module
+        with buffers_kept(model) if is_live else nullcontext(), strategy.autocast():
             if isinstance(data, Mapping):
                 return model.generate(**data, **options)
             return model.generate(data, **options)
+
+
+def _problem(inputs: Any, options: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the arguments of this process."""
+    misplaced = [key for key in options if key in _INPUTS] if inputs is None else []
+    if misplaced:
+        return (
+            f"generate.inputs: is None, and {misplaced[0]} is an argument of its own; give it in a dict: "
+            f"generate(dict({misplaced[0]}=..., attention_mask=...), max_new_tokens=20)"
+        )
+    both = sorted(map(str, inputs.keys() & options.keys())) if isinstance(inputs, Mapping) else []
+    if both:
+        return f"generate.{both[0]}: is given twice, in inputs and as an argument; leave one of them out"
+    return None

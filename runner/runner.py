@@ -246,8 +246,8 @@ class FlexibleRunner(Checkpoints):
         """Return what the model's own ``generate`` gives for this process's inputs, with whole weights; a collective.
 
         Under every strategy the same as on one device. Processes may have different inputs, and generate unequally many
-        tokens. Before training, weights are those of ``load_from`` or ``resume``; in a hook, those of now. Random states,
-        flags and weights are afterwards as before.
+        tokens. Before training, weights are those of ``load_from`` or ``resume``; in a hook, those of now, with the running
+        statistics that evaluation would use. Random states, flags, weights and buffers are afterwards as before.
 
         Args:
             inputs: a tensor, or a dict of arguments such as a tokenizer gives; moved to the device. None: this process has

@@ -37,6 +37,13 @@ _LEAVE_TIMEOUT_S = 5.0
 # Fewer connect at once, so that a broken network shows at the start.
 _CONNECT_LATE_FROM = 256
 
+_SENT = frozenset(
+    {
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+        torch.bool,
+    }
+)  # fmt: skip
+
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
@@ -125,7 +132,7 @@ def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 2
     sender = src if group is None else dist.get_global_rank(group, src)
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(_as_real(flat), sender, group=group)
+        dist.broadcast(as_sent(flat), sender, group=group)
         _unflatten_into(flat, bucket)
 
 
@@ -138,6 +145,11 @@ def average_tensors(tensors: list[Tensor], bucket_bytes: int = 25 * 2**20, group
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.all_reduce(_as_real(flat), group=group)
         _unflatten_into(flat.div_(size), bucket)
+
+
+def as_sent(flat: Tensor) -> Tensor:
+    """The memory of a tensor of one dimension in a dtype that every back end sends: gloo has no int16, float8 and such."""
+    return _as_real(flat) if flat.is_complex() or flat.dtype in _SENT else flat.view(torch.uint8)
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .collectives import broadcast_tensors
 
@@ -21,5 +22,14 @@ def share_weights(model: nn.Module, parameters: Iterable[Tensor] | None = None) 
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers that can be averaged; others (counters, masks) are equal on all, or do not affect training."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()]
+    """The buffers that can be averaged; others (counters, masks) are equal on all, or do not affect training.
+
+    Of a DTensor it is what this process holds of it, on the same memory.
+    """
+    found = [buffer for buffer in model.buffers() if can_be_averaged(buffer)]
+    return [buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in found]
+
+
+def can_be_averaged(buffer: Tensor) -> bool:
+    """Whether a buffer holds numbers of which a mean has a meaning."""
+    return buffer.is_floating_point() or buffer.is_complex()

@@ -61,12 +61,16 @@ class BaseLoop:
         for batch, is_own in self._evaluation_data.batches():
             if is_own:
                 yield batch
-            else:  # forward may run collectives, so every process runs it equally often
-                self._forward(batch)
+            else:
+                self._keep_in_step(batch)
             if self.after_batch is not None:
                 self.after_batch()
             if self._runner.stop_check is not None:
                 self._runner.stop_check("batch")
+
+    def _keep_in_step(self, batch: Any) -> None:
+        """Run forward for a batch that is not this process's own, because forward may run collectives; drop the result."""
+        self._forward(batch)
 
     def dry_run(self, num_batches: int) -> None:
         """Evaluate the first ``num_batches`` so that nothing has changed afterwards, see DryPass.

@@ -27,7 +27,8 @@ class EvalLoop(BaseLoop):
     """Evaluates the metrics over one pass of validation or test data.
 
     Every process runs forward equally often, because forward may run collectives: a process with fewer batches repeats
-    its last one and ignores the result. One process of each data shard gives its predictions to the metrics.
+    its last one and ignores the result. With whole weights no call waits for another process, so it repeats nothing. One
+    process of each data shard gives its predictions to the metrics.
 
     A subclass may define ``run`` or ``run_iter(idx, data_batch)`` anew, see BaseLoop; ``run_iter`` then runs forward
     once for each batch.
@@ -119,6 +120,10 @@ class EvalLoop(BaseLoop):
             return self._predicted(batch, mode)
         with torch.autocast(self._runner.strategy.device.type, torch.float16):
             return self._predicted(batch, mode)
+
+    def _keep_in_step(self, batch: Any) -> None:
+        if not self._whole.is_open:  # otherwise each process predicts alone, and may do so unequally often
+            super()._keep_in_step(batch)
 
     def _predicted(self, batch: Any, mode: str | None) -> Any:
         if not self._whole.is_open:

@@ -346,7 +346,9 @@ class FSDPStrategy(Strategy):
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             found = running_statistics(module).values()  # DTensors under tensor parallelism, whole on each process
-            self.topology.data.share([one.to_local() if isinstance(one, DTensor) else one for one in found])
+            # A pipeline runs forward several times before backward, and batch normalisation saves its statistics for that.
+            # Backward does not use them in training; without .data it would raise, because they were written to.
+            self.topology.data.share([(one.to_local() if isinstance(one, DTensor) else one).data for one in found])
 
     # State
 

@@ -21,7 +21,7 @@ def choose_roots(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are called directly: the model, or its children if it has its own ``train_step``.
 
     Raises:
-        StrategyError: a model with its own ``train_step`` has parameters that belong to no child.
+        StrategyError: a model with its own ``train_step`` has parameters that belong to no child, or to two of them.
     """
     if not overrides(model, "train_step"):
         return [model]
@@ -31,7 +31,25 @@ def choose_roots(model: nn.Module) -> list[nn.Module]:
             f"model.{own}: belongs to {type(model).__name__} itself, whose train_step calls its children only; "
             "move it into one of them"
         )
-    return [child for child in _called(model) if any(True for _ in child.parameters())]
+    roots = [child for child in _called(model) if any(True for _ in child.parameters())]
+    _refuse_ties(model, roots)
+    return roots
+
+
+def _refuse_ties(model: nn.Module, roots: Sequence[nn.Module]) -> None:
+    """Refuse parameters of two roots: each root would have its own, and train it apart from the other's."""
+    users: dict[nn.Parameter, list[str]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for root in roots:
+        for parameter in root.parameters():
+            users.setdefault(parameter, []).append(names[root])
+    for name, parameter in model.named_parameters():
+        found = users.get(parameter, [])
+        if len(found) > 1 and parameter.ndim:  # one without dimensions is not sharded
+            raise StrategyError(
+                f"model.{name}: is shared by {found[0]} and {found[1]}, which FSDP shards apart, because train_step of "
+                f"{type(model).__name__} calls them one by one; move both into one child, or choose another strategy"
+            )
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

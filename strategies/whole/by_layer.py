@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ...core.comm.collectives import side_group
 from ..blocks import repeated_blocks
-from .copied_tensors import empty, fill
+from .copied_tensors import Writes, empty, fill
 
 _DONE = -1
 
 
 class Layers:
-    """The repeated layers of a model, and which tensors are in one of them only.
+    """The repeated layers of a model, and which parameters are in one of them only.
 
     Args:
         model: the copy of the model.
@@ -29,12 +29,13 @@ class Layers:
         self.modules = repeated_blocks(model)
         self.names: list[list[str]] = []
         self.rest: list[str] = []
-        """Names of the tensors outside of the layers, or in several of them."""
+        """Names of the parameters outside of the layers, or in several of them, and of all buffers: forward may write to these,
+        as to a cache of former tokens."""
         of_layer = [{id(part) for part in layer.modules()} for layer in self.modules]
         users: dict[int, set[int]] = {id(tensor): set() for tensor in tensors.values()}
         for module in model.modules():
             layer = next((i for i, parts in enumerate(of_layer) if id(module) in parts), _DONE)
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for tensor in module.parameters(recurse=False):
                 users[id(tensor)].add(layer)
         only = {name: users[id(tensor)] for name, tensor in tensors.items()}
         self.names = [[name for name, layers in only.items() if layers == {i}] for i in range(len(self.modules))]
@@ -54,6 +55,7 @@ class LayerByLayer:
         model: the copy of the model; its ``rest`` is filled.
         tensors: its parameters and buffers, by name.
         make: returns the whole tensor of this name, or None if its second argument is False; a collective.
+        writes: told of what is gathered and freed.
         limit_s: seconds that a process waits for the others.
         world_size: the number of processes.
     """
@@ -64,21 +66,26 @@ class LayerByLayer:
         layers: Layers,
         tensors: Mapping[str, Tensor],
         make: Callable[[str, bool], Tensor | None],
+        writes: Writes,
         limit_s: float,
         world_size: int,
     ) -> None:
-        self._layers, self._tensors, self._make = layers, tensors, make
+        self._layers, self._tensors, self._make, self._writes = layers, tensors, make, writes
         self._group, self._count = side_group(limit_s, "full_weights"), world_size
         for i, layer in enumerate(layers.modules):
             layer.register_forward_pre_hook(partial(self._enter, i))
             layer.register_forward_hook(partial(self._leave, i), always_call=True)
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
+        self._writes.look(self._layers.names[index])
         while index not in self._gather(index):
             pass
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        empty(module, {name: self._tensors[name] for name in self._layers.names[index]})
+        names = self._layers.names[index]
+        self._writes.look(names)
+        empty(module, {name: self._tensors[name] for name in names})
+        self._writes.note(names)
 
     def finish(self) -> None:
         """Take part until no process calls a layer any more."""
@@ -99,4 +106,6 @@ class LayerByLayer:
                 value = self._make(name, number == wanted)
                 if value is not None:
                     fill(self._tensors[name], value)
+            if number == wanted:
+                self._writes.note(self._layers.names[number])
         return numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from ...core.torch_private import version_of
 
 def fill(placeholder: Tensor, value: Tensor) -> None:
     """Give a tensor of the copy its value, wherever the copy has it: in several modules, or in lists of tensors."""
-    made = nn.Parameter(value, requires_grad=False) if isinstance(placeholder, nn.Parameter) else value
+    # Either way a tensor of its own on the same memory: who has sent or received the value may still refer to that one.
+    made = nn.Parameter(value, requires_grad=False) if isinstance(placeholder, nn.Parameter) else value.detach()
     torch.utils.swap_tensors(placeholder, made)  # type: ignore[no-untyped-call]
 
 
@@ -33,12 +34,23 @@ class Writes:
     """Notices parameters that are written to: what is gathered is a copy, whose values would be lost."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._versions = {name: (parameter, version_of(parameter)) for name, parameter in parameters.items()}
+        self._parameters = parameters
+        self._versions: dict[str, int] = {}
+        self._written: dict[str, None] = {}
+        self.note(parameters)
+
+    def note(self, names: Iterable[str]) -> None:
+        """Take the values that parameters have now for those that they are to have."""
+        self._versions.update({name: version_of(self._parameters[name]) for name in names})
+
+    def look(self, names: Iterable[str]) -> None:
+        """Look which of the parameters were written to since they were noted."""
+        self._written |= {name: None for name in names if version_of(self._parameters[name]) != self._versions[name]}
 
     def check(self) -> None:
         """Raise StrategyError if a parameter was written to."""
-        written = [name for name, (parameter, version) in self._versions.items() if version_of(parameter) != version]
-        if written:
+        self.look(self._parameters)
+        if written := [*self._written]:
             more = f" and {counted(len(written) - 1, 'other parameter')}" if len(written) > 1 else ""
             raise StrategyError(
                 f"full_weights: model.{written[0]}{more} was written to inside; shards of it do not have the change, what "

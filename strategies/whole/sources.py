@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...core.checkpoint.flat_shard import FlatShard
+from ...core.comm.collectives import as_sent
 from ...core.comm.joint_errors import gather_differing
 from ...core.dtensor_chunks import full_tensor
 from ...core.errors import StrategyError
@@ -30,42 +31,55 @@ class Source(NamedTuple):
         kind: all of it, some of its rows, another shard of it, or nothing.
         kept: dtype in which the process has it; "" if it has nothing.
         wanted: dtype in which it computes.
+        shape: the whole shape; of a buffer it may have changed since set-up.
     """
 
     kind: str
-    kept: str
-    wanted: str
+    kept: str = ""
+    wanted: str = ""
+    shape: Sequence[int] = ()
 
 
 class Sources:
     """Every tensor of a model: who has it whole, who has a shard of it, and who has nothing; making it is a collective.
 
     Args:
-        shapes: the whole shapes, by name; the same on every process.
+        shapes: the whole shapes of the parameters and buffers at set-up, by name; the same on every process.
+        buffers: the names of buffers among them.
         own: what this process has, see ``held``.
         live: the tensors that this process computes with, by the same names.
         rank: of this process.
 
     Raises:
-        StrategyError: the model has lost a tensor since set-up.
+        StrategyError: the model has lost a parameter since set-up.
     """
 
     def __init__(
-        self, shapes: Mapping[str, torch.Size], own: Mapping[str, Tensor], live: Mapping[str, Tensor], rank: int
+        self,
+        shapes: Mapping[str, torch.Size],
+        buffers: Collection[str],
+        own: Mapping[str, Tensor],
+        live: Mapping[str, Tensor],
+        rank: int,
     ) -> None:
-        self._shapes, self._own, self._rank = shapes, own, rank
+        self._own, self._live, self._rank, self._buffers = own, own, rank, buffers
         mine = []
-        for name in shapes:
-            if name not in own:
-                mine.append(Source(_NOTHING, "", ""))
+        for name, shape in shapes.items():
+            if (found := own.get(name)) is None:
+                mine.append(Source(_NOTHING))
                 continue
-            kind = _kind_of(own[name])
-            mine.append(Source(kind, _name_of(own[name].dtype), _name_of(live[name].dtype)))
+            whole = found.shape if name in buffers else shape
+            mine.append(Source(_kind_of(found), _name_of(found.dtype), _name_of(live[name].dtype), list(whole)))
         everyones = gather_differing(mine)
-        self.by_name = {name: [Source(*one[i]) for one in everyones] for i, name in enumerate(shapes)}
-        for name, sources in self.by_name.items():
-            if all(source.kind == _NOTHING for source in sources):
-                raise StrategyError(f"full_weights: no process has model.{name} any more, it was there at set-up")
+        by_name = {name: [Source(*one[i]) for one in everyones] for i, name in enumerate(shapes)}
+        self.by_name = {name: every for name, every in by_name.items() if any(one.kind != _NOTHING for one in every)}
+        """What each process has, by rank; without buffers that have become None since set-up."""
+        if lost := next((name for name in shapes if name not in self.by_name and name not in buffers), None):
+            raise StrategyError(f"full_weights: no process has model.{lost} any more, it was there at set-up")
+
+    def replace(self, by: Mapping[Tensor, Tensor]) -> None:
+        """Give out other tensors in place of live ones, of the same shapes."""
+        self._own = {name: by.get(tensor, tensor) for name, tensor in self._live.items()}
 
     def want(self, names: Collection[str], dtype: torch.dtype) -> None:
         """Give the floating-point tensors of these names this dtype, in place of the one that they are computed with."""
@@ -95,42 +109,50 @@ class Sources:
     def make(self, name: str, keep: bool, device: torch.device) -> Tensor | None:
         """Return the whole tensor, or None on a process that does not ``keep`` it; a collective.
 
-        One that this process has already is not copied: it shares memory with the live one.
+        A parameter that this process has already is not copied: it shares memory with the live one.
         """
         sources, found = self.by_name[name], self._own.get(name)
         source = sources[self._rank]
         is_everywhere = all(each.kind != _NOTHING for each in sources)
         if source.kind == _WHOLE and is_everywhere and not keep:
             return None
-        holder = next(rank for rank, each in enumerate(sources) if each.kind != _NOTHING)
-        dtype = _dtype(sources[holder].wanted)
+        holder = self._holder(name)
+        shape, dtype = tuple(sources[holder].shape), _dtype(sources[holder].wanted)
         value: Tensor | None = None
         with torch.no_grad():
             if found is not None:
-                value = found.detach()
-                if source.kind in _GATHERING:
-                    value = _gathered(found, device).reshape(self._shapes[name])
-                value = value.to(dtype)
+                value = _gathered(found, device).reshape(shape) if source.kind in _GATHERING else found.detach()
+                value = value.to(device, dtype)
+                if keep and name in self._buffers and _share_memory(value, self._live[name]):
+                    value = value.clone()  # forward writes to buffers
             if not is_everywhere:
-                if value is None:
-                    value = torch.empty(self._shapes[name], dtype=dtype, device=device)
-                _broadcast(value, holder, device)
+                # A process that has it leaves its own as it is: a replica of the holder's may be another.
+                sends = value if self._rank == holder else None
+                passed = torch.empty(shape, dtype=dtype, device=device) if sends is None else sends.contiguous()
+                if passed.numel():
+                    dist.broadcast(as_sent(passed.view(-1)), holder)
+                value = passed if value is None else value
         return value if keep else None
+
+    def _holder(self, name: str) -> int:
+        """Return the rank that gives the tensor to those that have nothing of it: of a buffer the one that saves it."""
+        return next(rank for rank, each in enumerate(self.by_name[name]) if each.kind != _NOTHING)
 
     def _is_made(self, name: str, rank: int) -> bool:
         source = self.by_name[name][rank]
-        return source.kind != _WHOLE or source.kept != source.wanted
+        return source.kind != _WHOLE or source.kept != source.wanted or name in self._buffers
 
     def _size(self, name: str) -> int:
-        wanted = next(source.wanted for source in self.by_name[name] if source.wanted)
-        return math.prod(self._shapes[name]) * _dtype(wanted).itemsize
+        source = self.by_name[name][self._holder(name)]
+        return math.prod(source.shape) * _dtype(source.wanted).itemsize
 
     def _passing(self, name: str) -> int:
         """What a gathered tensor is put together from, and the tensor as it is kept if that is another dtype."""
         sources = [source for source in self.by_name[name] if source.kind != _NOTHING]
-        size = math.prod(self._shapes[name]) * max(_dtype(source.kept).itemsize for source in sources)
+        size = math.prod(sources[0].shape) * max(_dtype(source.kept).itemsize for source in sources)
         is_cast = any(source.kept != source.wanted for source in sources)
-        return (max(_GATHERING.get(source.kind, 0) for source in sources) + is_cast) * size
+        is_received = 1 < len(sources) < len(self.by_name[name])  # and dropped, where it is already
+        return (max(_GATHERING.get(source.kind, 0) for source in sources) + is_cast + is_received) * size
 
 
 def held(
@@ -187,11 +209,9 @@ def _gathered(tensor: Tensor, device: torch.device) -> Tensor:
     return full_tensor(here) if isinstance(here, DTensor) else cast(FlatShard, here).full_tensor()
 
 
-def _broadcast(value: Tensor, holder: int, device: torch.device) -> None:
-    sent = value.to(device).contiguous()  # the same tensor, if it is there and dense
-    dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, holder)
-    if sent is not value:
-        value.copy_(sent)
+def _share_memory(value: Tensor, live: Tensor) -> bool:
+    own = live.to_local() if isinstance(live, DTensor) else live
+    return value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from ..state import CanonicalState
 from .blueprint import Blueprint
 from .by_layer import LayerByLayer, Layers
 from .copied_tensors import Writes, empty, fill
+from .shared_buffers import bytes_to_share, replaced_buffers, shared_buffers
 from .sources import Sources, held
 
 
@@ -45,8 +46,11 @@ class WholeWeights(CanonicalState):
         anyway, it is ``module`` itself, which takes no memory. Otherwise it is a copy of the model as it was before setup, and
         the sharded model stays untouched. Hooks that were registered since setup are not in the copy.
 
-        Weights are to be read only: an error at the end of the context names a parameter that was written to. Flags
-        (training, requires_grad) of ``module`` are restored, also after an error.
+        Weights are to be read only: an error at the end of the context names a parameter that was written to. Floating-point
+        buffers are those of evaluation (see ``share_buffers``), although those of ``module`` stay as they are: of data
+        shards whose running statistics differ, the first shard's. Other buffers are the process's own, or, where it has
+        none, those of the first process that has them. What is written to buffers of a copy is lost. Flags (training,
+        requires_grad) of ``module`` are restored, also after an error.
 
         Args:
             ranks: the processes that ask; None: all. The others take part in gathering, keep nothing and get None.
@@ -63,24 +67,23 @@ class WholeWeights(CanonicalState):
             StrategyError: more memory is needed, weights were written to, or a context is open already.
         """
         module = self.module
-        asking = self._asking(ranks)
-        limit = None if memory_limit is None else bytes_of(memory_limit, "full_weights.memory_limit")
         if self._is_whole:
             raise StrategyError("full_weights: is open already, use the model that it has given")
         self.meet("full_weights()")
-        arguments = [asking, limit, by_layer]
-        if any(other != arguments for other in gather_differing(arguments)):
-            raise ConfigError("full_weights: its arguments differ between processes, give equal ones")
+        asking, limit = self._agreed(ranks, memory_limit, by_layer)
         flags = Flags(module)
         self._is_whole = True
         try:
-            sources = self._sources()
+            sources, late = self._sources()
+            if limit is not None:
+                self._check_shared(limit)
             if sources.are_here and self._computes_alone():
                 writes = Writes(dict(module.named_parameters()))
-                yield module if self.rank in asking else None
+                with replaced_buffers(module, self._shared_buffers()):
+                    yield module if self.rank in asking else None
                 writes.check()
             else:
-                with self._copied(sources, asking, limit, by_layer) as model:
+                with self._copied(sources, late, asking, limit, by_layer) as model:
                     yield model
         finally:
             self._is_whole = False
@@ -102,49 +105,93 @@ class WholeWeights(CanonicalState):
         if not rehearsing():
             self._blueprint = Blueprint(model, shape_of)
 
+    def _agreed(
+        self, ranks: Collection[int] | None, memory_limit: int | str | None, by_layer: bool
+    ) -> tuple[list[int], int | None]:
+        """Return the processes that ask and the limit in bytes, which are the same on all; a wrong one raises on all."""
+        problem, asking, limit = None, [], None
+        try:
+            asking = self._asking(ranks)
+            limit = None if memory_limit is None else bytes_of(memory_limit, "full_weights.memory_limit")
+        except ConfigError as error:
+            problem = str(error)
+        arguments = [problem, asking, limit, bool(by_layer)]
+        everyones = gather_differing(arguments)
+        if found := problem or next((other[0] for other in everyones if other[0]), None):
+            raise ConfigError(found)
+        if any(other != arguments for other in everyones):
+            raise ConfigError("full_weights: its arguments differ between processes, give equal ones")
+        return asking, limit
+
     def _asking(self, ranks: Collection[int] | None) -> list[int]:
         if ranks is None:
             return list(range(self.world_size))
+        allowed = f"give numbers from 0 to {self.world_size - 1}"
+        if not isinstance(ranks, Collection) or isinstance(ranks, (str, bytes)):
+            raise ConfigError(f"full_weights.ranks: {ranks!r} is not allowed, {allowed} in a list")
         given: Collection[object] = ranks
         for rank in given:
             if isinstance(rank, bool) or not (isinstance(rank, int) and 0 <= rank < self.world_size):
-                raise ConfigError(
-                    f"full_weights.ranks: {rank!r} is not allowed, give numbers from 0 to {self.world_size - 1}"
-                )
+                raise ConfigError(f"full_weights.ranks: {rank!r} is not allowed, {allowed}")
         return sorted(set(ranks))
 
-    def _sources(self) -> Sources:
+    def _check_shared(self, limit: int) -> None:
+        needed = max(gather_differing(bytes_to_share(self.module) if self.topology.data.count > 1 else 0))
+        if needed > limit:
+            raise StrategyError(
+                f"full_weights.memory_limit: {size_text(limit)} is not enough, {size_text(needed)} are needed for a moment to share "
+                "buffers; give more"
+            )
+
+    def _shared_buffers(self) -> dict[Tensor, Tensor]:
+        """Return what evaluation would have in place of buffers of this process, by these; a collective."""
+        return shared_buffers(self.module, self.share_buffers) if self.topology.data.count > 1 else {}
+
+    def _sources(self) -> tuple[Sources, dict[str, bool]]:
+        """Return who has what, and the buffers that were added since set-up, each with True if it is persistent."""
         if self._blueprint is None:
             raise StrategyError(f"{type(self).__name__}: has no model whose weights full_weights could gather")
-        shapes = self._blueprint.shapes
+        shapes, live = self._blueprint.shapes, dict(self.module.named_buffers())
+        if late := self._added_buffers(live.keys() - shapes.keys()):
+            shapes = {**shapes, **{name: live[name].shape if name in live else torch.Size() for name in late}}
         with raising_together():  # a process may hold other tensors than the next
             parameters = dict(self.named_parameters())
-            if late := sorted(parameters.keys() - shapes.keys()):
+            if added := sorted(parameters.keys() - shapes.keys()):
                 raise StrategyError(
-                    f"full_weights: model.{late[0]} was added after set-up; make the model so before the runner is made"
+                    f"full_weights: model.{added[0]} was added after set-up; make the model so before the runner is made"
                 )
-            live = {**dict(self.module.named_buffers()), **parameters}
+            live |= parameters
             own = held(shapes, live, self.model_state, parameters)
-        return Sources(shapes, own, live, self.rank)
+        return Sources(shapes, self._blueprint.buffers.union(late), own, live, self.rank), late
+
+    def _added_buffers(self, names: Collection[str]) -> dict[str, bool]:
+        """Return the buffers of all processes that were added since set-up, each with True if it is persistent; a collective."""
+        persistent = self._buffers() if names else {}
+        everyones = gather_differing([[name, name in persistent] for name in sorted(names)])
+        return {name: is_saved for own in everyones for name, is_saved in own}
 
     @contextmanager
-    def _copied(self, sources: Sources, asking: list[int], limit: int | None, by_layer: bool) -> Iterator[Any]:
+    def _copied(
+        self, sources: Sources, late: dict[str, bool], asking: list[int], limit: int | None, by_layer: bool
+    ) -> Iterator[Any]:
         """Context with a copy of the model, on the processes that ask."""
         assert self._blueprint is not None
-        model, tensors = self._blueprint.build()
+        model, tensors = self._blueprint.build(late, self._blueprint.shapes.keys() - sources.by_name.keys())
         parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         if (dtype := self._prepare_whole(model)) is not None:
             sources.want(parameters, dtype)
         layers = Layers(model, tensors)
         if limit is not None:
             _check_limit(limit, by_layer, asking, sources, layers)
+        sources.replace(self._shared_buffers())
+        writes = Writes(parameters)
 
         def make(name: str, keep: bool) -> Tensor | None:
             return sources.make(name, keep, self.device)
 
         asks = self.rank in asking
         session = (
-            LayerByLayer(model, layers, tensors, make, float(self.config.timeout_s), self.world_size)
+            LayerByLayer(model, layers, tensors, make, writes, float(self.config.timeout_s), self.world_size)
             if by_layer
             else None
         )
@@ -152,7 +199,7 @@ class WholeWeights(CanonicalState):
             for name in layers.rest if by_layer else tensors:
                 if (value := make(name, asks)) is not None:
                     fill(tensors[name], value)
-            writes = Writes({name: tensor for name, tensor in parameters.items() if not tensor.is_meta})
+            writes.note(parameters)
             try:
                 yield model if asks else None
             finally:

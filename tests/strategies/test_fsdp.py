@@ -642,6 +642,22 @@ def test_parts_in_a_list_are_called_one_by_one() -> None:
     assert [names[root] for root in choose_roots(model)] == ["first", "last", "layers.0", "layers.1.a"]
 
 
+def test_parts_that_are_called_one_by_one_share_no_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+            return {}
+
+    with pytest.raises(
+        StrategyError, match=r"model\.embed\.weight: is shared by embed and head, which FSDP shards apart"
+    ):
+        choose_roots(Tied())
+
+
 def test_parameters_outside_of_forward_are_explained() -> None:
     error = RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
     assert str(FSDPStrategy().explain(error)).startswith(
