@@ -136,3 +136,21 @@ def replace_tensor(model: nn.Module, tensor: Tensor, by: Tensor | None) -> None:
             for key, one in held.items():
                 if one is tensor:
                     held[key] = by  # type: ignore[assignment]
+
+
+def take_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives all modules the buffers that they have now, also those that are None."""
+    taken = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+
+    def give_back() -> None:
+        for module, buffers, passing in taken:
+            if {key: id(one) for key, one in module._buffers.items()} != {key: id(one) for key, one in buffers.items()}:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set = passing
+
+    return give_back

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.comm.model_sync import can_be_averaged, floating_buffers
+from ...core.module_copy_private import take_buffers
 
 
 def bytes_to_share(module: nn.Module) -> int:
@@ -48,9 +49,13 @@ def replaced_buffers(module: nn.Module, by: Mapping[Tensor, Tensor]) -> Iterator
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Context in which the module has copies of its buffers, so that what is written to them does not stay."""
-    with replaced_buffers(module, {live: live.detach().clone() for live in module.buffers()}):
-        yield
+    """Context in which the module has copies of its buffers, so that what is written to them, or added, does not stay."""
+    give_back = take_buffers(module)
+    try:
+        with replaced_buffers(module, {live: live.detach().clone() for live in module.buffers()}):
+            yield
+    finally:
+        give_back()
 
 
 def _put(held: Iterable[tuple[nn.Module, str, Tensor]]) -> None:

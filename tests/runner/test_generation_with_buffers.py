@@ -44,6 +44,7 @@ class Walker(nn.Module):
         self.layers[1].linear.requires_grad_(False)  # type: ignore[union-attr]
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("shift", torch.zeros(6), persistent=False)
+        self.register_buffer("cache", None)
 
     def forward(self, ids: Tensor, mode: str = "loss") -> Any:
         logits = self.head(self.layers(self.embed(ids[:, :-1].flatten())))
@@ -54,6 +55,8 @@ class Walker(nn.Module):
         for _ in range(max_new_tokens):
             self.calls += 1
             self.shift.add_(1)
+            self.cache = ids.clone()  # stays in no checkpoint
+            self.register_buffer("length", torch.tensor(ids.shape[1]))
             logits = self.head(self.layers(self.embed(ids[:, -1])) + 0 * self.shift.to(self.head.weight.dtype))
             new = torch.multinomial(logits.softmax(-1), 1) if sample else logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, new], 1)
@@ -102,6 +105,7 @@ class Generates(Hook):
             state = torch.get_rng_state()
             self.texts.append(text_of(runner))
             assert torch.equal(torch.get_rng_state(), state)
+            assert dict(module.named_buffers()).keys() == before.keys()
             for name, buffer in module.named_buffers():
                 assert torch.equal(plain(buffer), before[name]), name
 
