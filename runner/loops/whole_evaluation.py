@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ...core.comm.joint_errors import gather_differing
 from ...core.model import class_name, overrides
 from ...strategies.base import Strategy
+from ...strategies.whole.shared_buffers import buffers_kept
 from ..metrics.base import BaseMetric
 from .step import Stepper
 
@@ -83,13 +84,21 @@ class WholeEvaluation:
                 model.eval()
                 self._stepper = Stepper(AsOneDevice(strategy, model), model)  # type: ignore[arg-type]
             merging = self._runner.stepper.merging
+
+            @contextmanager
+            def around_process() -> Iterator[None]:
+                with buffers_kept(model), strategy.autocast():
+                    yield
+
             try:
                 for metric in using:
-                    metric._lend(model, strategy.autocast)
+                    metric._lend(model, around_process)
                 self.is_open = predicts
                 if self._stepper is not None and merging is not None:
                     self._stepper.merge_with(merging)
-                yield
+                # The live model may be the one that predicts: what it writes to buffers while it generates is not to stay.
+                with buffers_kept(model) if predicts and model is not None else nullcontext():
+                    yield
             finally:
                 self.is_open, self._stepper = False, None
                 for metric in using:

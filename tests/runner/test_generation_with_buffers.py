@@ -79,7 +79,7 @@ class Written(BaseMetric):
     uses_model = True
 
     def process(self, data_batch: Mapping[str, Tensor], data_samples: Any) -> None:
-        self.results += self.model.generate(data_batch["ids"][:, :2], max_new_tokens=5)[:, :-1].tolist()
+        self.results += self.model.generate(data_batch["ids"][:, :2], max_new_tokens=5).tolist()
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         return {"texts": sorted(results)}
@@ -174,6 +174,7 @@ def loaded(folder: str, path: str) -> list[Any]:
 
 STRATEGIES = {
     "ddp": (2, dict(type="DDPStrategy", model_wrapper=dict(broadcast_buffers=False))),
+    "ddp that broadcasts": (2, dict(type="DDPStrategy")),
     "fsdp": (2, dict(type="FSDPStrategy", wrap="blocks")),
     "zero2": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2))),
     "zero3": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0))),
