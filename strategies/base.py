@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.comm.agreement import description, first_difference
-from ..core.comm.model_sync import floating_buffers, share_weights
+from ..core.comm.model_sync import share_weights
 from ..core.comm.replica_check import ReplicaCheck
 from ..core.errors import StrategyError
 from ..core.model import BaseModel, overrides
@@ -315,18 +315,6 @@ class Strategy(WholeWeights):
         if self.topology.is_alone:
             return {}
         return self._replica_check.check(self.replicas(), dict(self.module.named_buffers()))
-
-    def share_buffers(self) -> None:
-        """Give every process the floating-point buffers of the first data shard; a collective, before evaluation.
-
-        Running statistics depend on a process's training data. With different ones, metrics would depend on which
-        process evaluates which sample; therefore DistributedDataParallel broadcasts rank 0's before every forward.
-        """
-        self.topology.data.share(floating_buffers(self.module))
-
-    def average_buffers(self) -> None:
-        """Give every process the means of the floating-point buffers over the data shards; a collective."""
-        self.topology.data.average(floating_buffers(self.module))
 
     # Memory and precision
 

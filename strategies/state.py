@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.checkpoint.frozen_prints import FrozenPrints
+from ..core.comm.model_sync import floating_buffers
 from ..core.errors import StrategyError, counted, suggest
 from ..core.module_state import tensor_names
 from ..core.rehearsing import rehearsing
@@ -140,6 +141,18 @@ class CanonicalState(ProcessEnvironment):
     def _buffers(self) -> dict[str, Tensor]:
         persistent = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
+    def share_buffers(self) -> None:
+        """Give every process the floating-point buffers of the first data shard; a collective, before evaluation.
+
+        Running statistics depend on a process's training data. With different ones, metrics would depend on which
+        process evaluates which sample; therefore DistributedDataParallel broadcasts rank 0's before every forward.
+        """
+        self.topology.data.share(floating_buffers(self.module))
+
+    def average_buffers(self) -> None:
+        """Give every process the means of the floating-point buffers over the data shards; a collective."""
+        self.topology.data.average(floating_buffers(self.module))
 
     def replicas(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parameters and the optimizer state of this process, by name, for ``check_replicas``.

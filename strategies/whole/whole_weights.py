@@ -123,14 +123,13 @@ class WholeWeights(CanonicalState):
             raise ConfigError("full_weights: its arguments differ between processes, give equal ones")
         return asking, limit
 
-    def _asking(self, ranks: Collection[int] | None) -> list[int]:
+    def _asking(self, ranks: object) -> list[int]:
         if ranks is None:
             return list(range(self.world_size))
         allowed = f"give numbers from 0 to {self.world_size - 1}"
         if not isinstance(ranks, Collection) or isinstance(ranks, (str, bytes)):
             raise ConfigError(f"full_weights.ranks: {ranks!r} is not allowed, {allowed} in a list")
-        given: Collection[object] = ranks
-        for rank in given:
+        for rank in ranks:
             if isinstance(rank, bool) or not (isinstance(rank, int) and 0 <= rank < self.world_size):
                 raise ConfigError(f"full_weights.ranks: {rank!r} is not allowed, {allowed}")
         return sorted(set(ranks))
@@ -167,8 +166,8 @@ class WholeWeights(CanonicalState):
     def _added_buffers(self, names: Collection[str]) -> dict[str, bool]:
         """Return the buffers of all processes that were added since set-up, each with True if it is persistent; a collective."""
         persistent = self._buffers() if names else {}
-        everyones = gather_differing([[name, name in persistent] for name in sorted(names)])
-        return {name: is_saved for own in everyones for name, is_saved in own}
+        own = [(name, name in persistent) for name in sorted(names)]
+        return {name: is_saved for each in gather_differing(own) for name, is_saved in each}
 
     @contextmanager
     def _copied(
