@@ -43,7 +43,7 @@ class WholeWeights(CanonicalState):
 
         It computes as on one device, under ``autocast()``: no call of it waits for another process, so processes may call it
         unequally often. Weights are those of now, averages if these are swapped in. Where every process has all of the model
-        anyway, it is ``module`` itself, which takes no memory. Otherwise it is a copy of the model as it was before setup, and
+        anyway, it is ``module`` itself, which takes no memory for parameters. Otherwise it is a copy of the model as it was before setup, and
         the sharded model stays untouched. Hooks that were registered since setup are not in the copy.
 
         Weights are to be read only: an error at the end of the context names a parameter that was written to. Floating-point
