@@ -108,16 +108,22 @@ def meta_model(description: Description) -> nn.Module:
     """Build the described model on the meta device.
 
     Raises:
-        CheckpointError: the installed transformers does not have such a model.
+        CheckpointError: the installed transformers does not have such a model, or not with this configuration.
     """
     import transformers
 
-    kind = getattr(transformers, description.architecture, None)
+    kind: Any = getattr(transformers, description.architecture, None)
     if kind is None:
         raise CheckpointError(
             f"{description.architecture}: transformers {transformers.__version__} has no such model, and its code is not in "
             "the checkpoint"
         )
-    config = kind.config_class.from_dict(dict(description.config))
-    with torch.device("meta"), private.without_values():
-        return private.from_config(kind, config, torch.float32)
+    if not private.is_model_class(kind):
+        raise CheckpointError(f"architectures: {description.architecture} is no model of transformers")
+    try:
+        config = kind.config_class.from_dict(dict(description.config))
+        with torch.device("meta"), private.without_values():
+            return private.from_config(kind, config, torch.float32)
+    except Exception as error:  # its own classes, also huggingface_hub's for a setting of a wrong type
+        lines = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{description.architecture}: its configuration is wrong, {lines}") from error

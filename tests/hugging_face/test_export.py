@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -200,6 +201,44 @@ def test_what_cannot_be_exported_is_told_in_a_line(tmp_path: Path, folder: Path)
             call()
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "a" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(architectures=["NoSuch"]), "NoSuch: transformers .* has no such model"),
+        (dict(architectures=["GPT2Config"]), "GPT2Config is no model of transformers"),
+        (dict(architectures=[]), "has no architectures"),
+        (dict(n_head="x"), "GPT2LMHeadModel: its configuration is wrong, .*n_head"),
+        (dict(n_embd=33), "GPT2LMHeadModel: its configuration is wrong, .*33"),
+        (dict(n_embd=64), r"has shape \(.*32\), and \(.*64\) by its configuration"),
+        (dict(n_layer=3), "lacks transformer.h.2.attn.c_attn.bias and 11 others of GPT2LMHeadModel; give the folder"),
+        (
+            dict(prefix="net."),
+            "and has net.transformer.h.0.attn.c_attn.bias; give weights whose names do not begin with net",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_weights(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    state = save_folder(tmp_path / "base", "gpt2", tie_word_embeddings=True).state_dict()
+    prefix = changes.get("prefix", "")
+    torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "w.pth")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        export_hugging_face(tmp_path / "w.pth", tmp_path / "out", config=tmp_path / "base")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_weights_is_exported_with_its_ties(tmp_path: Path) -> None:
+    model = save_folder(tmp_path / "base", "gpt2", tie_word_embeddings=True)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    export_hugging_face(tmp_path / "w.pth", tmp_path / "out", config=tmp_path / "base")
+    found = loaded(tmp_path / "out")
+    assert torch.equal(_logits(found), _logits(model))
+    assert found.config.tie_word_embeddings
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 @pytest.mark.parametrize(

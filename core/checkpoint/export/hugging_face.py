@@ -177,7 +177,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     if lacking:
         raise CheckpointError(
             f"{source.path}: lacks {lacking[0]}{f' and {len(lacking) - 1} others' if len(lacking) > 1 else ''} of "
-            f"{described.architecture}{_why(source)}"
+            f"{described.architecture}{_why(source, lacking[0], known)}"
         )
     for name, shape in found.items():
         if name in wanted and wanted[name] != shape:
@@ -193,8 +193,10 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     return _averages_too(source, source.renamed(entries), described.prefix)
 
 
-def _why(source: Checkpoint) -> str:
-    """Why a checkpoint may lack weights, as the end of a message."""
+def _why(source: Checkpoint, name: str, known: Iterable[str]) -> str:
+    """Why a checkpoint may lack a tensor, as the end of a message."""
+    if longer := next((each for each in known if each.endswith(f".{name}")), None):
+        return f", and has {longer}; give weights whose names do not begin with {longer.removesuffix(name)}"
     if source.values.get("left_out"):
         return ", it was saved without its frozen parameters; runner.export_hugging_face() writes the whole model"
     return "; give the folder of the right configuration, config= (--config FOLDER)"
