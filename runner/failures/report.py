@@ -57,7 +57,8 @@ def reason_of(run: Run, error: BaseException) -> Reason:
 
 
 def _reason_of(run: Run, error: BaseException) -> Reason:
-    if isinstance(error, FlexTrainError):  # it names the key, and says what to do
+    # It names the key, and says what to do; one that a worker sent is torch's text, with the worker's traceback.
+    if isinstance(error, FlexTrainError) and read_worker_failure(error) is None:
         return Reason("", _first_line(error))
     origin = find_origin(error, run.strategy.module)
     worker = next((found for cause in causes(error) if (found := read_worker_failure(cause))), None)

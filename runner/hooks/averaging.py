@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,14 +47,7 @@ class WeightAverage:
     @torch.no_grad()
     def lerp_to_model(self, weight: float) -> None:
         """Move the averages towards the weights by the share ``weight`` of the distance."""
-        pairs = list(zip(map(local_part, self._averages), map(local_part, self._model), strict=True))
-        alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
-        if alike:
-            averages, tensors = map(list, zip(*alike, strict=True))
-            foreach_lerp_(averages, tensors, weight)
-        for average, tensor in pairs:
-            if average.dtype != tensor.dtype:
-                average.lerp_(tensor.to(average.dtype), weight)
+        move_towards(self._averages, self._model, weight)
 
     @torch.no_grad()
     def load(self, averages: Mapping[str, Tensor]) -> None:
@@ -83,6 +76,18 @@ class WeightAverage:
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     foreach_copy_(list(map(local_part, to)), list(map(local_part, source)))
+
+
+def move_towards(averages: Sequence[Tensor], tensors: Sequence[Tensor], share: float) -> None:
+    """Move averages towards tensors of the same layout by ``share`` of the distance; they may have another dtype."""
+    pairs = list(zip(map(local_part, averages), map(local_part, tensors), strict=True))
+    alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
+    if alike:
+        foreach_lerp_(*map(list, zip(*alike, strict=True)), share)
+    if len(alike) < len(pairs):
+        for average, tensor in pairs:
+            if average.dtype != tensor.dtype:
+                average.lerp_(tensor.to(average.dtype), share)
 
 
 def local_part(tensor: Tensor) -> Tensor:

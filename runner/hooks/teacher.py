@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ...core.errors import ConfigError, StrategyError, suggest
 from ...core.registry import HOOKS
-from ...core.torch_private import foreach_copy_, foreach_lerp_
-from .averaging import local_part
+from ...core.torch_private import foreach_copy_
+from .averaging import local_part, move_towards
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ class TeacherHook(Hook):
         for weight in self._weights:
             if weight.teacher.dtype in _HALF:
                 weight.precise = weight.teacher.to(torch.float32)
+        # Collected once: the hook works at every update.
+        self._precise = [weight for weight in self._weights if weight.precise is not None]
+        self._students = [weight.student for weight in self._weights]
+        self._averages = [weight.teacher if weight.precise is None else weight.precise for weight in self._weights]
+        self._written = [weight.name for weight in self._weights]
 
     def before_train(self, runner: Run) -> None:
         """Copy the student, if training begins; after loading, take up the averages."""
@@ -125,13 +130,9 @@ class TeacherHook(Hook):
             return
         share = self._share(runner.iter, runner.max_iters)
         with torch.no_grad():
-            same = [weight for weight in self._weights if weight.precise is None]
-            if same:
-                foreach_lerp_([local_part(w.teacher) for w in same], [local_part(w.student) for w in same], share)
-            for weight in self._weights:
-                if weight.precise is not None:
-                    weight.precise.lerp_(weight.student.to(torch.float32), share)
-                    weight.teacher.copy_(weight.precise)
+            move_towards(self._averages, self._students, share)
+            for weight in self._precise:
+                weight.teacher.copy_(weight.precise)  # type: ignore[arg-type]
         self._wrote(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ class TeacherHook(Hook):
         self._wrote(runner)
 
     def _wrote(self, runner: Run) -> None:
-        runner.strategy.take_written([weight.name for weight in self._weights])
+        runner.strategy.take_written(self._written)
 
     @torch.no_grad()
     def _update_saved(self, runner: Run) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import StrategyError
 from ..base import Strategy
@@ -13,6 +14,8 @@ from . import engine_internals, swapping
 
 class WrittenWeights(Strategy):
     """The part of DeepSpeedStrategy that gives the weights that the engine computes with, and takes them up again."""
+
+    _by_name: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     def computed_with(self) -> dict[str, Tensor]:
         """See Strategy; in the dtype of the engine, at stage 3 as FlatShards.
@@ -33,5 +36,6 @@ class WrittenWeights(Strategy):
 
     def take_written(self, names: Collection[str]) -> None:
         """See Strategy."""
-        written = set(names)
-        engine_internals.gather_small(p for name, p in self.module.named_parameters() if name in written)
+        if any(name not in self._by_name for name in names):  # at the first call; later ones come at every update
+            self._by_name = dict(self.module.named_parameters())
+        engine_internals.gather_small(self._by_name[name] for name in names)

@@ -239,3 +239,27 @@ def test_tensor_parallelism(tmp_path: Path, workers2: WorkerGroup) -> None:
     for found in workers2.run(both_parts, tmp_path / "both"):
         for name, tensor in single.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Counted(nn.Linear):
+    """Counts how often its parameters are listed."""
+
+    listed = 0
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.listed += 1
+        return super().named_parameters(*args, **kwargs)
+
+
+def test_engines_look_for_the_written_parameters_once() -> None:
+    pytest.importorskip("deepspeed")
+    from flextrain.strategies.deepspeed.written_weights import WrittenWeights
+
+    strategy, module = WrittenWeights.__new__(WrittenWeights), Counted(2, 2)
+    strategy._module = module
+    for _ in range(3):
+        strategy.take_written(["weight"])
+    assert module.listed == 1
+    module.late = nn.Parameter(torch.zeros(1))
+    strategy.take_written(["weight", "late"])
+    assert module.listed == 2

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 from flextrain import BaseDataPreprocessor, BaseModel, Hook
+from flextrain.data import DataError
 from flextrain.optim.schedulers import LinearLR
 from flextrain.runner.failures import report
 from flextrain.runner.failures.advice import Failure, advice_on
@@ -190,6 +191,10 @@ def in_place(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = functional.cross_entropy(hidden, y)
     hidden += 1
     return loss
+
+
+def damaged(sample: dict[str, Any], index: int) -> dict[str, Any]:
+    raise DataError("a.jsonl: is damaged")
 
 
 def strange(sample: dict[str, Any], index: int) -> dict[str, Any]:
@@ -548,6 +553,13 @@ ROWS += [
         in_worker(lambda s, i: s["picture"]),
         KeyError,
         "in train_dataloader (worker 0, <lambda> ... KeyError: 'picture' ... (samples 19, 15, 14, 0 of the dataset)",
+        WORKER,
+    ),
+    Row(
+        "worker-file",
+        in_worker(damaged),
+        DataError,
+        "in train_dataloader (worker 0, damaged ... DataError: a.jsonl: is damaged ... (samples 19, 15, 14, 0 of the dataset)",
         WORKER,
     ),
     Row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import tarfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 
 from flextrain import ConfigError
 from flextrain.data import ArrowFiles, DataError, JsonlFiles, ParquetFiles, TarFiles, TokenFiles
-from flextrain.runner.data.sources import index_files, jsonl_files
+from flextrain.runner.data.sources import file_list, index_files, jsonl_files
 from flextrain.testing import WorkerGroup
 
 Samples = list[dict[str, Any]]
@@ -406,6 +407,40 @@ def test_files_that_change_under_a_run(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", rows(0, 9))
     with pytest.raises(DataError, match=r"a.jsonl: has \d+ bytes, it had \d+ when this run began"):
         source[0]
+
+
+def test_files_that_are_written_again_under_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other contents of the same size are refused, also where neither end of the file shows it; the same ones are not."""
+    monkeypatch.setattr(file_list, "_END", 4)
+    path = tmp_path / "a.jsonl"
+    for before, after in (("1\n2\n3\n", "1\n2\n4\n"), ("10\n2\n30\n40\n", "10\n2222\n40\n")):
+        path.write_text(before)
+        source = JsonlFiles(path)
+        os.utime(path, ns=(1, 1))
+        assert source[0] == int(before.split()[0])
+        opened_later = JsonlFiles(path)
+        path.write_text(after)
+        with pytest.raises(DataError, match=r"a.jsonl: has other contents than when this run began; start it again"):
+            opened_later[0]
+
+
+def test_byte_order_marks_and_links_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n2\n')
+    assert [JsonlFiles(tmp_path / "a.jsonl")[index] for index in range(2)] == [{"a": 1}, 2]
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"JsonlFiles.paths: .*b.jsonl is a link to a file that is not there"):
+        JsonlFiles(tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"index_dir: .*a.jsonl is a file, give a folder"):
+        JsonlFiles(tmp_path / "a.jsonl", index_dir=tmp_path / "a.jsonl")
+
+
+def test_reads_that_give_less_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the system gives at most 2 GiB."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'"{"x" * 100}"\n2\n')
+    source, real = JsonlFiles(path), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: real(file, min(size, 7), at))
+    assert source[0] == "x" * 100
 
 
 def test_columns_with_dots_and_structs(tmp_path: Path) -> None:

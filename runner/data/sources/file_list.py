@@ -57,6 +57,8 @@ def _matches(pattern: str, suffixes: Sequence[str], where: str) -> list[Path]:
         return inside
     if path.exists():
         return [path]
+    if path.is_symlink():
+        raise ConfigError(f"{where}: {path} is a link to a file that is not there")
     start = Path(path.anchor) if path.is_absolute() else Path()
     relative = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
     matches = sorted(each for each in start.glob(relative) if each.is_file()) if relative != "." else []
@@ -81,8 +83,17 @@ def prints_of_files(paths: Sequence[Path]) -> list[str]:
             logger.warning(
                 f"{path} and {first} have the same size, beginning and end: a copy's samples come twice in every pass"
             )
-        found.append(f"{path.name} {content}")
+        found.append(_print(path, content))
     return found
+
+
+def print_of_file(path: Path) -> str:
+    """The text that ``prints_of_files`` gives for a file."""
+    return _print(path, _content_of(path)[0])
+
+
+def _print(path: Path, content: str) -> str:
+    return f"{path.name} {content}"
 
 
 def _content_of(path: Path) -> tuple[str, int]:

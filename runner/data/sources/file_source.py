@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from ....core.errors import ConfigError, DataError, FlexTrainError
 from ....core.registry import FUNCTIONS
 from ..streams.stream_orders import LocalOrder, Order, default_order
-from .file_list import find_files, print_of_parts, prints_of_files
+from .file_list import find_files, print_of_file, print_of_parts, prints_of_files
 
 T = TypeVar("T")
 _OPEN_FILES = 64
@@ -92,11 +92,12 @@ class FileSource(Dataset[Any]):
         self.local_shuffle, self.index_dir = local_shuffle, index_dir
         self._handles: OrderedDict[int, Any] = OrderedDict()
         self._forks = _Forks.number
-        self._sizes = [path.stat().st_size for path in self.files]
+        self._stats = [path.stat() for path in self.files]
         self._ends = list(accumulate(about_file(path, self._count, path) for path in self.files))
         if not len(self):
             raise ConfigError(f"{where}.paths: the {len(self.files)} files have no samples, first {self.files[0]}")
-        self.fingerprint = print_of_parts(type(self).__name__, len(self), prints_of_files(self.files))
+        self._prints = prints_of_files(self.files)
+        self.fingerprint = print_of_parts(type(self).__name__, len(self), self._prints)
         """Changes with names, sizes and contents of the files; a checkpoint in the middle of a pass holds it."""
 
     # What a subclass says
@@ -159,12 +160,21 @@ class FileSource(Dataset[Any]):
             if close is not None:
                 close()
         path = self.files[number]
-        if (size := path.stat().st_size) != self._sizes[number]:
-            raise DataError(
-                f"{path}: has {size} bytes, it had {self._sizes[number]} when this run began; start it again"
-            )
+        self._check_unchanged(number, path)
         self._handles[number] = about_file(path, self._open, path)
         return self._handles[number]
+
+    def _check_unchanged(self, number: int, path: Path) -> None:
+        """Raise DataError if a file is no longer the one that was counted: others may have opened that one."""
+        now, then = path.stat(), self._stats[number]
+        if now.st_size != then.st_size:
+            raise DataError(
+                f"{path}: has {now.st_size} bytes, it had {then.st_size} when this run began; start it again"
+            )
+        if now.st_mtime_ns != then.st_mtime_ns:  # written again; with the same contents it is no other file
+            rows = self._ends[number] - (self._ends[number - 1] if number else 0)
+            if print_of_file(path) != self._prints[number] or about_file(path, self._count, path) != rows:
+                raise DataError(f"{path}: has other contents than when this run began; start it again")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handles": OrderedDict(), "_forks": -1}  # open files belong to this process

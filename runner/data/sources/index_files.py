@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ....core.errors import ConfigError
+
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 SUFFIX = ".ftindex"
 _MAGIC = b"ftindex1"
@@ -59,6 +61,8 @@ def kept(
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flextrain" / "index"
     folder = cache if index_dir is None else Path(index_dir).expanduser()
+    if index_dir is not None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"index_dir: {folder} is a file, give a folder")
     files = [folder / f"{xxhash.xxh3_64_hexdigest(str(whose).encode())}-{name}"]  # files of one name may meet there
     if index_dir is None and beside is not None:
         files.insert(0, beside / name)

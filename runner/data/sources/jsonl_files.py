@@ -76,7 +76,7 @@ class JsonlFiles(FileSource):
     def _read(self, opened: _LineReader, row: int) -> Any:
         line = opened.line(row)
         try:
-            return json.loads(line.decode("utf-8"))
+            return json.loads(line.decode("utf-8").removeprefix("\ufeff"))
         except UnicodeDecodeError as error:
             begin = int(opened.starts[row])
             raise ValueError(f"byte {begin + error.start} of the file is not UTF-8; convert it") from None
