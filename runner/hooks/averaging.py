@@ -83,7 +83,7 @@ def move_towards(averages: Sequence[Tensor], tensors: Sequence[Tensor], share: f
     pairs = list(zip(map(local_part, averages), map(local_part, tensors), strict=True))
     alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
     if alike:
-        foreach_lerp_(*map(list, zip(*alike, strict=True)), share)
+        foreach_lerp_([average for average, _ in alike], [tensor for _, tensor in alike], share)
     if len(alike) < len(pairs):
         for average, tensor in pairs:
             if average.dtype != tensor.dtype:

@@ -14,7 +14,8 @@ from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
 from ...core.rehearsing import rehearsing, with_values
-from ...core.token_counts import IGNORED, NUMBER, takes_number_of_items
+from ...core.token_counts import NUMBER, takes_number_of_items
+from ...core.token_losses import IGNORED
 from ..data.exact_epochs import Counted
 from .logged_values import weighted_mean
 
