@@ -64,7 +64,7 @@ def _of_loss_function(model: Any) -> Labels | None:
     if labels == "all" and shifted == "none":
         return _counted(model, "labels")
     if shifted in ("all", "all but the first") and _counted(model, "shift_labels") == "all":
-        return shifted  # type: ignore[return-value]
+        return shifted
     return None
 
 
