@@ -22,6 +22,8 @@ SUFFIX = ".ftindex"
 _MAGIC = b"ftindex1"
 _ALIGNED = 64
 
+_not_kept: dict[str, Arrays] = {}
+"""Indexes that no folder takes, of this process and of workers that are forked off."""
 logger = logging.getLogger("flextrain")
 
 
@@ -61,20 +63,25 @@ def kept(
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flextrain" / "index"
     folder = cache if index_dir is None else Path(index_dir).expanduser()
-    if index_dir is not None and folder.exists() and not folder.is_dir():
+    if index_dir is not None and os.path.isfile(folder):  # noqa: PTH113 - Path's raises where it may not look
         raise ConfigError(f"index_dir: {folder} is a file, give a folder")
     files = [folder / f"{xxhash.xxh3_64_hexdigest(str(whose).encode())}-{name}"]  # files of one name may meet there
     if index_dir is None and beside is not None:
         files.insert(0, beside / name)
+    key = f"{whose} {json.dumps(facts, sort_keys=True)}"
+    if key in _not_kept:
+        return _not_kept[key]
     for file in files:
         if (found := _open(file, facts)) is not None:
             return found
+    made: Arrays | None = None  # once, however many folders refuse it
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with _alone(file):
                 if (found := _open(file, facts)) is None:
-                    _write(file, facts, make())
+                    made = make() if made is None else made
+                    _write(file, facts, made)
                     found = _open(file, facts)
             if found is not None:
                 return found
@@ -86,7 +93,8 @@ def kept(
     logger.warning(
         f"{whose}: its index is not kept, {one_folder(files)} cannot be written to; every start makes it anew"
     )
-    return make()
+    _not_kept[key] = make() if made is None else made
+    return _not_kept[key]
 
 
 def one_folder(files: list[Path]) -> str:
