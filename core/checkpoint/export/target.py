@@ -40,7 +40,7 @@ def local_folder(given: str | os.PathLike[str]) -> Path:
         CheckpointError: it is a URL, or empty, or has the name of a file with weights.
     """
     path = local_target(given)
-    if path.suffix.lower() in _FILES and not path.is_dir():
+    if path.suffix.lower() in _FILES and not path.exists():
         raise CheckpointError(
             f"{path}: has the name of a file, and this export writes a folder; leave out {path.suffix}"
         )
