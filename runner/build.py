@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import resource
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
-from ..strategies.base import Strategy
+from ..strategies.base import NOTHING, Strategy
 from .loops.train import TrainLoop
 from .options import Environment
 
@@ -47,12 +49,27 @@ def _limit_opencv(threads: int) -> None:
     cv2.setNumThreads(threads)
 
 
+@contextmanager
+def _reading_nothing(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Context that says so if a model reads weights where the strategy builds it without any."""
+    try:
+        yield
+    except RuntimeError as error:  # StrategyError is one
+        frames = traceback.walk_tb(error.__traceback__)
+        if context is NOTHING or not any(frame.f_code.co_name == "from_pretrained" for frame, _ in frames):
+            raise
+        raise ConfigError(
+            "model: from_pretrained reads weights, and this strategy builds a model without them; give "
+            'dict(type="transformers:AutoModelForCausalLM", pretrained="folder"), or the model itself and no function'
+        ) from error
+
+
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
     """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
     if isinstance(given, nn.Module):
         model: Any = given
     else:
-        with strategy.init_context():
+        with _reading_nothing(context := strategy.init_context()), context:
             if isinstance(given, Mapping) and preprocessor is not None:
                 given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
             if (pretrained := Pretrained.of(given, "model")) is not None:

@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..core.comm.joint_errors import gather_differing
+from ..core.comm.joint_errors import gather_differing, raising_together
 from ..core.device import to_device
 from ..core.errors import ConfigError
+from ..core.hugging_face.pretrained_private import is_model_class
 from ..core.model import class_name
 from ..core.random_state import kept_random_state
 from ..core.torch_private import without_compiling
@@ -31,6 +32,28 @@ def check_generates(model: nn.Module) -> None:
     if parts:
         hint = f"its {parts[0]} has one: def generate(self, *args, **kwargs): return self.{parts[0]}.generate(*args, **kwargs)"
     raise ConfigError(f"generate: {class_name(model)} has no method generate; {hint}")
+
+
+def _check_inputs(model: nn.Module, inputs: Any, seed: Any, by_layer: Any) -> None:
+    """Raise ConfigError for what transformers would end on in an error of its own; other models take what they like."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"generate.seed: {seed!r} is not allowed, give an integer")
+    if not isinstance(by_layer, bool):
+        raise ConfigError(f"generate.by_layer: {by_layer!r} is not allowed, give True or False")
+    if inputs is None or not is_model_class(type(model)):
+        return
+    for key, value in inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]:
+        where = f'generate.inputs["{key}"]' if key else "generate.inputs"
+        if not isinstance(value, Tensor) and (not key or key in _INPUTS or isinstance(value, (str, list))):
+            raise ConfigError(
+                f'{where}: is {type(value).__name__}, give tensors, as tokenizer(texts, return_tensors="pt", padding=True) does'
+            )
+        if not isinstance(value, Tensor) or (key or getattr(model, "main_input_name", "")) != "input_ids":
+            continue
+        if value.dim() != 2 or not value.numel():
+            raise ConfigError(f"{where}: has shape {list(value.shape)}, give (texts, tokens), at least one of each")
+        if value.is_floating_point():
+            raise ConfigError(f"{where}: is {str(value.dtype).removeprefix('torch.')}, give token numbers (.long())")
 
 
 def generate(
@@ -56,6 +79,8 @@ def generate(
         raise ConfigError(wrong)
     if not asking:
         raise ConfigError("generate.inputs: is None on every process, give inputs on one or more")
+    with raising_together():
+        _check_inputs(strategy.module, inputs, seed, by_layer)
     device = strategy.device
     with (
         strategy.full_weights(ranks=asking, memory_limit=memory_limit, by_layer=by_layer) as model,

@@ -33,6 +33,8 @@ def find_folder(given: str | os.PathLike[str], where: str) -> Path:
     Raises:
         ConfigError: there is no such folder, or it lacks one of them.
     """
+    if "://" in os.fspath(given):
+        raise ConfigError(f"{where}: {given} is a URL, download the model and give its folder")
     path = Path(given).expanduser()
     if not path.is_dir():
         path = _cached(os.fspath(given), path, where)

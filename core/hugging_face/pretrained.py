@@ -20,6 +20,7 @@ from .folder import GENERATION, find_folder
 
 KEY = "pretrained"
 _OWN = ("dtype", "ignore_mismatched_sizes", "trust_remote_code")
+_SWITCHES = ("ignore_mismatched_sizes", "trust_remote_code")
 _NOTE = "_flextrain_pretrained"
 _REFUSED = {
     "torch_dtype": "give dtype",
@@ -37,6 +38,8 @@ _REFUSED = {
     "load_in_4bit": "a quantised model is not trained this way",
     "quantization_config": "a quantised model is not trained this way",
     "gradient_checkpointing": 'give strategy=dict(..., activation_checkpointing="model")',
+    "transforms": "is an argument of the runner, FlexibleRunner(transforms=[...])",
+    "pretrained_model_name_or_path": f'give {KEY}="folder" alone',
 }
 
 
@@ -61,6 +64,8 @@ class Pretrained:
         for key in options:
             if key in _REFUSED:
                 raise ConfigError(f"{where}.{key}: {_REFUSED[key]}")
+            if key in _SWITCHES and not isinstance(options[key], bool):  # a text such as "no" would switch it on
+                raise ConfigError(f"{where}.{key}: {options[key]!r} is not allowed, give True or False")
         self.replaces_misshaped = bool(self._own.get("ignore_mismatched_sizes", False))
         self.dtype = self._dtype(self.config())
         self.names: dict[str, str] = {}
@@ -78,14 +83,20 @@ class Pretrained:
             return None
         if KEY not in given and not (isinstance(given["type"], str) and given["type"].startswith("transformers")):
             return None
-        kind = MODELS.resolve(given["type"], f"{where}.type") if isinstance(given["type"], str) else given["type"]
+        kind = _kind_of(given["type"], f"{where}.type")
+        if KEY in given and getattr(kind, "__name__", "") == "from_pretrained":
+            raise ConfigError(
+                f"{where}.type: from_pretrained reads all weights in every process, and takes no {KEY}; give the class without it"
+            )
         is_auto = private.is_auto_class(kind)
         if not (is_auto or private.is_model_class(kind)):
             return None
         if KEY not in given:
             if is_auto:
+                other = next((key for key in ("pretrained_model_name_or_path", "path", "folder") if key in given), None)
                 raise ConfigError(
                     f'{where}.{KEY}: missing, {kind.__name__} needs the folder of a model, {KEY}="folder"'
+                    f"{f' in place of {other}' if other else ''}"
                 )
             return None
         folder = given[KEY]
@@ -209,6 +220,17 @@ def pretrained_in(model: nn.Module) -> Iterator[Pretrained]:
     for module in model.modules():
         if isinstance(found := module.__dict__.get(_NOTE), Pretrained):
             yield found
+
+
+def _kind_of(given: Any, where: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return MODELS.resolve(given, where)
+    except ConfigError as error:
+        if set(given) & set(":.") or "did you mean" in str(error) or not private.has_class(given):
+            raise
+        raise ConfigError(f'{error}, did you mean "transformers:{given}"?') from None
 
 
 def _first_line(error: BaseException) -> str:

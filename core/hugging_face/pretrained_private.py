@@ -33,6 +33,21 @@ def is_auto_class(kind: Any) -> bool:
     return base is not None and isinstance(kind, type) and issubclass(kind, base)
 
 
+def has_class(name: str) -> bool:
+    """Whether transformers, if it is installed, has a model of this name."""
+    try:
+        import transformers
+    except ImportError:
+        return False
+    return isinstance(getattr(transformers, name, None), type)
+
+
+def passed_arguments() -> set[str]:
+    """Names of the keyword arguments that models pass on to their layers and losses."""
+    module = sys.modules.get("transformers.utils.generic")
+    return {*getattr(getattr(module, "TransformersKwargs", None), "__annotations__", ())}
+
+
 def knows(kind: Any, config: Any) -> bool:
     """Whether an Auto class has a model for this configuration, without code of the folder."""
     return type(config) in kind._model_mapping

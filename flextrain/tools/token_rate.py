@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _WINDOW = 10
 _IGNORED = -100
+_SLOWEST = 1e8
+"""Operations per second that any device makes: a smaller number is meant in another unit."""
 
 
 @HOOKS.register_module()
@@ -64,6 +66,10 @@ class TokenRateHook(Hook):
         for key, value in (("flops_per_token", flops_per_token), ("peak", peak)):
             if isinstance(value, (int, float)) and not 0 < value < float("inf"):
                 raise ConfigError(f"{where}.{key}: {value} is not allowed, give operations above 0")
+            if key == "peak" and isinstance(value, (int, float)) and value < _SLOWEST:
+                raise ConfigError(
+                    f"{where}.peak: {value} is not allowed, give operations per second: {value} TFLOP/s are {value}e12"
+                )
             if value is not None and not mfu:
                 raise ConfigError(f"{where}.{key}: has no effect with mfu=False, leave it out")
         if isinstance(peak, str):

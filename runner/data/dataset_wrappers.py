@@ -8,13 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, repeat
+from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset, IterableDataset
 
 from ...core.config import PositiveInt
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, one_of
 from ...core.registry import DATASETS
 from .epochs import tell_epoch
 
@@ -244,7 +245,38 @@ def is_config(value: Any) -> bool:
 
 def build_dataset(cfg: Any, where: str) -> Any:
     """Return a dataset, built if it is described by a configuration, with the datasets inside it."""
-    return DATASETS.build(_named(cfg), where) if is_config(cfg) else cfg
+    _check_is_one(cfg, where)
+    if not is_config(cfg):
+        return cfg
+    try:
+        dataset = DATASETS.build(_named(cfg), where)
+    except ConnectionError as error:  # a name of the hub, without internet
+        raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
+    _check_is_one(dataset, where)
+    return dataset
+
+
+def _check_is_one(dataset: Any, where: str) -> None:
+    """Raise ConfigError for splits in a dict, as Hugging Face's load_dataset gives, and for a file."""
+    if type(dataset).__name__ in ("DatasetDict", "IterableDatasetDict"):
+        names = list(dataset)
+        raise ConfigError(
+            f"{where}: is a {type(dataset).__name__} of {one_of(map(str, names))}, give one of its splits: "
+            f'split="{names[0] if names else "train"}" of load_dataset, or datasets["{names[0] if names else "train"}"]'
+        )
+    if isinstance(dataset, str) and (kind := _KINDS.get(PurePath(dataset).suffix)):
+        raise ConfigError(f'{where}: "{dataset}" is a file, give dict(type="{kind}", paths="{dataset}")')
+
+
+_KINDS = {
+    ".jsonl": "JsonlFiles",
+    ".ndjson": "JsonlFiles",
+    ".parquet": "ParquetFiles",
+    ".arrow": "ArrowFiles",
+    ".tar": "TarFiles",
+    ".bin": "TokenFiles",
+    ".npy": "TokenFiles",
+}
 
 
 def check_dataset_config(cfg: Any, where: str) -> Any:
@@ -253,6 +285,7 @@ def check_dataset_config(cfg: Any, where: str) -> Any:
     Raises:
         ConfigError: an unknown type, an invalid argument, or a class that is no dataset.
     """
+    _check_is_one(cfg, where)
     cfg = _named(cfg)
     kind = DATASETS.check(cfg, where)
     if inspect.isclass(kind) and not (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")):

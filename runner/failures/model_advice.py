@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from .advice import Failure, rule
 
@@ -34,6 +35,12 @@ def _lists(failure: Failure) -> str | None:
     fields = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     if failure.origin.kind != "forward" or (data is not None and not any(isinstance(value, list) for value in fields)):
         return None
+    loader = getattr(failure.run, failure.origin.loader, None)
+    if getattr(loader, "collate_fn", None) is default_collate:
+        return (
+            "each sample holds lists of numbers, which default_collate takes apart; give tensors in the dataset: "
+            'dataset.with_format("torch") of Hugging Face, or torch.tensor(...)'
+        )
     return (
         "the batch holds lists of samples, because a dataloader that is a dict does not stack them; "
         f'{failure.origin.loader}=dict(collate_fn="default_collate") makes tensors'
@@ -119,11 +126,19 @@ def _embedding(failure: Failure) -> str:
     if module is None or not isinstance(module[1], nn.Embedding):
         return "an index is larger than the table it is looked up in"
     given = failure.origin.local("forward", "input")
-    largest = f", and gets {int(given.max())}" if isinstance(given, Tensor) and given.numel() else ""
+    wrong = ""
+    if isinstance(given, Tensor) and given.numel():
+        least = int(given.min())
+        wrong = f", and gets {least if least < 0 else int(given.max())}"
     return (
         f"model.{module[0]} has num_embeddings={module[1].num_embeddings}, so indices go to "
-        f"{module[1].num_embeddings - 1}{largest}"
+        f"{module[1].num_embeddings - 1}{wrong}"
     )
+
+
+rule(r"Expected tensor for argument #1 'indices' to have one of the following scalar types")(
+    "an embedding looks up integers: convert them in the dataset (.long())"
+)
 
 
 rule(r"device-side assert triggered")(

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import ConfigError, suggest
-from .metric_rules import GREATER_KEYS, LESS_KEYS, Rule, check_rule, infer_rule, is_better, worst
+from .metric_rules import (
+    GREATER_KEYS,
+    LESS_KEYS,
+    Rule,
+    check_rule,
+    infer_rule,
+    is_better,
+    says_greater,
+    says_less,
+    worst,
+)
+
+logger = logging.getLogger("flextrain")
 
 
 class BestScores:
@@ -107,6 +120,8 @@ class BestScores:
 
     def _rule(self, key: str, given: str | None) -> Rule:
         if given is not None:
+            if (given == "greater" and says_less(key)) or (given == "less" and says_greater(key)):
+                logger.warning(f'{self._where}.rule: "{given}" keeps the checkpoint with the worst {key}; leave it out')
             return check_rule(given, f"{self._where}.rule")
         return infer_rule(key, f"{self._where}.rule", self._greater_keys, self._less_keys)
 

@@ -53,6 +53,12 @@ def says_greater(key: str) -> bool:
     return any(word.lower() in name for word in GREATER_KEYS) and not any(word in name for word in ("err", "loss"))
 
 
+def says_less(key: str) -> bool:
+    """True if the metric's name says that less is better, and nothing that says greater."""
+    name = key.lower()
+    return any(word in name for word in LESS_KEYS) and not any(word.lower() in name for word in GREATER_KEYS)
+
+
 def is_better(rule: Rule, value: float, than: float) -> bool:
     """True if ``value`` is better than ``than``; never for NaN and infinity, which no later value could beat."""
     return math.isfinite(value) and (value > than if rule == "greater" else value < than)

@@ -105,6 +105,11 @@ class TeacherHook(Hook):
         self._students = [weight.student for weight in self._weights]
         self._averages = [weight.teacher if weight.precise is None else weight.precise for weight in self._weights]
         self._written = [weight.name for weight in self._weights]
+        if 0.5 < self.momentum < 1:
+            runner.logger.warning(
+                f"TeacherHook.momentum: {self.momentum} is the share of the newest weights, so the teacher is hardly different "
+                f"from the student; what others call a momentum of {self.momentum} is {1 - self.momentum:.4g}"
+            )
 
     def before_train(self, runner: Run) -> None:
         """Copy the student, if training begins; after loading, take up the averages."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
+from ...core.hugging_face.batch_keys import looking_at_keys
 from ...core.model import (
     forget_averaged,
     has_forward,
@@ -76,7 +77,7 @@ class Stepper:
             self._losses = self._losses_by_mode
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
-        self.preprocess: Callable[[Any, bool], Any] = preprocessor if callable(preprocessor) else self._to_device
+        self.preprocess = looking_at_keys(preprocessor if callable(preprocessor) else self._to_device, module)
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
         self.run: Callable[[Any, int], dict[str, Tensor]] = (
             self._custom_step if self.custom_train else self._micro_batch

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...core.comm.joint_errors import gather_differing
+from ...core.errors import ConfigError
 from ...core.model import class_name, overrides
 from ...strategies.base import Strategy
 from ...strategies.whole.shared_buffers import buffers_kept
@@ -75,6 +76,11 @@ class WholeEvaluation:
         if predicts is None:  # a process may have other parts of the model than the next
             predicts = any(gather_differing(calls_generate(strategy.module, self._mode)))
         if not using and not predicts:
+            if self._limit is not None:
+                raise ConfigError(
+                    f"{self._mode}_cfg.memory_limit: has no effect, no metric has uses_model = True and the model generates "
+                    "nothing; leave it out, or give full_weights=True"
+                )
             yield
             return
         ranks = [rank for rank, reports in enumerate(gather_differing(strategy.topology.reports)) if reports]

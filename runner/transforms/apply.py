@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, FlexTrainError
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.tta_model import BaseTTAModel
 from .build import Transform
@@ -62,18 +62,19 @@ def transform(
 
 
 def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
-    if is_whole:
+    try:
         changed: object = each.function(model)
-    else:
-        try:
-            changed = each.function(model)
-        except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, ConfigError):
-                raise
+    except FlexTrainError:
+        raise
+    except Exception as error:
+        if not is_whole and isinstance(error, (RuntimeError, NotImplementedError)):
             raise ConfigError(
                 f"{each.where}: {each.name} failed on a model that the strategy has built without memory "
                 f"({_one_line(error)}); if it reads values, give the model as an instance"
             ) from error
+        if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
+            error.add_note(f"flextrain: failed in {each.where}, {each.name}")
+        raise
     if changed is None:
         return model
     if not isinstance(changed, nn.Module):

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from ...core.config import check_call
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, one_of
 from ...core.registry import TRANSFORMS
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _LIST = "give a list of functions, names, or dict(type=...)"
 
 
@@ -61,8 +62,10 @@ def _built(item: Any, where: str) -> Transform:
         raise ConfigError(f"{where}: is a module ({type(item).__name__}), give a function that takes the model")
     if not isinstance(item, (str, Mapping)) and not inspect.isclass(item):
         if not callable(item):
+            if type(item).__name__ == "LoraConfig":
+                raise ConfigError(f'{where}: is a LoraConfig, give dict(type="LoRA", r=8, ...) with the same options')
             raise ConfigError(f"{where}: {item!r} is not allowed, give a function, a name, or dict(type=...)")
-        _check_takes_module(item, where)
+        _check_takes_module(item, where, alone=True)
         return Transform(where, _name(item), item)
     config = TRANSFORMS.expand(item, where)
     kind = TRANSFORMS.resolve(config.pop("type"), where if isinstance(item, str) else f"{where}.type")
@@ -79,11 +82,16 @@ def _built(item: Any, where: str) -> Transform:
     return Transform(where, _described(_name(kind), config), function)
 
 
-def _check_takes_module(function: Any, where: str) -> str:
+def _check_takes_module(function: Any, where: str, *, alone: bool = False) -> str:
     """Return the name of the parameter that gets the module; empty if there is no signature to find it in.
 
+    Args:
+        function: of a transform.
+        where: the configuration key, for messages.
+        alone: whether it gets nothing but the module.
+
     Raises:
-        ConfigError: it takes no argument.
+        ConfigError: it takes no argument, or alone and needs more.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -92,6 +100,11 @@ def _check_takes_module(function: Any, where: str) -> str:
     first = next((p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)), None)
     if first is None:
         raise ConfigError(f"{where}: {_name(function)} takes no argument, it must take the model")
+    more = [p.name for p in parameters if p is not first and p.default is p.empty and p.kind not in _ANY]
+    if alone and more:
+        raise ConfigError(
+            f"{where}: {_name(function)} needs {one_of(more)} beside the model, give dict(type=function, {more[0]}=...)"
+        )
     return "" if first.kind in (first.VAR_POSITIONAL, first.POSITIONAL_ONLY) else first.name
 
 

@@ -46,5 +46,7 @@ class Freeze:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         chosen = matching(self._patterns, list(parameters), f"{self._where}.patterns")
         kept = matching(self._but, sorted(chosen), f"{self._where}.but")
+        if chosen == kept:
+            raise ConfigError(f"{self._where}.but: leaves out all that patterns match, nothing is frozen")
         for name in chosen - kept:
             parameters[name].requires_grad_(False)

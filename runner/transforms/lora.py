@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -81,6 +82,7 @@ class LoRA:
                 changed: nn.Module = peft.inject_adapter_in_model(config, module, self.adapter_name)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self._where}: {one_line(error)}") from error
+        self._check_patterns(changed)
         if getattr(changed, PEFT_CONFIG, None) is None:
             changed.peft_config = {self.adapter_name: config}  # type: ignore[assignment]
         return changed
@@ -100,13 +102,32 @@ class LoRA:
             given = self.options.get(key)
             if isinstance(given, str):
                 if given != _ALL and not any(re.fullmatch(given, name) for name in names):
-                    raise ConfigError(f'{self._where}.{key}: "{given}" matches no module{suggest(given, last)}')
+                    raise ConfigError(f'{self._where}.{key}: "{given}" matches no module{_meant(given, last)}')
                 continue
             for target in given or ():
                 if not any(name == target or name.endswith(f".{target}") for name in names):
                     near = nearest(target, {*last, *names})
                     hint = f', did you mean "{near}"?' if near else f"; the model has {_some(last)}"
                     raise ConfigError(f'{self._where}.{key}: the model has no module "{target}"{hint}')
+
+    def _check_patterns(self, changed: nn.Module) -> None:
+        """Raise ConfigError for a pattern of ranks or scales that fits no adapter: peft leaves it without effect."""
+        adapted = [name for name, module in changed.named_modules() if hasattr(module, "lora_A")]
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in self.options.get(key) or ():
+                if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):  # as peft looks for it
+                    last = {name.rpartition(".")[2] for name in adapted}
+                    raise ConfigError(
+                        f'{self._where}.{key}: "{pattern}" matches no module with an adapter, these are {_some(last)}'
+                    )
+
+
+def _meant(given: str, last: set[str]) -> str:
+    """What a text that matches no module may have been meant for: a text is a pattern of whole names."""
+    names = [name.strip() for name in given.split(",")]
+    if all(name in last for name in names):
+        return f", it is a regular expression of whole names; give a list, {json.dumps(names)}"
+    return suggest(given, last)
 
 
 def _check(key: str, value: Any, where: str) -> None:

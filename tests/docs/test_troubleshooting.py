@@ -1,4 +1,4 @@
-"""Every message on the page of troubleshooting is one of the library, or one that it gives advice on."""
+"""Every message on the pages of troubleshooting is one of the library, or one that it gives advice on; the index has them all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from flextrain.runner.failures.advice import RULES
 
 from .pages import DOCS, ROOT
 
-PAGE = (DOCS / "troubleshooting.md").read_text()
-OWN, TORCHS = (re.findall(r"^\| `([^`]+)` \|", part, flags=re.MULTILINE) for part in PAGE.split("## Messages of torch"))
+ROW = re.compile(r"^\| `([^`]+)` \|", flags=re.MULTILINE)
+INDEX = (DOCS / "troubleshooting.md").read_text()
+PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "troubleshooting").glob("*.md"))}
+OF_TORCH = "## Messages of torch"
+TORCHS = ROW.findall(PAGES["training"].partition(OF_TORCH)[2])
+OWN = [message for text in PAGES.values() for message in ROW.findall(text.partition(OF_TORCH)[0])]
 
 OTHERS = ("model: ... has nothing to learn", "holds checkpoints of another run ... work_dir: ")
 """Messages that there are not."""
@@ -25,7 +29,7 @@ def texts() -> list[str]:
     """The texts in the library's code, without documentation; what is put in is a null character."""
     found = []
     beginnings = {max(message.split("..."), key=len)[:15] for message in (*OWN, *TORCHS, *OTHERS)}
-    for folder in ("core", "optim", "runner", "strategies"):
+    for folder in ("core", "optim", "runner", "strategies", "flextrain/tools"):
         for file in (ROOT / folder).rglob("*.py"):
             text = file.read_text()
             if not any(words in text for words in beginnings):  # parsing all of them takes seconds
@@ -48,7 +52,7 @@ def is_said(message: str) -> bool:
 
 
 def test_there_are_many() -> None:
-    assert len(OWN) > 30
+    assert len(OWN) > 80
     assert len(TORCHS) > 5
 
 
@@ -65,3 +69,19 @@ def test_other_words_are_found() -> None:
 def test_there_is_advice(message: str) -> None:
     said = f"RuntimeError: {message}"
     assert any(pattern.search(said) for pattern, _ in RULES if pattern.pattern) or is_said(message)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_index_has_the_messages_of_a_page(page: str) -> None:
+    """Each message begins as one of the index does, in the section that leads to the page, and the other way round."""
+    sections = [text for text in INDEX.split("\n## ") if f"](troubleshooting/{page}.md" in text]
+    listed = [entry for text in sections for entry in re.findall(r"^- `([^`]+)`$", text, flags=re.MULTILINE)]
+    messages = ROW.findall(PAGES[page])
+    assert not [message for message in messages if not any(message.startswith(entry) for entry in listed)]
+    assert not [entry for entry in listed if not any(message.startswith(entry) for message in messages)]
+
+
+def test_old_headings_of_the_index_are_there() -> None:
+    """Other pages may lead to them."""
+    for heading in ("Configuration", "Data", "Model and loss", "Several processes", "Checkpoints", "Messages of torch"):
+        assert f"\n## {heading}\n" in INDEX

@@ -14,9 +14,10 @@ pytest.importorskip("datasets")
 
 from flextrain import FlexibleRunner
 from flextrain.core.errors import ConfigError
+from flextrain.core.hugging_face.batch_keys import check_batch_keys
 from flextrain.testing import WorkerGroup
 
-from .folders import save_tokenizer
+from .folders import model_of, save_tokenizer
 
 SAMPLES = 24
 
@@ -164,3 +165,22 @@ def test_a_stream_that_was_divided_for_others_is_refused(tmp_path: Path) -> None
         ConfigError, match="is divided already, as part 1 of 2, and this process has to read part 0 of 1"
     ):
         train(tmp_path, split_dataset_by_node(stream(4), rank=1, world_size=2))
+
+
+def test_splits_are_not_a_dataset(tmp_path: Path) -> None:
+    from datasets import DatasetDict
+
+    line = r"train_dataloader\.dataset: is a DatasetDict of train, give one of its splits: split=\"train\""
+    with pytest.raises(ConfigError, match=line):
+        train(tmp_path, DatasetDict(train=rows()))
+
+
+def test_columns_that_the_model_would_not_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Models of transformers take any keyword argument."""
+    with pytest.raises(
+        ConfigError, match=r"^batch\.attention_msk: .* LlamaForCausalLM.*did you mean attention_mask\?$"
+    ):
+        check_batch_keys(model_of("llama"), {"input_ids": 1, "attention_msk": 1})
+    check_batch_keys(model_of("llama"), {"input_ids": 1, "output_attentions": False, "answer": ["a"]})
+    assert "LlamaForCausalLM makes no use of answer; remove" in caplog.text
+    assert "output_attentions" not in caplog.text

@@ -120,6 +120,7 @@ def test_the_tokens_of_a_batch(batch: dict[str, Any], count: int) -> None:
     "hook, message",
     [
         (dict(peak=0), r"custom_hooks\[0\].peak: 0 is not allowed, give operations above 0"),
+        (dict(peak=312), r"custom_hooks\[0\].peak: 312 is not allowed, .*: 312 TFLOP/s are 312e12"),
         (dict(peak=-1e12), r"custom_hooks\[0\].peak: -1e\+?12.0?|custom_hooks"),
         (dict(flops_per_token=0.0), r"custom_hooks\[0\].flops_per_token: 0.0 is not allowed"),
         (dict(peak="h1000"), r'custom_hooks\[0\].peak: "h1000" is not known.*did you mean "h100"'),

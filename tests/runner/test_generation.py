@@ -285,6 +285,35 @@ def test_a_metric_gets_the_model_in_process_only() -> None:
     Own().process(None, None)
 
 
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    ([1, 5], {}, 'generate.inputs: is list, give tensors, as tokenizer(texts, return_tensors="pt", padding=True) does'),
+    ("one two", {}, "generate.inputs: is str, give tensors"),
+    ({"input_ids": [[1, 5]]}, {}, 'generate.inputs["input_ids"]: is list, give tensors'),
+    (torch.tensor([1, 5]), {}, "generate.inputs: has shape [2], give (texts, tokens), at least one of each"),
+    (torch.ones(0, 3).long(), {}, "generate.inputs: has shape [0, 3], give (texts, tokens)"),
+    (torch.ones(1, 3), {}, "generate.inputs: is float32, give token numbers (.long())"),
+    (torch.ones(1, 3).long(), dict(seed="0"), "generate.seed: '0' is not allowed, give an integer"),
+    (torch.ones(1, 3).long(), dict(by_layer="yes"), "generate.by_layer: 'yes' is not allowed, give True or False"),
+]
+
+
+def test_what_cannot_be_generated_from_is_said_in_one_line(tmp_path: Path) -> None:
+    runner = make(tmp_path, None, env_cfg=dict(dry_run=False))
+    for inputs, options, line in WRONG:
+        with pytest.raises(ConfigError) as caught:
+            runner.generate(inputs, **options)
+        assert str(caught.value).startswith(line)
+    with pytest.raises(ConfigError, match=r"^full_weights\.ranks: 0 is not allowed, give numbers from 0 to 0 in a list$"):
+        runner.strategy.full_weights(ranks=0).__enter__()  # type: ignore[arg-type]
+    runner.close()
+
+
+def test_a_limit_for_nothing_is_refused(tmp_path: Path) -> None:
+    runner = make(tmp_path, None, val_evaluator=dict(type=Own), val_cfg=dict(memory_limit="2GiB"))
+    with pytest.raises(ConfigError, match=r"^val_cfg\.memory_limit: has no effect, no metric has uses_model = True"):
+        runner.val()
+
+
 class InParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch import nn
 
 from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import CheckpointHook
+from flextrain.runner.hooks.best_scores import BestScores
 from flextrain.testing import WorkerGroup
 
 from .training import make_runner
@@ -346,6 +347,16 @@ def test_several_metrics_are_staged_each_by_itself(runner: Any) -> None:
     assert saved(Path(runner.work_dir)) == ["best_accuracy_epoch_2", "best_loss_epoch_3"]
     assert runner.message_hub.get_info("best_score_loss") == 0.5
     assert runner.message_hub.get_info("best_score") is None
+
+
+def test_a_rule_that_keeps_the_worst_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for key, rule in (("perplexity", "greater"), ("accuracy", "less"), ("val/loss", "greater")):
+        BestScores(key, rule, None, None, "CheckpointHook")
+        assert f'CheckpointHook.rule: "{rule}" keeps the checkpoint with the worst {key}' in caplog.text
+    caplog.clear()
+    for key, rule in (("perplexity", "less"), ("accuracy", "greater"), ("top1_error", "less"), ("distance", "greater")):
+        BestScores(key, rule, None, None, "CheckpointHook")
+    assert not caplog.text
 
 
 def test_auto_is_the_first_metric_of_the_first_validation(runner: Any) -> None:

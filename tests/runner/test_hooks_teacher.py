@@ -170,6 +170,15 @@ def test_what_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_a_momentum_that_others_call_so_is_warned_of(tmp_path: Path) -> None:
+    """With 0.996 the teacher would be the student."""
+    runner = make_runner(tmp_path, **settings(custom_hooks=[hook(momentum=0.996)], log_level="WARNING"))
+    runner.train()
+    log = next(Path(runner.log_dir).glob("*.log")).read_text()
+    assert "TeacherHook.momentum: 0.996 is the share of the newest weights" in log
+    assert "what others call a momentum of 0.996 is 0.004" in log
+
+
 def trained(folder: Path, strategy: dict[str, Any], epochs: int = 1, **changes: Any) -> dict[str, Tensor]:
     """The weights that the model computes with at the end, whole; the checkpoint is in the folder."""
     runner = make_runner(

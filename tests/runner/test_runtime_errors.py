@@ -271,6 +271,24 @@ ROWS = [
         "in forward of model.table (Embedding) ... IndexError ... model.table has num_embeddings=5, so indices go to 4, and gets 10",
     ),
     Row(
+        "embedding-negative",
+        model(lambda m, x, y: m.table(y - 9).mean(), table=nn.Embedding(5, 2)),
+        IndexError,
+        "model.table has num_embeddings=5, so indices go to 4, and gets -9",
+    ),
+    Row(
+        "embedding-floats",
+        model(lambda m, x, y: m.table(x).mean(), table=nn.Embedding(5, 2)),
+        RuntimeError,
+        "in forward of model.table (Embedding) ... RuntimeError ... an embedding looks up integers: convert them in the dataset",
+    ),
+    Row(
+        "lists-of-numbers",
+        data(lambda s, i: {**s, "x": [1.0, 2.0]}, collate_fn="default_collate"),
+        TypeError,
+        "each sample holds lists of numbers, which default_collate takes apart; give tensors in the dataset",
+    ),
+    Row(
         "inputs-are-doubles",
         data(lambda s, i: {**s, "x": s["x"].double()}),
         RuntimeError,

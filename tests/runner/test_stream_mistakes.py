@@ -27,11 +27,22 @@ def mixed(weights: Any, **options: Any) -> dict[str, Any]:
     return dict(type="Mixture", sources=[LINES, LINES], weights=weights, **options)
 
 
+def negative(line: int) -> list[int]:
+    return [-line, line]
+
+
 ROWS: dict[str, tuple[Any, str]] = {
     "type": (dict(type="JsonFiles", paths="lines.jsonl"), f'{WHERE}.type: "JsonFiles" is no known dataset, did you mean "JsonlFiles"?'),
     "key": ({**LINES, "path": "x"}, f'{WHERE}.path: unknown key, did you mean "paths"?'),
     "no paths": (dict(type="JsonlFiles"), f"{WHERE}.paths: missing"),
     "no file": ({**LINES, "paths": "line.jsonl"}, f'{WHERE}.paths: no file matches "line.jsonl", did you mean lines.jsonl?'),
+    "empty text": ({**LINES, "paths": ""}, f"{WHERE}.paths: an empty text is not allowed"),
+    "lines as tokens": ({**TOKENS, "paths": "lines.jsonl"}, f"{WHERE}.paths: lines.jsonl has no token numbers, by its name"),
+    "end that is nowhere": ({**TOKENS, "end_token": 999}, f"{WHERE}.end_token: 999 is nowhere in 1 file"),
+    "end of the source and here": (packed(source={**TOKENS, "end_token": 10}, end_token=10), f"{WHERE}.end_token: ends the documents of source already"),
+    "negative tokens": (packed(source=dict(type="JsonlFiles", paths="lines.jsonl", transform=negative)), "document 0 of JsonlFiles has token -1, it must be 0 or more"),
+    "index in a file": ({**LINES, "index_dir": "rows.parquet"}, "index_dir: rows.parquet is no folder and cannot be made"),
+    "a file for a dataset": ("lines.jsonl", f'{WHERE}: "lines.jsonl" is a file, give dict(type="JsonlFiles", paths="lines.jsonl")'),
     "empty list": ({**LINES, "paths": []}, f"{WHERE}.paths: [] is not allowed, give a path, a pattern, or a list"),
     "number for a path": ({**LINES, "paths": [3]}, f"{WHERE}.paths: 3 is not allowed, give a path or a pattern"),
     "URL": ({**LINES, "paths": "s3://bucket/a.jsonl"}, f'{WHERE}.paths: "s3://bucket/a.jsonl" is a URL'),

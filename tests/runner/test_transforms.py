@@ -423,6 +423,10 @@ def gives_five(model: nn.Module) -> Any:
     return 5
 
 
+def needs_more(model: nn.Module, width: int) -> None:
+    pass
+
+
 def nothing() -> None:
     pass
 
@@ -444,6 +448,11 @@ WRONG: list[tuple[Any, str]] = [
     ([dict(type="add_head", width="4")], 'transforms[0].width: "4" is not allowed, give an integer'),
     ([dict(type="add_head", wdith=4)], 'transforms[0].wdith: unknown key, did you mean "width"?'),
     ([dict(type="add_head", model=4)], "transforms[0].model: is filled in by flextrain, leave it out"),
+    ([needs_more], "transforms[0]: needs_more needs width beside the model, give dict(type=function, width=...)"),
+    (
+        [dict(type="Freeze", patterns=["blocks"], but=["blocks"])],
+        "transforms[0].but: leaves out all that patterns match, nothing is frozen",
+    ),
     (["Freeze"], "transforms[0].patterns: missing, it must be given"),
     ([dict(type="Freeze", patterns=[])], "transforms[0].patterns: [] is not allowed, give a pattern of names"),
     ([dict(type="Freeze", patterns="(", regex=True)], 'transforms[0].patterns: "(" is not allowed'),
@@ -468,6 +477,12 @@ WRONG: list[tuple[Any, str]] = [
         'transforms[0].target_modules: the model has no module "q_proj"; the model',
     ),
     ([lora(target_modules="x.*")], 'transforms[0].target_modules: "x.*" matches no module'),
+    (
+        [lora(target_modules="0,1")],
+        'transforms[0].target_modules: "0,1" matches no module, it is a regular expression of whole names; give a list, ["0", "1"]',
+    ),
+    ([lora(rank_pattern={"last": 2})], 'transforms[0].rank_pattern: "last" matches no module with an adapter, these'),
+    ([lora(alpha_pattern={"frist": 2})], 'transforms[0].alpha_pattern: "frist" matches no module with an adapter'),
     ([lora(modules_to_save=["head"])], 'transforms[0].modules_to_save: the model has no module "head"'),
     ([lora(adapter_name="a.b")], 'transforms[0].adapter_name: "a.b" is not allowed, give letters'),
     ([lora(init_lora_weights="loftq")], "transforms[0]: "),

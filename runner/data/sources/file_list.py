@@ -49,6 +49,8 @@ def find_files(paths: Any, suffixes: Sequence[str], where: str) -> list[Path]:
 def _matches(pattern: str, suffixes: Sequence[str], where: str) -> list[Path]:
     if "://" in pattern:
         raise ConfigError(f'{where}: "{pattern}" is a URL, give files of a local or mounted file system')
+    if not pattern:
+        raise ConfigError(f"{where}: an empty text is not allowed, give a path or a pattern")
     path = Path(pattern).expanduser()
     if path.is_dir():
         inside = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(tuple(suffixes)))

@@ -87,6 +87,10 @@ def kept(
                 return found
         except PermissionError:
             continue
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            if index_dir is None:
+                raise
+            raise ConfigError(f"index_dir: {index_dir} is no folder and cannot be made, {error.strerror}") from None
         except OSError as error:
             if error.errno not in _CANNOT_WRITE:
                 raise

@@ -11,12 +11,36 @@ import numpy as np
 import torch
 
 from ....core.config import PositiveInt
-from ....core.errors import ConfigError, DataError, one_of
+from ....core.errors import ConfigError, DataError, counted, one_of
 from ....core.registry import DATASETS
 from .file_source import FileSource
 from .index_files import index_of
 
 _CHUNK = 2**24
+_OTHERS = frozenset(
+    [
+        ".arrow",
+        ".bz2",
+        ".csv",
+        ".feather",
+        ".gz",
+        ".json",
+        ".jsonl",
+        ".md",
+        ".ndjson",
+        ".npz",
+        ".parquet",
+        ".pt",
+        ".pth",
+        ".safetensors",
+        ".tar",
+        ".tsv",
+        ".txt",
+        ".xz",
+        ".zip",
+        ".zst",
+    ]
+)
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 Tokens = np.ndarray[Any, Any]
 
@@ -104,7 +128,19 @@ class TokenFiles(FileSource):
         self.dtype, self.skip_bytes, self.end_token, self.ends = dtype, skip_bytes, end_token, ends
         self.vocab_size, self._where = vocab_size, where
         super().__init__(paths, transform=transform, local_shuffle=local_shuffle, index_dir=index_dir, where=where)
-        self._token_ends = list(accumulate(self._size(path) for path in self.files))
+        sizes = [self._size(path) for path in self.files]
+        self._token_ends = list(accumulate(sizes))
+        self._check_end_token([path for path, size in zip(self.files, sizes, strict=True) if size])
+
+    def _check_end_token(self, files: list[Path]) -> None:
+        """Raise ConfigError if it is in none of the files, which have tokens."""
+        if self.end_token is None or len(self) != len(files):
+            return
+        if not any(int(self._tokens(path)[-1]) == self.end_token for path in files):
+            raise ConfigError(
+                f"{self._where}.end_token: {self.end_token} is nowhere in {counted(len(files), 'file')}, each would be one "
+                "document; give the token that ends documents, or leave it out"
+            )
 
     def _count(self, path: Path) -> int:
         if self.end_token is None and self.ends is None:
@@ -115,6 +151,8 @@ class TokenFiles(FileSource):
         return len(self._tokens(path))
 
     def _tokens(self, path: Path) -> Tokens:
+        if path.suffix.lower() in _OTHERS:  # its bytes would be read as numbers
+            raise ConfigError(f"{self._where}.paths: {path} has no token numbers, by its name; give .bin or .npy files")
         if path.suffix == ".npy":
             tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
             if tokens.ndim != 1 or tokens.dtype.kind not in "ui":

@@ -103,6 +103,8 @@ class PackedTokens(Dataset[Any]):
         for name, token in (("end_token", end_token), ("pad_token", pad_token)):
             if token is not None and not 0 <= token < (vocab_size or 2**63):
                 raise ConfigError(f"{where}.{name}: {token} is not allowed, give a token from 0{_below(vocab_size)}")
+        if end_token is not None and getattr(self.source, "end_token", None) == end_token:
+            raise ConfigError(f"{where}.end_token: ends the documents of source already, leave it out here")
         self.length, self.key, self.labels, self.end_token = length, key, labels, end_token
         self.shuffle_documents, self.last, self.pad_token = shuffle_documents, last, pad_token
         self.position_ids, self.segment_ids, self.vocab_size = position_ids, segment_ids, vocab_size
@@ -152,7 +154,7 @@ class PackedTokens(Dataset[Any]):
         start = sequence * self.length
         stop = min(start + self.length + (self.labels == "next"), self.num_tokens)
         if self._is_flat:
-            sample = self._sample(self._checked(self.source.span(start, stop), "the token files"), [], [])
+            sample = self._sample(self._checked(self.source.span(start, stop), "a token file"), [], [])
         else:
             tokens, positions, segments = self._cut(start, stop, number)
             sample = self._sample(tokens, positions, segments)
@@ -218,9 +220,14 @@ class PackedTokens(Dataset[Any]):
         return self._checked(tokens.astype(np.int64), what)
 
     def _checked(self, tokens: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
-        if self.vocab_size is not None and tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            wrong = int(tokens.max() if tokens.max() >= self.vocab_size else tokens.min())
+        if not tokens.size:
+            return tokens
+        least, most = int(tokens.min()), int(tokens.max())
+        if self.vocab_size is not None and not 0 <= least <= most < self.vocab_size:
+            wrong = most if most >= self.vocab_size else least
             raise DataError(f"{what} has token {wrong}, it must be from 0{_below(self.vocab_size)} (vocab_size)")
+        if least < 0:
+            raise DataError(f"{what} has token {least}, it must be 0 or more")
         return tokens
 
     def _sample(self, tokens: Any, positions: list[Any], segments: list[Any]) -> dict[str, Tensor]:
