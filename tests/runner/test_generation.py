@@ -303,7 +303,9 @@ def test_what_cannot_be_generated_from_is_said_in_one_line(tmp_path: Path) -> No
         with pytest.raises(ConfigError) as caught:
             runner.generate(inputs, **options)
         assert str(caught.value).startswith(line)
-    with pytest.raises(ConfigError, match=r"^full_weights\.ranks: 0 is not allowed, give numbers from 0 to 0 in a list$"):
+    with pytest.raises(
+        ConfigError, match=r"^full_weights\.ranks: 0 is not allowed, give numbers from 0 to 0 in a list$"
+    ):
         runner.strategy.full_weights(ranks=0).__enter__()  # type: ignore[arg-type]
     runner.close()
 
