@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "end that is nowhere": ({**TOKENS, "end_token": 999}, f"{WHERE}.end_token: 999 is nowhere in 1 file"),
     "end of the source and here": (packed(source={**TOKENS, "end_token": 10}, end_token=10), f"{WHERE}.end_token: ends the documents of source already"),
     "negative tokens": (packed(source=dict(type="JsonlFiles", paths="lines.jsonl", transform=negative)), "document 0 of JsonlFiles has token -1, it must be 0 or more"),
-    "index in a file": ({**LINES, "index_dir": "rows.parquet"}, "index_dir: rows.parquet is no folder and cannot be made"),
+    "index nowhere": ({**LINES, "index_dir": "/proc/x"}, "index_dir: /proc/x is no folder and cannot be made"),
     "a file for a dataset": ("lines.jsonl", f'{WHERE}: "lines.jsonl" is a file, give dict(type="JsonlFiles", paths="lines.jsonl")'),
     "empty list": ({**LINES, "paths": []}, f"{WHERE}.paths: [] is not allowed, give a path, a pattern, or a list"),
     "number for a path": ({**LINES, "paths": [3]}, f"{WHERE}.paths: 3 is not allowed, give a path or a pattern"),
