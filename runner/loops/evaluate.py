@@ -94,8 +94,13 @@ class EvalLoop(BaseLoop):
         return self._pass
 
     def _with_weights(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        self._show_model()
         with self._whole.weights():
             yield from batches
+
+    def _show_model(self) -> None:
+        for metric in self.evaluator.metrics:
+            metric._look_at(self._runner.strategy.module)
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Evaluate one batch, with its hooks."""
@@ -112,6 +117,7 @@ class EvalLoop(BaseLoop):
         if self.has_own_methods:
             super().dry_run(num_batches)
             return
+        self._show_model()
         with self._whole.weights():
             DryPass(self._runner, self.loader, self.evaluator, self._forward, self.mode).make(num_batches)
 

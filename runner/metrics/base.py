@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.comm.topology import Topology
 from ...core.errors import ConfigError
@@ -84,6 +84,9 @@ class BaseMetric(ABC):
         """Give the metric the model for ``process``, or take it back with None; called by the loop."""
         # Not the model itself: what a metric has is copied before the dry pass.
         self._lent, self._autocast = None if model is None else weakref.ref(model), autocast
+
+    def _look_at(self, model: nn.Module) -> None:  # noqa: B027 - optional
+        """Find out what the metric has to know about the user's model; called by the loop before an evaluation."""
 
     def _around_process(self) -> AbstractContextManager[Any]:
         """Return the context for ``process``: that of forward, if the metric uses the model."""

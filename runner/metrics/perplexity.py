@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ...core.comm import collectives as dist
 from ...core.errors import ConfigError
 from ...core.registry import METRICS
 from .base import BaseMetric
+from .counted_labels import counts_first_label
 
 _logger = logging.getLogger("flextrain")
 _IGNORED = -100
@@ -26,11 +27,13 @@ class Perplexity(BaseMetric):
 
     A batch has ``labels``, integers of shape (samples, positions); positions with -100 do not count. The model's outputs have
     ``loss``, its mean over the labels of the batch, or ``logits`` of shape (samples, positions, vocabulary), as outputs of
-    transformers do. Tensors stay on the device until the end of the evaluation.
+    transformers do. A tensor ``shift_labels`` in the batch, which models of transformers then take, is read in place of them.
+    Tensors stay on the device until the end of the evaluation.
 
     Args:
         shift: the label of a position is predicted from those before it, as by causal models: the first position of each
-            sample does not count. False: for masked models.
+            sample does not count. False: every label counts, as in masked models, and in those with an encoder and a
+            decoder. None: as in the loss of the model, or of its parts, of transformers; True for other models.
         source: "loss" or "logits"; None: the loss if there is one, which takes less time.
         labels: key of the labels in a batch.
         prefix: see BaseMetric.
@@ -44,7 +47,7 @@ class Perplexity(BaseMetric):
 
     def __init__(
         self,
-        shift: bool = True,
+        shift: bool | None = None,
         source: Literal["loss", "logits"] | None = None,
         labels: str = "labels",
         prefix: str | None = None,
@@ -54,21 +57,31 @@ class Perplexity(BaseMetric):
         super().__init__(prefix=prefix)
         if source not in (None, "loss", "logits"):
             raise ConfigError(f'{where}.source: "{source}" is not allowed, give "loss" or "logits", or leave it out')
-        self._shift, self._source, self._labels = shift, source, labels
+        self._given, self._source, self._labels = shift, source, labels
+        self._shift = shift is None or shift
+
+    def _look_at(self, model: nn.Module) -> None:
+        """See BaseMetric."""
+        if self._given is None:
+            self._shift = not counts_first_label(model)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """See BaseMetric; keeps the sum of the losses and the number of tokens of a batch."""
-        labels = data_batch.get(self._labels) if isinstance(data_batch, Mapping) else None
+        batch = data_batch if isinstance(data_batch, Mapping) else {}
+        labels, shift = batch.get(self._labels), self._shift
+        follows = self._given is None and self._labels == "labels"
+        if follows and isinstance(shifted := batch.get("shift_labels"), Tensor):
+            labels, shift = shifted, False
         if not isinstance(labels, Tensor):
             given = f"has {', '.join(map(str, data_batch))}" if isinstance(data_batch, Mapping) else "is no dict"
             raise ConfigError(f'evaluator: Perplexity needs a batch with a tensor "{self._labels}", this one {given}')
-        counted = labels[..., 1:] if self._shift else labels
+        counted = labels[..., 1:] if shift else labels
         tokens = (counted != _IGNORED).sum()
         if labels.device.type == "cpu" and not int(tokens):
             return  # the mean of no losses is NaN
-        self.results.append((self._sum(data_samples, counted, tokens), tokens))
+        self.results.append((self._sum(data_samples, counted, tokens, shift), tokens))
 
-    def _sum(self, outputs: Any, labels: Tensor, tokens: Tensor) -> Tensor:
+    def _sum(self, outputs: Any, labels: Tensor, tokens: Tensor, shift: bool = False) -> Tensor:
         loss, logits = (_of(outputs, name) for name in ("loss", "logits"))
         if isinstance(loss, Tensor) and self._source != "logits":
             count = tokens.to(loss.device)
@@ -81,7 +94,13 @@ class Perplexity(BaseMetric):
                 f"evaluator: Perplexity reads the model's outputs, and {type(outputs).__name__} {has} {wanted}; return a dict or an "
                 "output of transformers, with labels in the batch"
             )
-        logits = logits.detach()[..., :-1, :] if self._shift else logits.detach()
+        logits = logits.detach()[..., :-1, :] if shift else logits.detach()
+        if logits.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"evaluator: Perplexity has logits of shape {[*logits.shape]} for labels of shape {[*labels.shape]}"
+                f"{', without the last position and the first label' if shift else ''}; give the labels of these positions, or "
+                'source="loss"'
+            )
         return functional.cross_entropy(
             logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=_IGNORED, reduction="sum"
         )

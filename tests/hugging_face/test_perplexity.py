@@ -14,11 +14,18 @@ from torch.nn import functional
 
 pytest.importorskip("transformers")
 
+from flextrain import BaseModel, FlexibleRunner
 from flextrain.core.errors import ConfigError
 from flextrain.runner.metrics.perplexity import Perplexity
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of, tokens
+from .token_models import TOKEN_MODELS, token_batch
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def llama() -> Any:
@@ -80,6 +87,97 @@ def test_over_processes(workers: Callable[[int], WorkerGroup], tmp_path: Path, c
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def of_kind(
+    name: str, work_dir: Path, strategy: Any, batch_size: int, source: str | None = None, **given: Any
+) -> float:
+    """The perplexity of three sequences, of which different numbers of labels count, under a model of some kind."""
+    torch.manual_seed(4)
+    model, batch = TOKEN_MODELS[name](), token_batch(name)
+    samples = [{key: value[row] for key, value in batch.items()} for row in range(3)]
+    runner = FlexibleRunner(
+        model=Wrapped(model) if given.pop("wrapped", False) else model,
+        work_dir=work_dir,
+        log_level="WARNING",
+        strategy=strategy,
+        val_dataloader=dict(dataset=samples, batch_size=batch_size, collate_fn="default_collate"),
+        val_cfg=dict(),
+        val_evaluator=dict(type="Perplexity", source=source, **given),
+    )
+    found = runner.val()["perplexity"]
+    runner.close()
+    return float(found)
+
+
+def of_every_label(name: str) -> float:
+    """The same, token by token, of a model whose logits stand at the positions of their labels."""
+    torch.manual_seed(4)
+    model, batch = TOKEN_MODELS[name]().eval(), token_batch(name)
+    with torch.no_grad():
+        logits = model(**batch).logits
+    return math.exp(functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
+
+class Wrapped(BaseModel):
+    """A user's model with one of transformers in it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.net = model
+
+    def forward(self, mode: str = "tensor", **batch: Any) -> Any:
+        return self.net(**batch)
+
+
+@pytest.mark.parametrize("source", [None, "logits"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["t5", "bert masked"])
+def test_every_label_counts_where_none_is_shifted(
+    tmp_path: Path, name: str, batch_size: int, source: str | None
+) -> None:
+    assert of_kind(name, tmp_path, "single", batch_size, source) == pytest.approx(of_every_label(name), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "prompt tuning", "causal"])
+def test_the_loss_of_a_model_in_a_model_is_followed(tmp_path: Path, name: str) -> None:
+    if "tuning" in name:
+        pytest.importorskip("peft")
+    one, three = (of_kind(name, tmp_path, "single", size, wrapped=True) for size in (1, 3))
+    assert one == pytest.approx(three, rel=1e-5)
+    assert of_kind(name, tmp_path, "single", 2) == pytest.approx(three, rel=1e-5)
+
+
+def test_a_given_shift_stands(tmp_path: Path) -> None:
+    assert of_kind("t5", tmp_path, "single", 1, shift=True) != pytest.approx(of_every_label("t5"), rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "count, strategy",
+    [
+        pytest.param(2, "fsdp", id="fsdp"),
+        pytest.param(2, "ddp", id="ddp", marks=pytest.mark.full),
+        pytest.param(2, "zero3", id="zero3", marks=pytest.mark.full),
+    ],
+)
+def test_of_t5_over_processes(workers: Callable[[int], WorkerGroup], tmp_path: Path, count: int, strategy: Any) -> None:
+    if "zero" in str(strategy):
+        pytest.importorskip("deepspeed")
+    wanted = of_every_label("t5")
+    for source in (None, "logits"):
+        for found in workers(count).run(of_kind, "t5", tmp_path, strategy, 1, source):
+            assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    metric = Perplexity()
+    labels, shifted = torch.tensor([[3, 1, 2]]), torch.tensor([[1, 2, -100]])
+    logits = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    metric.process({"labels": labels}, {"logits": logits})
+    wanted = metric.evaluate()["perplexity"]
+    metric.process({"labels": labels, "shift_labels": shifted}, {"logits": logits})
+    assert metric.evaluate()["perplexity"] == pytest.approx(wanted)
+
+
 def test_of_masked_models_every_label_counts() -> None:
     metric = Perplexity(shift=False)
     labels = torch.tensor([[3, -100, 2], [-100, -100, -100]])
@@ -114,6 +212,7 @@ def test_samples_that_a_sampler_repeats_are_warned_of(
         ({"input_ids": 1, "label": 2}, {}, "this one has input_ids, label"),
         ({"labels": torch.ones(1, 2)}, {"scores": 1}, "dict has neither loss nor logits"),
         ({"labels": torch.ones(1, 2)}, torch.ones(2), "Tensor has neither loss nor logits"),
+        ({"labels": torch.ones(1, 2)}, {"logits": torch.ones(1, 5, 3)}, r"logits of shape \[1, 4, 3\] for labels of"),
     ],
 )
 def test_what_it_cannot_read_is_told_in_a_line(batch: Any, outputs: Any, message: str) -> None:
