@@ -219,3 +219,28 @@ def test_an_impossible_setting_is_told_when_the_model_is_built(tmp_path: Path, f
         runner.model  # noqa: B018
     assert "\n" not in str(raised.value)
     runner.close()
+
+
+def reads_in_a_function(folder: Path, work_dir: Path) -> str:
+    import transformers
+
+    runner = runner_of(
+        work_dir, dict(type=lambda: transformers.AutoModelForCausalLM.from_pretrained(folder)), strategy="zero3"
+    )
+    with pytest.raises(ConfigError) as raised:
+        runner.model  # noqa: B018 - built here
+    runner.close()
+    return str(raised.value)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_from_pretrained_in_a_function_is_refused_in_a_line(
+    workers2: WorkerGroup, tmp_path: Path, folder: Path
+) -> None:
+    """A model that is built without values cannot read them."""
+    pytest.importorskip("deepspeed")
+    for line in workers2.run(reads_in_a_function, folder, tmp_path):
+        assert line.startswith(
+            "model: from_pretrained reads weights, and this strategy builds a model without them; give "
+        )
