@@ -6,6 +6,7 @@ They were read, and ran, in transformers 5.23.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,11 @@ def tied_names(model: Any) -> dict[str, str]:
     """Name of each parameter that is tied to another one, to that other name, under which files have it."""
     found = getattr(model, "all_tied_weights_keys", None)  # transformers 5
     return dict(found) if isinstance(found, dict) else {}
+
+
+def computes_with_tying(model: Any) -> bool:
+    """Whether a model computes something else if its configuration ties embeddings: some scale the head's input then."""
+    return "config.tie_word_embeddings" in inspect.getsource(type(model).forward)
 
 
 def dtype_of(config: Any) -> torch.dtype | None:

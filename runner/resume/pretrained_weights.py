@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from ...core.errors import ConfigError, counted
 from ...core.hugging_face import pretrained_private as private
 from ...core.hugging_face.missing import initial_values
 from ...core.hugging_face.pretrained import Pretrained, pretrained_in
+from ...strategies.names import tied
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -39,9 +40,17 @@ class ToRead:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.copies = copies_of(self.names.values(), parameters)
         """Name of a copy that an adapter trains to that of the original."""
+        self.tied = tied(model)
+        """Further names of tied parameters, each with its first."""
         self.parameters = {new for new in (*self.names.values(), *self.copies) if new in parameters}
         self.owner = next(module for module in model.modules() if source in pretrained_in(module))
         self.not_missed = private.ignored(self.owner, sorted(self.names), missing=True)
+
+    def stored(self, name: str, there: Container[str]) -> str | None:
+        """Return the name under which the files have a parameter, which they may have under that of one tied to it."""
+        first = self.tied.get(name, name)
+        group = (name, first, *(alias for alias, of in self.tied.items() if of == first))
+        return next((each for each in group if MODEL + each in there), None)
 
 
 def read_pretrained(run: Run, part: ToRead) -> None:
@@ -55,14 +64,16 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     folder = source.folder
     live = {f"{MODEL}{name}": tensor for name, tensor in strategy.model_state().items()}
     own = {name: old for old, name in part.names.items()}
-    own |= {copy: own[name] for copy, name in part.copies.items()}
+    # A copy whose original the files lack has the original's new values.
+    own |= {copy: own[part.tied.get(name, name)] for copy, name in part.copies.items()}
     opened = open_weights_together(folder)
     entries = {}
     for key, entry in opened.entries.items():
         name = source.names.get(key.removeprefix(MODEL))
         if name is not None:
             entries[MODEL + part.names.get(name, name)] = entry
-    entries |= {MODEL + copy: entries[key] for copy, name in part.copies.items() if (key := MODEL + name) in entries}
+    copied = {copy: stored for copy, name in part.copies.items() if (stored := part.stored(name, entries)) is not None}
+    entries |= {MODEL + copy: entries[MODEL + stored] for copy, stored in copied.items()}
     template = {key: tensor for key, tensor in live.items() if key.removeprefix(MODEL) in own}
     matched, fits, report = match_weights(opened.renamed(entries), template, strategy.aliases())
     report = report.of_all()
@@ -80,7 +91,8 @@ def read_pretrained(run: Run, part: ToRead) -> None:
         values = initial_values(source, [*dict.fromkeys(own[name] for name in new)], run.seed) if new else {}
     for old, whole in values.items():
         name = part.names[old]
-        for key in (MODEL + each for each in (name, *(copy for copy, of in part.copies.items() if of == name))):
+        same = (copy for copy, of in part.copies.items() if part.tied.get(of, of) == name)
+        for key in (MODEL + each for each in (name, *same)):
             if key in template:
                 _fill(key, template[key], whole)
                 fits[key] = template[key]

@@ -243,16 +243,32 @@ def _tokenizer(given: Any, described: Description) -> list[Path] | Any | None:
 def _untied(
     source: Checkpoint, weights: list[ExportedTensor], described: Description
 ) -> tuple[list[ExportedTensor], bool]:
-    """Leave out second copies of tied tensors; return whether one has other values, as the copy that an adapter has trained."""
+    """Leave out second names of tied tensors, unless one has other values, as after training an adapter of the head.
+
+    Returns:
+        The tensors to write, and whether the model has to be one that ties none.
+
+    Raises:
+        CheckpointError: the class ties them always, or computes otherwise without.
+    """
     by_name = {weight.name: weight for weight in weights}
-    twice = {name: first for name, first in private.tied_names(meta_model(described)).items() if name in by_name}
-    same = set()
+    tied = {name: first for name, first in private.tied_names(meta_model(described)).items() if first in by_name}
     with reading(source) as reader:
-        for name, first in twice.items():
-            if first in by_name and torch.equal(*(reader.read(by_name[each].key) for each in (name, first))):
-                same.add(name)
-    is_untied = any(first in by_name and name not in same for name, first in twice.items())
-    return [weight for weight in weights if weight.name not in same], is_untied
+        differ = [
+            name
+            for name, first in tied.items()
+            if name in by_name and not torch.equal(*(reader.read(by_name[each].key) for each in (name, first)))
+        ]
+    if not differ:
+        return [weight for weight in weights if weight.name not in tied], False
+    untied = meta_model(dataclasses.replace(described, config={**described.config, "tie_word_embeddings": False}))
+    if private.tied_names(untied) or private.computes_with_tying(untied):
+        raise CheckpointError(
+            f"{source.path}: {differ[0]} and {tied[differ[0]]} have other values since an adapter was merged, and {described.architecture} "
+            "cannot be written without tying them; write the adapter alone with --peft"
+        )
+    more = [dataclasses.replace(by_name[first], name=name) for name, first in tied.items() if name not in by_name]
+    return [*weights, *more], True
 
 
 def _config(described: Description, dtype: torch.dtype, is_untied: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def merged(
             )
     with ExitStack() as stack:
         weights = _Weights(stack, source, weights_to_export(source, averaged, None), base)
-        plan = _plan(weights, found)
+        plan, aliases = _plan(weights, found)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flextrain_merged_")))
         path = folder / "model.safetensors"
         tensors = {each.name: (weights.info(each.base).dtype, weights.info(each.base).shape) for each in plan}
@@ -75,10 +75,7 @@ def merged(
         values = {
             key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, KEY, TRANSPOSED)
         }
-        aliases = source.values.get(_ALIASES)
-        if isinstance(aliases, Mapping):
-            inner = {name_in_base(str(alias)): name_in_base(str(name)) for alias, name in aliases.items()}
-            values[_ALIASES] = {alias: name for alias, name in inner.items() if alias != name}
+        values[_ALIASES] = aliases
         values["meta"] = _of_the_base(values.get("meta"))
         result = opened.renamed(opened.entries, {**values, **opened.values})
         result.path = source.path  # for messages
@@ -114,6 +111,10 @@ class _Merged:
     is_table: bool = False
     is_transposed: bool = False
 
+    def computed(self, weights: _Weights) -> tuple[Any, ...]:
+        """What is the same for two names of a tensor that stays tied."""
+        return weights.stored(self.base), weights.stored(self.down), weights.stored(self.up), self.scale, self.is_table
+
     def value(self, weights: _Weights) -> Tensor:
         base = weights.read(self.base)
         if not self.up:
@@ -141,6 +142,9 @@ class _Weights:
         self._of: dict[str, tuple[TensorReader, str]] = {}
         self._transposed = source.values.get(TRANSPOSED)
         self._info = {weight.name: weight for weight in weights}
+        given = source.values.get(_ALIASES)
+        self.aliases: dict[str, str] = {str(a): str(n) for a, n in given.items()} if isinstance(given, Mapping) else {}
+        """Further names of tied tensors and of extra state, each with the one under which it is stored."""
         reader = stack.enter_context(reading(source))
         self._of = {weight.name: (reader, weight.key) for weight in weights}
         left_out = source.values.get(_LEFT_OUT)
@@ -176,10 +180,16 @@ class _Weights:
                 )
 
     def __contains__(self, name: str) -> bool:
-        return name in self._of
+        return self.stored(name) in self._of
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
+        """Yield every name of every tensor, those under which they are stored first."""
+        yield from self._of
+        yield from (alias for alias, name in self.aliases.items() if name in self._of and alias not in self._of)
+
+    def stored(self, name: str) -> str:
+        """The name under which a tensor is stored."""
+        return name if name in self._of else self.aliases.get(name, name)
 
     def is_transposed(self, layer: str, adapter: Adapter) -> bool:
         """Whether the weight of a layer has its inputs first; older checkpoints have only the settings of the adapter."""
@@ -187,10 +197,10 @@ class _Weights:
         return layer in known if isinstance(known, list) else bool(adapter.config.get("fan_in_fan_out"))
 
     def info(self, name: str) -> ExportedTensor:
-        return self._info[name]
+        return self._info[self.stored(name)]
 
     def read(self, name: str) -> Tensor:
-        reader, key = self._of[name]
+        reader, key = self._of[self.stored(name)]
         return reader.read(key)
 
 
@@ -198,11 +208,12 @@ def _fingerprint(tensor: Tensor) -> str:
     return FrozenPrints().of({"": tensor})[""]
 
 
-def _plan(weights: _Weights, adapter: Adapter) -> list[_Merged]:
-    """The tensors of the model without adapters, in the order of the checkpoint."""
-    plan: list[_Merged] = []
+def _plan(weights: _Weights, adapter: Adapter) -> tuple[list[_Merged], dict[str, str]]:
+    """The tensors of the model without adapters, in the order of the checkpoint, and further names of those that stay tied."""
+    plan: dict[tuple[Any, ...], _Merged] = {}
     copied = {name_in_base(name) for name in weights if _is_copy_of(name, adapter)}
     merged_bases = set()
+    aliases = {name_in_base(alias): name_in_base(n) for alias, n in weights.aliases.items() if n not in weights}
     for name in weights:
         parts = name.split(".")
         if is_adapter(name) or (COPIES in parts and not _is_copy_of(name, adapter)):
@@ -211,7 +222,10 @@ def _plan(weights: _Weights, adapter: Adapter) -> list[_Merged]:
             continue
         each = _of_layer(name, weights, adapter) if BASE in parts else _Merged(name_in_base(name), name)
         merged_bases.add(each.up)
-        plan.append(each)
+        # Of a tied tensor one name may have an adapter or a copy that another has not.
+        same = plan.setdefault(each.computed(weights), each)
+        if same is not each:
+            aliases[each.name] = same.name
     unused = [
         name
         for name in weights
@@ -219,7 +233,7 @@ def _plan(weights: _Weights, adapter: Adapter) -> list[_Merged]:
     ]
     if unused:
         raise CheckpointError(f"{MODEL}{unused[0]}: belongs to no layer that can be merged")
-    return plan
+    return list(plan.values()), {alias: name for alias, name in aliases.items() if alias != name}
 
 
 def _is_copy_of(name: str, adapter: Adapter) -> bool:

@@ -19,7 +19,7 @@ from ..foreign.stored_tensors import MODEL
 from ..foreign.weights_file import open_file
 from ..paths import as_path, is_local
 from ..saved_tensor import SavedTensor
-from .adapter_names import missing_adapters, renamed_sources
+from .adapter_names import copies_of, missing_adapters, renamed_sources
 from .checkpoint import Checkpoint
 
 
@@ -192,13 +192,15 @@ def _across_adapters(
     there = {key.removeprefix(MODEL): entry for key, entry in entries.items()}
     wanted = [key.removeprefix(MODEL) for key in own]
     found = renamed_sources(dict.fromkeys([*wanted, *aliases]), there)
-    if not found:
-        return dict(entries)
     used = {name for name in found.values() if name not in wanted}
     result = {MODEL + name: entry for name, entry in there.items() if name not in used}
     # The first name of a tied parameter comes last, so that it counts if the file has both.
     for name in sorted(found, key=lambda name: name not in aliases):
         result.setdefault(MODEL + aliases.get(name, name), there[found[name]])
+    # A copy of a tied parameter begins with it, which the file may have under another name alone.
+    for copy, original in copies_of([*wanted, *aliases], wanted).items():
+        if (first := MODEL + aliases.get(original, original)) in result:
+            result.setdefault(MODEL + copy, result[first])
     return result
 
 
