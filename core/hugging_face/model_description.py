@@ -112,6 +112,7 @@ def meta_model(description: Description) -> nn.Module:
     """
     import transformers
 
+    private.check_version("--hf")
     kind: Any = getattr(transformers, description.architecture, None)
     if kind is None:
         raise CheckpointError(

@@ -57,6 +57,7 @@ class Pretrained:
     """
 
     def __init__(self, kind: Any, folder: Path, options: Mapping[str, Any], where: str) -> None:
+        private.check_version(f"{where}.pretrained")
         self.folder, self._kind, self._where = folder, kind, where
         self.name: str = kind.__name__
         self._own = {key: value for key, value in options.items() if key in _OWN}

@@ -1,6 +1,6 @@
 """Names of transformers that are private or differ between its versions, for building and describing its models.
 
-They were read, and ran, in transformers 5.23.
+They were read in transformers 5.23, and ran in 5.0 and 5.23.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..initializers import ALL
 
+OLDEST = "5.0.0"
 _LEGACY = ((r"(^|\.)gamma$", r"\1weight"), (r"(^|\.)beta$", r"\1bias"))
 
 
@@ -57,14 +58,23 @@ def knows(kind: Any, config: Any) -> bool:
 def from_config(kind: Any, config: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
     """Build a model as ``from_pretrained`` would, without values."""
     make = kind.from_config if is_auto_class(kind) else kind._from_config
-    return make(config, **{dtype_key(): dtype}, **options)  # type: ignore[no-any-return]
+    # Before transformers 5.2 a model inside of the model takes its dtype from here, and not from the argument.
+    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if each is not None:
+            each.dtype = dtype
+    return make(config, dtype=dtype, **options)  # type: ignore[no-any-return]
 
 
-def dtype_key() -> str:
-    """The setting of a configuration that names its dtype."""
+def check_version(where: str) -> None:
+    """Refuse transformers 4, which has other names for tied weights and leaves models in the dtype of their folder.
+
+    Raises:
+        ConfigError: in one line, with both versions.
+    """
     import transformers
 
-    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise ConfigError(f"{where}: needs transformers {OLDEST} or newer, {transformers.__version__} is installed")
 
 
 def tied_names(model: Any) -> dict[str, str]:

@@ -37,7 +37,7 @@ def some_state() -> State:
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options))
     return folder
 
 
@@ -78,7 +78,7 @@ def test_an_index_without_flattened_names(tmp_path: Path) -> None:
 
     state = some_state()
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", planner=planner)
     same(read(tmp_path / "dcp"), state)
 
 

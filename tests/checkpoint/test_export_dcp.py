@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.cli import main
@@ -96,7 +97,7 @@ def test_a_script_of_plain_torch_loads_the_weights(checkpoint: Path, tmp_path: P
     assert all(file.is_file() for file in files)
     model = Net()
     state = model.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
     expected = weights(checkpoint)
     assert state.keys() == expected.keys()
     for name, tensor in state.items():
@@ -107,7 +108,7 @@ def test_a_script_of_plain_torch_loads_the_weights(checkpoint: Path, tmp_path: P
 def test_under_a_key_and_in_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
     export_dcp(checkpoint, tmp_path / "dcp", key="net", dtype=torch.bfloat16)
     state = {"net": {name: tensor.bfloat16() for name, tensor in Net().state_dict().items()}}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
     for name, tensor in weights(checkpoint).items():
         assert torch.equal(state["net"][name], tensor.bfloat16())
 
@@ -132,6 +133,9 @@ def test_fsdp_of_plain_torch_loads_the_weights(checkpoint: Path, workers2: Worke
             assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="torch 2.6 asks for tied parameters by their last name"
+)
 def test_a_script_of_plain_torch_goes_on_with_the_optimizer(run: Path, checkpoint: Path, tmp_path: Path) -> None:
     export_dcp(checkpoint, tmp_path / "dcp", optimizer=torch_items)
     torch.manual_seed(3)
@@ -141,7 +145,7 @@ def test_a_script_of_plain_torch_goes_on_with_the_optimizer(run: Path, checkpoin
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
     }
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -299,7 +303,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
     assert len(alive) == 9
     assert max(alive) <= 2
     state = {"w5": torch.empty(1000)}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
     assert state["w5"][0] == 5.0
 
 
@@ -307,7 +311,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "dcp"), "--dcp", "--optimizer"]) == 0
     assert ".metadata" in capsys.readouterr().out
     state = {"model": Net().state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
 
 
 def full(folder: Path) -> list[str]:

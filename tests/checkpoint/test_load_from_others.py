@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 
 from flextrain import FlexibleRunner
 from flextrain.testing.sessions import whole_model
 from tests.mesh.models import MODELS
 
-from ..conftest import WorkerFactory
+from ..conftest import NO_CPU_SHARDS, WorkerFactory
 from .test_sources import same
 
 pytestmark = pytest.mark.distributed
@@ -80,8 +81,14 @@ def write(folder: Path, model: str, lightning: bool) -> None:
     torch.distributed.barrier()
 
 
+def skip_without_shards() -> None:
+    if TorchVersion(torch.__version__) < "2.7":
+        pytest.skip(f"torch {torch.__version__} {NO_CPU_SHARDS}")
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, workers: WorkerFactory) -> Path:
+    skip_without_shards()
     folder = tmp_path_factory.mktemp("others")
     workers(2).run(write, folder, "llama", False)
     return folder
@@ -90,6 +97,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, workers: WorkerFactory) ->
 @pytest.fixture(scope="module")
 def sources_of_lightning(tmp_path_factory: pytest.TempPathFactory, workers: WorkerFactory) -> Path:
     pytest.importorskip("lightning")
+    skip_without_shards()
     folder = tmp_path_factory.mktemp("lightning")
     workers(2).run(write, folder, "llama", True)
     return folder

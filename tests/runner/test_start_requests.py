@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import TensorDataset
 
 from flextrain import FlexibleRunner
@@ -143,6 +144,7 @@ def gloo_requests(size: int) -> int:
     return store.requests
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", reason="torch knows TORCH_GLOO_LAZY_INIT since 2.8")
 def test_many_processes_connect_when_they_need_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     at_once = gloo_requests(16)

@@ -278,7 +278,7 @@ def _config(described: Description, dtype: torch.dtype, is_untied: bool) -> dict
     if is_untied:
         kept["tie_word_embeddings"] = False
     name = str(dtype).removeprefix("torch.")
-    return {**kept, "architectures": [described.architecture], private.dtype_key(): name}
+    return {**kept, "architectures": [described.architecture], "dtype": name}
 
 
 def _write(path: Path, content: Iterable[Any] | dict[str, Any]) -> Path:
