@@ -284,10 +284,10 @@ def test_lengths_are_counted_once(tmp_path: Path) -> None:
     docs = documents(30)
     source = Counting(docs)
     first = PackedTokens(source, 4, index_dir=tmp_path)
-    assert source.reads == 30
+    assert source.reads == 30 + 3  # three for the fingerprint
     again = Counting(docs)
     packed = PackedTokens(again, 4, index_dir=tmp_path)
-    assert again.reads == 0
+    assert again.reads == 3
     assert (
         tokens_of(packed, range(len(packed)))
         == tokens_of(first, range(len(first)))
@@ -369,6 +369,20 @@ def test_what_decides_on_the_sequences_is_in_the_fingerprint() -> None:
     mixtures = [Mixture([docs, docs[:30]], weights).fingerprint for weights in (None, [1, 1], [1, 2])]
     assert len(set(mixtures)) == 3
     assert Mixture([docs, docs[:30]], [1, 2]).fingerprint == mixtures[2]
+
+
+def test_a_transform_that_makes_other_tokens_changes_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('"abcdef"\n"ghi"\n' * 5)
+
+    def packed(table: dict[str, int]) -> PackedTokens:
+        lines = JsonlFiles(tmp_path / "texts.jsonl", transform=lambda text: [table[letter] for letter in text])
+        return PackedTokens(lines, 4, index_dir=tmp_path / f"index{table['a']}")
+
+    letters = {letter: number for number, letter in enumerate("abcdefghi")}
+    turned = {letter: 8 - number for letter, number in letters.items()}
+    assert packed(letters).fingerprint == packed(letters).fingerprint
+    assert len(packed(letters)) == len(packed(turned))
+    assert packed(letters).fingerprint != packed(turned).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,13 @@ class PackedTokens(Dataset[Any]):
         for name, token in (("end_token", end_token), ("pad_token", pad_token)):
             if token is not None and not 0 <= token < (vocab_size or 2**63):
                 raise ConfigError(f"{where}.{name}: {token} is not allowed, give a token from 0{_below(vocab_size)}")
-        if end_token is not None and getattr(self.source, "end_token", None) == end_token:
-            raise ConfigError(f"{where}.end_token: ends the documents of source already, leave it out here")
+        _check_ends(self.source, end_token, where, "source")
         self.length, self.key, self.labels, self.end_token = length, key, labels, end_token
         self.shuffle_documents, self.last, self.pad_token = shuffle_documents, last, pad_token
         self.position_ids, self.segment_ids, self.vocab_size = position_ids, segment_ids, vocab_size
         self.transform = as_function(transform, f"{where}.transform")
         self._recent: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
-        extra = int(end_token is not None)
+        extra, size = int(end_token is not None), len(self.source)
         # Tokens that stand one after the other in files need no index of documents.
         is_stored = hasattr(self.source, "span") and getattr(self.source, "transform", None) is None
         self._is_flat = is_stored and not (extra or shuffle_documents or position_ids or segment_ids)
@@ -129,8 +128,10 @@ class PackedTokens(Dataset[Any]):
                 f'{", of which the last has no label" if labels == "next" else ""}; give less, or last="pad"'
             )
         own = (length, key, labels, end_token, shuffle_documents, seed, last, self.num_tokens)
+        # The source's fingerprint does not know what its transform does: tokens of three documents tell.
+        probe = [] if is_stored else [self._document(i).tolist() for i in sorted({0, size // 2, size - 1} - {-1})]
         self.fingerprint = print_of_parts(
-            "PackedTokens", self._count, [getattr(self.source, "fingerprint", len(self.source)), *own]
+            "PackedTokens", self._count, [getattr(self.source, "fingerprint", size), *own, *probe]
         )
         """Changes with the source's fingerprint and with the arguments that decide on the sequences."""
 
@@ -300,6 +301,15 @@ class _Later:
 
     def __getitem__(self, positions: Indices) -> Indices:
         return self._order[positions] + self._offset
+
+
+def _check_ends(source: Any, end_token: int | None, where: str, at: str) -> None:
+    if end_token is not None and getattr(source, "end_token", None) == end_token:
+        raise ConfigError(
+            f"{where}.end_token: {end_token} ends the documents of {where}.{at} already, leave out one of them"
+        )
+    for number, part in enumerate(getattr(source, "sources", ())):
+        _check_ends(part, end_token, where, f"{at}.sources[{number}]")
 
 
 def _check_options(length: int, labels: Any, last: Any, pad_token: int | None, where: str) -> None:
