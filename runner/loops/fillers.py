@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...core.errors import ConfigError
-from ...core.torch_private import version_of
 from ..data.exact_epochs import Counted
 
 
@@ -18,20 +16,19 @@ from ..data.exact_epochs import Counted
 def leaving_buffers(module: nn.Module) -> Iterator[None]:
     """Context after which the buffers, such as running statistics, are what they were."""
     before = [
-        (part, name, buffer, version_of(buffer), buffer.clone())
+        (part, name, buffer, buffer.clone())
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
-        if not buffer.is_inference()
     ]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for part, name, buffer, version, value in before:
-                if version_of(buffer) != version:  # one that nothing writes is still compared with its replicas
-                    buffer.copy_(value)
-                if part.get_buffer(name) is not buffer:
-                    setattr(part, name, buffer)
+        for part, name, buffer, value in before:
+            # Without a trace: torch's batch normalisation leaves none either, and a buffer that seems written would no
+            # longer be compared with its replicas.
+            buffer.data.copy_(value)
+            if part.get_buffer(name) is not buffer:
+                setattr(part, name, buffer)
 
 
 def check_counted(counted: Counted | None, stepper: Any) -> None:
