@@ -5,7 +5,8 @@ the meta device, and every operation that initialises it is recorded on a tape, 
 ``replay`` runs the tape in the constructor's order on whole ordinary tensors, one of them at a time. The values
 are equal, bit for bit, to those of an ordinary construction with the same RNG state, and no process ever holds the
 whole model. Buffers are real from the start. An operation that draws at once, such as ``torch.randn`` for a parameter
-before it is registered, must draw after the recorded ones; they run before it, and their results are discarded.
+before it is registered, must draw after the recorded ones; they run before it, and their results are discarded. What
+draws from a generator of the user's runs at once too, and is recorded with that generator's state.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from .comm import collectives as dist
 from .errors import StrategyError
 from .initializers import READ_VALUES, initializing_with
+from .lagging_draws import LaggingDraws
 from .random_state import drawing_apart
 from .torch_private import TorchDispatchMode, storage_key, tree_flatten
 from .trees import tree_map_only
@@ -57,7 +59,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self._drawn = 0  # index in the tape: earlier entries have drawn their random numbers
+        self._drawn = 0  # index in the tape: the random numbers of earlier entries have a state of their own
+        self._lag = LaggingDraws(self._begin_from)
+        self._is_drawing = False  # an operation that was put off draws its numbers, to be dropped
         self._registered: list[Tensor] = []
         self._is_settled = False  # the tape itself says with which state of the generator it ends
         # Memory that is allocated and not written yet. The reference stays when the memory is freed, so that no other
@@ -71,6 +75,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._registering(self._register)  # type: ignore[method-assign]
         self._replacing = initializing_with(self._putting_off)
         self._replacing.__enter__()
+        self._lag.enter()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -79,13 +84,14 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
         assert self._replacing is not None
         self._replacing.__exit__(None, None, None)
+        self._lag.leave()
 
     def _putting_off(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
         def put_off(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not tensor.is_meta:
                 return function(tensor, *args, **kwargs)
-            self._tape.append((function, (tensor.detach(), *args), kwargs, None))
+            self._record(function, (tensor.detach(), *args), kwargs, None)
             return tensor
 
         return put_off
@@ -110,13 +116,14 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_put_off = any(map(_is_meta, tree_flatten((args, kwargs))[0]))
-        if not is_put_off and _draws(func):
-            self._catch_up()
+        if not is_put_off and _draws(func) and not self._is_drawing and _generator_in(args, kwargs) is None:
+            with self._drawing():
+                self._lag.catch_up()
         out = func(*args, **kwargs)
         if is_put_off:
             # Views are not recorded: replay finds their memory by its storage key.
             if not func.is_view:
-                self._tape.append((func, args, kwargs, out))
+                self._record(func, args, kwargs, out)
         elif isinstance(out, Tensor) and not out.is_meta and not func.is_view:
             if func.overloadpacket in _ALLOCATE:
                 self._fresh[storage_key(out)] = StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
@@ -124,15 +131,31 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._fresh.pop(storage_key(out), None)
         return out
 
-    def _catch_up(self) -> None:
-        """Advance the RNG state to that of an ordinary construction, and record on the tape the state before."""
-        behind = [entry for entry in self._tape[self._drawn :] if _draws(entry[0])]
-        if not behind:
-            return
-        self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
-        for func, args, kwargs, _ in behind:
-            args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
-            func(*args, **_on_cpu(kwargs))
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Put an operation on the tape, from which it runs with the random numbers that it would have drawn now."""
+        if _draws(func):
+            generator = _generator_in(args, kwargs)
+            with self._drawing():
+                if generator is None:
+                    self._lag.put_off(functools.partial(_draw, func, args, kwargs))
+                elif generator.device.type == "cpu":
+                    state = self._lag.meant_by(generator.get_state())
+                    generator.set_state(state)
+                    _draw(func, args, kwargs)
+                    func, args = _FromState(func), (state.clone(), *args)
+        self._tape.append((func, args, kwargs, out))
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._is_drawing = False
+
+    def _begin_from(self, state: Tensor) -> None:
+        """Record the state with which the entries begin to draw that have none of their own; later ones have another."""
+        self._tape.insert(self._drawn, _from_state(state))
         self._drawn = len(self._tape)
 
     @contextmanager
@@ -148,6 +171,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own, kept = torch.get_rng_state(), list[Tensor]()
         if alone:
             self._tape, self._drawn = [], 0
+        elif self._lag.start is not None and not torch.equal(own, self._lag.start):
+            self._begin_from(self._lag.start)
+        self._lag.forget()
         if not self._is_settled:
             self._tape.insert(self._drawn, _from_state(own))
         self._tape += [(lambda: kept.append(torch.get_rng_state()), (), {}, None), _from_state(state)]
@@ -156,6 +182,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 yield
             self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
+            self._lag.forget()
         self._tape.append((lambda: torch.set_rng_state(kept.pop()), (), {}, None))
         self._drawn, self._is_settled = len(self._tape), True
 
@@ -178,12 +205,20 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             StrategyError: an operation cannot be deferred.
         """
         replay = _Replay(destinations, {storage_key(parameter) for parameter in self._registered}, without or {})
-        if self._drawn and not self._is_settled:
-            self._tape.insert(self._drawn, _from_state(torch.get_rng_state()))
+        start, own, was_set = self._lag.start, torch.get_rng_state(), False
+        if start is not None and not self._is_settled:
+            start = _agreed(start)
+            was_set = not torch.equal(start, own)  # since the construction
+            self._tape.insert(self._drawn, _from_state(start))
+        elif self._drawn and not self._is_settled:
+            self._tape.insert(self._drawn, _from_state(own))
         tape, self._tape, self._drawn = self._tape, [], 0
+        self._lag.forget()
         for func, args, kwargs, out in tape:
             replay.run(func, args, kwargs, out)
         replay.write_back()
+        if was_set:
+            torch.set_rng_state(own)
         return set(replay.without)
 
 
@@ -212,6 +247,34 @@ _OF_SHAPES = (
 def _draws(func: Any) -> bool:
     """Whether an operation draws random numbers."""
     return func in READ_VALUES.values() or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
+    """The generator that an operation is given, if it is not torch's own on the CPU."""
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+    return next((generator for generator in given if generator is not torch.default_generator), None)
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> None:
+    """Draw the random numbers of an operation that is put off."""
+    args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
+    func(*args, **_on_cpu(kwargs))
+
+
+class _FromState:
+    """An operation that draws from a generator of the user's: it takes that generator's state as its first argument."""
+
+    def __init__(self, func: Any) -> None:
+        self._func, self.overloadpacket = func, getattr(func, "overloadpacket", None)
+
+    def __str__(self) -> str:
+        return str(self._func)
+
+    def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        generator = torch.Generator()
+        generator.set_state(state)
+        args, kwargs = tree_map_only(torch.Generator, lambda _: generator, (args, kwargs))
+        return self._func(*args, **kwargs)
 
 
 def _from_state(state: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:

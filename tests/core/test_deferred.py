@@ -134,6 +134,110 @@ def test_the_values_are_those_of_an_ordinary_construction(kind: Any) -> None:
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
 
 
+class Seeded(nn.Module):
+    """A constructor that seeds generators, or sets their states, between layers; the name of the way is its argument."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        getattr(self, how)()
+        self.last = nn.Linear(4, 4)
+        self.seed = torch.initial_seed()
+
+    def seeds(self) -> None:
+        torch.manual_seed(5)
+
+    def seeds_twice(self) -> None:
+        torch.manual_seed(5)
+        self.between = nn.Linear(4, 4)
+        torch.default_generator.manual_seed(5)
+
+    def seeds_again_as_before(self) -> None:
+        torch.manual_seed(3)
+
+    def forks(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.between = nn.Linear(4, 4)
+            torch.manual_seed(7)
+            self.inside = nn.Linear(4, 4)
+
+    def sets_a_state(self) -> None:
+        state = torch.get_rng_state()
+        self.between = nn.Linear(4, 4)
+        self.noise = nn.Parameter(torch.randn(3))
+        torch.default_generator.set_state(state)
+        self.again = nn.Linear(4, 4)
+
+    def copies_the_state(self) -> None:
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        self.between = nn.Parameter(torch.zeros(3))
+        nn.init.normal_(self.between, generator=generator)
+
+    def has_a_generator(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        nn.init.normal_(self.first.weight, generator=generator)
+        state = generator.get_state()
+        nn.init.trunc_normal_(self.first.bias, generator=generator)
+        self.noise = nn.Parameter(torch.randn(3, generator=generator))
+        generator.set_state(state)
+        self.between = nn.Linear(4, 4)
+        nn.init.orthogonal_(self.between.weight, generator=generator)
+        generator.manual_seed(6)
+
+    def names_the_default_generator(self) -> None:
+        nn.init.normal_(self.first.weight, generator=torch.default_generator)
+
+
+@pytest.mark.parametrize("how", [name for name in vars(Seeded) if not name.startswith("_")])
+def test_a_generator_that_is_seeded_or_set(how: str) -> None:
+    torch.manual_seed(3)
+    expected = Seeded(how)
+    after = torch.get_rng_state()
+    model, values, _ = construct(partial(Seeded, how))
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(values[name], parameter), name
+    assert torch.equal(torch.get_rng_state(), after), "what follows draws the same numbers"
+    assert model.seed == expected.seed
+
+
+def test_a_generator_that_is_seeded_before_the_values_are_made() -> None:
+    torch.manual_seed(3)
+    expected = Late()
+    context = DeferredInit()
+    torch.manual_seed(3)
+    with context:
+        model = Late()
+    torch.manual_seed(9)
+    wanted, values = torch.get_rng_state(), dict[str, Tensor]()
+    destinations = {
+        storage_key(p): Destination(
+            p.detach(), partial(values.get, name), lambda v, n=name: values.update({n: v.clone()})
+        )  # type: ignore[arg-type]
+        for name, p in model.named_parameters()
+    }
+    context.replay(destinations)
+    assert all(torch.equal(values[name], parameter) for name, parameter in expected.named_parameters())
+    assert torch.equal(torch.get_rng_state(), wanted)
+
+
+def test_a_state_that_another_constructor_has_read() -> None:
+    states = []
+
+    def reads() -> nn.Module:
+        model = Late()
+        states.append(torch.get_rng_state())
+        return model
+
+    def sets() -> nn.Module:
+        torch.set_rng_state(states[0])
+        return Late()
+
+    construct(reads)
+    with pytest.raises(StrategyError, match=r"^model: sets a state .* another model has read; give the model as"):
+        construct(sets)
+
+
 class Late(nn.Module):
     """Everything is drawn in the order of the constructor."""
 
