@@ -15,9 +15,11 @@ from ..strategies.build import build_strategy
 from . import configuration
 from .hooks import Hook, NonFiniteHook
 from .hooks.build import build_hooks
+from .hooks.checkpoint import CheckpointHook
 from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_visualizer
 from .transforms.build import Transform, build_transforms
+from .transforms.quantised import check_left_out
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
         timeout_s=options.env_cfg.dist_cfg.timeout,
         compile=configuration.check_compile(options),
     )
+    if trains and any(isinstance(hook, CheckpointHook) for hook, _ in hooks):
+        check_left_out(transforms, given["model"], strategy.config.exclude_frozen_parameters)
     check_start(options, leaves_out=bool(strategy.config.exclude_frozen_parameters))
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")

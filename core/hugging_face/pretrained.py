@@ -22,6 +22,10 @@ KEY = "pretrained"
 _OWN = ("dtype", "ignore_mismatched_sizes", "trust_remote_code")
 _SWITCHES = ("ignore_mismatched_sizes", "trust_remote_code")
 _NOTE = "_flextrain_pretrained"
+_QUANTISED = (
+    "a quantised model is not trained this way; give model=AutoModelForCausalLM.from_pretrained(...) as an instance, with "
+    'transforms=[dict(type="Quantize"), dict(type="LoRA", ...)] and strategy=dict(type="single", exclude_frozen_parameters=True)'
+)
 _REFUSED = {
     "torch_dtype": "give dtype",
     "config": "give its settings one by one, as in num_labels=3",
@@ -34,9 +38,9 @@ _REFUSED = {
     "revision": "give the folder of that revision",
     "cache_dir": "give the folder itself",
     "token": "nothing is downloaded, leave it out",
-    "load_in_8bit": "a quantised model is not trained this way",
-    "load_in_4bit": "a quantised model is not trained this way",
-    "quantization_config": "a quantised model is not trained this way",
+    "load_in_8bit": _QUANTISED,
+    "load_in_4bit": _QUANTISED,
+    "quantization_config": _QUANTISED,
     "gradient_checkpointing": 'give strategy=dict(..., activation_checkpointing="model")',
     "transforms": "is an argument of the runner, FlexibleRunner(transforms=[...])",
     "pretrained_model_name_or_path": f'give {KEY}="folder" alone',

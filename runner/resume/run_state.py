@@ -37,7 +37,7 @@ from ...core.torch_private import storage_key
 from ...optim.canonical import FROZEN
 from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
-from .adapter_settings import ADAPTERS, adapter_configurations, transposed_layers
+from .adapter_settings import ADAPTERS, adapter_configurations, check_adapters, transposed_layers
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
 from .frozen_weights import LEFT_OUT, check_left_out
 from .hook_view import SavedView
@@ -176,6 +176,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     _, _, report = match_weights(checkpoint, live, strategy.aliases())
     if report := report.of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
+    check_adapters(runner, checkpoint, path)
     check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
@@ -279,6 +280,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     report = report.of_all()
     if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
+    check_adapters(runner, opened, path)
     source.load(fits)
     opened.load(extra)
     runner.strategy.load_state_dict(fits)

@@ -15,6 +15,7 @@ from ...core.checkpoint.untrusted import one_line
 from ...core.comm.joint_errors import raising_together
 from ...core.errors import CheckpointError
 from ...core.stored_dtypes import check_tensor
+from ..transforms.quantised import needs_leaving_out
 from .run_state import hook_state, named_hooks
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ def check_can_be_saved(run: Run) -> None:
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in run.schedulers.items()}
         for key, value in state.items():
             if isinstance(value, Tensor):
+                if needs_leaving_out(value):
+                    raise CheckpointError(
+                        f"{key}: is quantised ({type(value).__name__}), and checkpoints cannot hold quantised weights; leave them out, "
+                        "strategy=dict(type=..., exclude_frozen_parameters=True)"
+                    )
                 check_tensor(key, value)
             else:
                 to_json(value, key)

@@ -13,8 +13,10 @@ from torch import nn
 from ...core.config import check_call
 from ...core.errors import ConfigError, one_of
 from ...core.registry import TRANSFORMS
+from .lora import options_of
 
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_SHOWN = 80
 _LIST = "give a list of functions, names, or dict(type=...)"
 
 
@@ -37,12 +39,18 @@ class Transform:
         """Whether it computes with the model's values, and not with names, shapes and classes alone."""
         return bool(getattr(self.function, "needs_values", False))
 
+    @property
+    def quantises(self) -> bool:
+        """Whether it stores parameters in a form that checkpoints cannot hold."""
+        return bool(getattr(self.function, "quantises", False))
+
 
 def build_transforms(given: Any) -> tuple[Transform, ...]:
     """Build the transforms, in their order.
 
     Args:
-        given: a list of functions that take the module, of names, and of ``dict(type=..., **arguments)``; None: none. A type
+        given: a list of functions that take the module, of names, of ``dict(type=..., **arguments)``, and of ``peft.LoraConfig``,
+            which stands for ``dict(type="LoRA", ...)`` with its arguments; None: none. A type
             that is a class is called with the arguments, and the object with the module. A type that is a function is called
             with the module first, and the arguments.
 
@@ -60,11 +68,14 @@ def build_transforms(given: Any) -> tuple[Transform, ...]:
 def _built(item: Any, where: str) -> Transform:
     if isinstance(item, nn.Module):
         raise ConfigError(f"{where}: is a module ({type(item).__name__}), give a function that takes the model")
+    if type(item).__name__ == "LoraConfig" and type(item).__module__.startswith("peft."):
+        item = {"type": "LoRA", **options_of(item)}
     if not isinstance(item, (str, Mapping)) and not inspect.isclass(item):
         if not callable(item):
             if type(item).__name__ == "LoraConfig":
                 raise ConfigError(f'{where}: is a LoraConfig, give dict(type="LoRA", r=8, ...) with the same options')
-            raise ConfigError(f"{where}: {item!r} is not allowed, give a function, a name, or dict(type=...)")
+            shown = repr(item) if len(repr(item)) <= _SHOWN else type(item).__name__
+            raise ConfigError(f"{where}: {shown} is not allowed, give a function, a name, or dict(type=...)")
         _check_takes_module(item, where, alone=True)
         return Transform(where, _name(item), item)
     config = TRANSFORMS.expand(item, where)

@@ -12,13 +12,18 @@ from typing import Any
 from torch import nn
 
 from ...core.checkpoint.untrusted import one_line
-from ...core.errors import ConfigError, nearest, suggest
+from ...core.errors import ConfigError, nearest, one_of, suggest
 from ...core.registry import TRANSFORMS
 from ..reporting.reporter import import_extra
 
 _FILLED_IN = ("auto_mapping", "inference_mode", "peft_type", "peft_version")
 _WITHOUT_VALUES = ("gaussian",)
 _ALL = "all-linear"
+_HEADS = {
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Modules that peft's class of a task trains as a whole, by ``task_type``; other tasks have none."""
 PEFT_CONFIG = "peft_config"
 """The attribute in which peft keeps the configurations of a model's adapters, by name."""
 
@@ -30,10 +35,11 @@ class LoRA:
     Args:
         adapter_name: the adapter's name in names of parameters.
         options: those of ``peft.LoraConfig``: r, lora_alpha, target_modules, lora_dropout, modules_to_save, use_rslora and so
-            on. Without ``target_modules``, peft chooses them by the architecture of a model of transformers.
+            on. Without ``target_modules``, peft chooses them by the architecture of a model of transformers. As in peft,
+            ``task_type`` "SEQ_CLS" and "TOKEN_CLS" train the modules "classifier" and "score" too, "QUESTION_ANS" "qa_outputs".
 
     Raises:
-        ConfigError: peft is not installed, an option is wrong, or a target is not in the model.
+        ConfigError: peft is not installed, an option is wrong, or a target or the head of a task is not in the model.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
@@ -75,6 +81,8 @@ class LoRA:
             )
         self._check_targets(module)
         config = self._config()
+        if heads := self._heads(module, config):
+            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), *heads]))
         config.base_model_name_or_path = getattr(module, "name_or_path", None) or None
         try:
             with warnings.catch_warnings():
@@ -93,6 +101,20 @@ class LoRA:
             return peft.LoraConfig(**{key: _own_copy(value) for key, value in self.options.items()})
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{self._where}: {one_line(error)}") from None
+
+    def _heads(self, module: nn.Module, config: Any) -> list[str]:
+        """The modules that are trained as a whole because of the task."""
+        task = str(getattr(config.task_type, "value", config.task_type))
+        wanted = _HEADS.get(task, ())
+        last = {name.rpartition(".")[2] for name, _ in module.named_modules()}
+        found = [head for head in wanted if head in last]
+        if wanted and not found and not config.modules_to_save:
+            quoted = one_of([f'"{head}"' for head in wanted])
+            raise ConfigError(
+                f'{self._where}.task_type: "{task}" trains the module {quoted}, which the model does not have; name its head, '
+                'modules_to_save=["..."]'
+            )
+        return found
 
     def _check_targets(self, module: nn.Module) -> None:
         """Raise ConfigError for a target that no module has: peft says it only if none of the targets fits."""
@@ -128,6 +150,21 @@ def _meant(given: str, last: set[str]) -> str:
     if all(name in last for name in names):
         return f", it is a regular expression of whole names; give a list, {json.dumps(names)}"
     return suggest(given, last)
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Return the arguments of a ``peft.LoraConfig`` that are not the defaults."""
+    default = type(config)()
+    given = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.init and field.name not in _FILLED_IN
+    }
+    return {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in given.items()
+        if value != getattr(default, key)
+    }
 
 
 def _check(key: str, value: Any, where: str) -> None:

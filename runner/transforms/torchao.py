@@ -89,7 +89,8 @@ class Float8Training:
 class Quantize:
     """Stores the weights of linear layers in few bits by torchao, and freezes them: for a base under adapters.
 
-    The model needs its values, so give it as an instance. Strategies of several processes refuse such weights.
+    The model needs its values, so give it as an instance. Strategies of several processes refuse such weights, and checkpoints
+    cannot hold them: train with ``exclude_frozen_parameters=True``.
 
     Args:
         config: a class of ``torchao.quantization``, such as "Int8WeightOnlyConfig", or an instance of one.
@@ -103,10 +104,12 @@ class Quantize:
     Source: https://github.com/pytorch/ao/tree/main/torchao/quantization
 
     Example:
-        transforms=[dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"])]
+        transforms=[dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"])],
+        strategy=dict(type="single", exclude_frozen_parameters=True)
     """
 
     needs_values = True
+    quantises = True
 
     def __init__(
         self,
