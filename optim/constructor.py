@@ -50,7 +50,8 @@ class ParamwiseConfig(Config):
 class DefaultOptimWrapperConstructor:
     """Makes parameter groups by MMEngine's rules; parameters with equal settings share a group.
 
-    ``custom_keys`` come first: of the keys contained in a parameter's full name the longest is used, and no other rule.
+    ``custom_keys`` come first: of the keys contained in a parameter's full name the longest is used, and no other rule, as
+    in MMEngine; for no decay of norms in a layer with a rate of its own, add a longer key with ``decay_mult=0.0``.
     Otherwise weight decay is multiplied by the first of these that is given and applies to the parameter:
 
     1. ``norm_decay_mult``: it belongs to a normalisation layer;
@@ -76,6 +77,7 @@ class DefaultOptimWrapperConstructor:
         optimizer_cfg: the optimizer's configuration.
         optim_wrapper_cfg: that of the wrapper, without the optimizer.
         paramwise_cfg: as given, or empty.
+        overruled: names of parameters whose decay is that of a custom key, though a rule by kind would change it.
         base_lr, base_wd: the optimizer's ``lr`` and ``weight_decay``; None if they are not in its configuration.
     """
 
@@ -99,6 +101,7 @@ class DefaultOptimWrapperConstructor:
         self.base_lr, self.base_wd = self.optimizer_cfg.get("lr"), self.optimizer_cfg.get("weight_decay")
         self.config = ParamwiseConfig()
         self.custom_keys: dict[str, CustomKey] = {}
+        self.overruled: list[str] = []
         self.uses_rules = False  # True once the rules have been asked for a parameter, which a subclass may never do
         self._in_deformable = False
         self._validate_cfg()
@@ -183,7 +186,14 @@ class DefaultOptimWrapperConstructor:
         self.uses_rules = True
         for key, custom in self.custom_keys.items():
             if key in searched(name):
+                if "decay_mult" not in custom.model_fields_set and "weight_decay" in self._by_kind(
+                    name, parameter, module
+                ):
+                    self.overruled.append(name)
                 return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
+        return self._by_kind(name, parameter, module)
+
+    def _by_kind(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
         cfg, of_dcn = self.config, self._in_deformable
         of_norm = acts_as_norm(module)
         is_bias = name.rpartition(".")[2] == "bias"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.errors import ConfigError, suggest
+from ..core.errors import ConfigError, counted, suggest
 from ..core.foreign_classes import refuse_foreign
 from ..core.overriding import refuse_misspelled, refuse_unused
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
@@ -160,6 +160,12 @@ def _warn(maker: Any, given: NotedReads, names: Iterable[str], where: str) -> No
         if key not in known or not maker.uses_rules:
             hint = "" if key in known else suggest(key, known)
             _logger.warning(f"{where}.paramwise_cfg.{key}: {type(maker).__name__} has not read it{hint}")
+    if overruled := [*dict.fromkeys(getattr(maker, "overruled", ()))]:
+        others = f" and {counted(len(overruled) - 1, 'other parameter')}" if overruled[1:] else ""
+        _logger.info(
+            f"{where}.paramwise_cfg.custom_keys: come before the rules for norms and biases, so {overruled[0]}{others} decay "
+            "in full; a longer key with decay_mult=0.0 changes that"
+        )
     custom = given.unnoted().get("custom_keys")
     unmatched = [key for key in custom or () if not any(str(key) in searched(name) for name in names)]
     for key in unmatched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import resource
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -52,16 +53,32 @@ def _limit_opencv(threads: int) -> None:
 @contextmanager
 def _reading_nothing(context: AbstractContextManager[Any]) -> Iterator[None]:
     """Context that says so if a model reads weights where the strategy builds it without any."""
+    if context is NOTHING:
+        yield
+        return
+    # Some models are built in spite of it, and fail when their values are made.
+    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    own = None if kind is None else vars(kind).get("from_pretrained")
     try:
+        if own is not None:
+            kind.from_pretrained = classmethod(_refuse_reading)
         yield
     except RuntimeError as error:  # StrategyError is one
         frames = traceback.walk_tb(error.__traceback__)
-        if context is NOTHING or not any(frame.f_code.co_name == "from_pretrained" for frame, _ in frames):
+        if not any(frame.f_code.co_name == "from_pretrained" for frame, _ in frames):
             raise
-        raise ConfigError(
-            "model: from_pretrained reads weights, and this strategy builds a model without them; give "
-            'dict(type="transformers:AutoModelForCausalLM", pretrained="folder"), or the model itself and no function'
-        ) from error
+        _refuse_reading(error=error)
+    finally:
+        if own is not None:
+            kind.from_pretrained = own
+
+
+def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any) -> None:
+    raise ConfigError(
+        "model: from_pretrained reads weights, and this strategy builds a model without them; give "
+        'dict(type="transformers:AutoModelForCausalLM", pretrained="folder"), with transforms=[...] for a model around it, or '
+        "the model itself and no function"
+    ) from error
 
 
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:

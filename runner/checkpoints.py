@@ -11,6 +11,7 @@ from torch import nn
 from ..core.checkpoint import as_path, export_hugging_face
 from ..core.checkpoint.export.target import local_folder
 from ..core.checkpoint.foreign.download import local_copy, shown
+from ..core.comm.joint_errors import raising_together
 from ..core.config import check_call, known_keywords, validate
 from ..core.hugging_face.model_description import Description, describe
 from ..core.hugging_face.pretrained import pretrained_in
@@ -19,7 +20,7 @@ from .build_methods import BuildMethods
 from .configuration import check_loading
 from .options import Resume
 from .resume import run_state
-from .resume.choose_checkpoint import find_start
+from .resume.choose_checkpoint import find_source, find_start
 from .resume.exporting import export_model
 from .resume.failed_saves import check_on_error
 from .resume.frozen_weights import frozen_advice, leaves_out
@@ -139,7 +140,8 @@ class Checkpoints(BuildMethods):
         """Write the model of transformers that is trained to a folder which ``from_pretrained`` loads; a collective.
 
         Every process writes its own part beside the folder first, as in a checkpoint, so that none holds the whole model.
-        Frozen parameters are always written, and adapters of LoRA are merged into their base.
+        Frozen parameters are always written, and adapters of LoRA are merged into their base. Before training, weights are
+        those of ``load_from`` or ``resume``; the runner may be one that does not train.
 
         Args:
             folder: the folder to write, which every process reaches.
@@ -155,6 +157,7 @@ class Checkpoints(BuildMethods):
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
         self.strategy.meet("export_hugging_face()")
         self._setup_model()
+        self._load_source()
         return export_model(self, local_folder(folder), options)
 
     @property
@@ -247,6 +250,18 @@ class Checkpoints(BuildMethods):
             return
         self.logger.info(f"{path}: was saved without its frozen parameters, which are loaded from {shown(base)} first")
         self.load_checkpoint(base)
+
+    def _load_source(self) -> None:
+        """Load the weights to begin with for a call besides train(), if they were not."""
+        source, _ = find_source(self)
+        if source is not None and not self._started and not self._has_weights:
+            self._load_left_out(source)
+            self.load_checkpoint(source)  # _started stays False: train() may still resume from it
+        self._check_initialised()
+
+    def _check_initialised(self) -> None:
+        with raising_together():  # a process may hold other parameters than the next
+            self.strategy.check_initialised()
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order to that of the resumed run."""

@@ -31,7 +31,6 @@ from .options import early_preemption
 from .oversight import Oversight
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
-from .resume.choose_checkpoint import find_source
 from .run_folders import new_log_folder, occupied
 from .same_configuration import check_agreement
 from .termination import tell_how_it_ended, tell_others
@@ -311,10 +310,6 @@ class FlexibleRunner(Checkpoints):
             raise ConfigError("FlexibleRunner: this run is closed, make another runner")
         super()._setup_model()
 
-    def _check_initialised(self) -> None:
-        with raising_together():  # a process may hold other parameters than the next
-            self.strategy.check_initialised()
-
     def _say_if_done(self) -> None:
         loop = self.train_loop
         key, done, goal = (
@@ -350,11 +345,7 @@ class FlexibleRunner(Checkpoints):
             built = build()
             self._setup_model()
             with self._running():
-                source, _ = find_source(self)
-                if source is not None and not self._started and not self._has_weights:
-                    self._load_left_out(source)
-                    self.load_checkpoint(source)  # _started stays False: train() may still resume from it
-                self._check_initialised()
+                self._load_source()
                 yield built
 
     @contextmanager

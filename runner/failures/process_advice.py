@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..data.collate import PADDING
 from .advice import Failure, rule
 
 # Worker processes
@@ -17,7 +18,7 @@ from .advice import Failure, rule
 def _unequal(failure: Failure) -> str:
     return (
         "samples of one batch have different shapes: pad or resize them in the dataset, or in a function given as "
-        f"{failure.origin.loader}.collate_fn"
+        f"{failure.origin.loader}.collate_fn; {PADDING}"
     )
 
 

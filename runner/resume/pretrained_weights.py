@@ -99,16 +99,20 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     strategy.load_state_dict(fits)
     strategy.note_initialised(name for name, _ in strategy.named_parameters() if name in own)
     in_files = {info.dtype for info in opened.tensors.values() if info.dtype.is_floating_point}
-    _tell(run, part, new, report.unexpected, in_files)
+    _tell(run, part, report.missing, report.unexpected, in_files)
+    if replaced := [name for name in report.misshaped if name in part.parameters]:
+        run.logger.warning(
+            f"{source.folder}: has other shapes of {_listed(replaced)}, which start with new random values, also where shapes agree"
+        )
 
 
-def _tell(run: Run, part: ToRead, new: Sequence[str], unused: Sequence[str], stored: set[torch.dtype]) -> None:
+def _tell(run: Run, part: ToRead, missing: Sequence[str], unused: Sequence[str], stored: set[torch.dtype]) -> None:
     source = part.source
     wanted = str(source.dtype).removeprefix("torch.")
     others = sorted(str(dtype).removeprefix("torch.") for dtype in stored - {source.dtype})
     cast = f", from {' and '.join(others)} to {wanted} (model.dtype)" if others else ""
     run.logger.info(f"{source.name}: weights of {source.folder} ({source.size() / 2**20:.1f} MiB){cast}")
-    if shown := [name for name in new if name not in part.not_missed]:
+    if shown := [name for name in missing if name in part.parameters and name not in part.not_missed]:
         run.logger.warning(f"{source.folder}: does not have {_listed(shown)}, which start with new random values")
     if shown := sorted({*unused} - private.ignored(part.owner, unused, missing=False)):
         run.logger.warning(f"{source.folder}: {_listed(shown)} is not used, {source.name} has no such tensor")

@@ -78,8 +78,10 @@ def save(
         state |= strategy.state_left_out()
     if save_param_scheduler:
         state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
-    state["loop"] = runner.train_loop.state_dict()
-    state["data"] = data_facts(runner, state["loop"]).model_dump()
+    trains = runner.optim_wrapper is not None
+    if trains:  # a run without training may export its model
+        state["loop"] = runner.train_loop.state_dict()
+        state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
     state.update(modules)
@@ -91,7 +93,7 @@ def save(
         "experiment_name": runner.experiment_name,
         "seed": runner.seed,
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
-        **{key: state["loop"][key] for key in ("epoch", "iter")},
+        **({key: state["loop"][key] for key in ("epoch", "iter")} if trains else {}),
         **({"job": job()} if job() else {}),
         **({"cfg": runner.config_text} if runner.config_text else {}),
         **({META_KEY: runner.hugging_face.values()} if runner.hugging_face else {}),
@@ -105,7 +107,9 @@ def save(
     # The averages of a buffer are saved by the process that saves the buffer.
     others = {name for name, _ in strategy.module.named_buffers() if not strategy.saves(name)}
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
-    own = {"rng": rng_state(strategy.device), "loader": runner.train_loop.data.loader_state()}
+    own: dict[str, Any] = {"rng": rng_state(strategy.device)}
+    if trains:
+        own["loader"] = runner.train_loop.data.loader_state()
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
     if not is_export and (prints := strategy.fingerprints_of_left_out()):
         state[LEFT_OUT] = prints

@@ -151,6 +151,19 @@ def test_what_is_no_weights(tmp_path: Path, content: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_a_state_dict_beside_that_of_an_optimizer(tmp_path: Path) -> None:
+    own = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}
+    torch.save({"model_state_dict": {"w": torch.ones(2)}, "optimizer_state_dict": own}, tmp_path / "weights.pt")
+    assert read(tmp_path / "weights.pt")["w"].tolist() == [1, 1]
+
+
+def test_a_folder_of_checkpoints_names_the_newest(tmp_path: Path) -> None:
+    for name in ("checkpoint-8", "checkpoint-16", "runs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r": is no checkpoint, but a folder .* such as .*checkpoint-16$"):
+        open_weights(tmp_path)
+
+
 def test_a_plain_pickle(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(pickle.dumps({"w": 1}))
     with pytest.raises(CheckpointError, match="it is damaged, or was not written by torch.save"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from flextrain import FlexibleRunner
 from flextrain.cli import main
 from flextrain.core.checkpoint import export_hugging_face
 from flextrain.core.errors import CheckpointError, ConfigError
@@ -74,6 +75,25 @@ def test_the_folder_has_the_logits_of_the_trained_model(tmp_path: Path, kind: st
             export_hugging_face(tmp_path / "run" / "iter_2", written)
         assert torch.equal(_logits(loaded(written)), logits[0])
     assert not torch.equal(_logits(loaded(tmp_path / "base")), logits[0])
+
+
+@pytest.mark.parametrize("by", ["load_from", "load_checkpoint"])
+def test_a_run_that_does_not_train_exports_what_it_has_loaded(tmp_path: Path, by: str) -> None:
+    save_folder(tmp_path / "base")
+    weights = {name: tensor + 1 for name, tensor in loaded(tmp_path / "base").state_dict().items()}
+    torch.save(weights, tmp_path / "weights.pth")
+    runner = FlexibleRunner(
+        model=dict(type=CAUSAL, pretrained=str(tmp_path / "base")),
+        work_dir=tmp_path / "run",
+        load_from=tmp_path / "weights.pth" if by == "load_from" else None,
+        log_level="WARNING",
+    )
+    if by == "load_checkpoint":
+        runner.load_checkpoint(tmp_path / "weights.pth")
+    runner.export_hugging_face(tmp_path / "exported")
+    runner.close()
+    found = loaded(tmp_path / "exported").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from flextrain import BaseModel
 from flextrain.core.checkpoint.load.partial_read import Fetch
 from flextrain.core.errors import ConfigError
 from flextrain.testing import WorkerGroup
@@ -138,7 +140,9 @@ def test_settings_reach_the_configuration(tmp_path: Path, folder: Path) -> None:
     runner.close()
 
 
-def test_a_head_of_another_size_is_initialised_if_asked(tmp_path: Path, folder: Path) -> None:
+def test_a_head_of_another_size_is_initialised_if_asked(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = dict(type=CAUSAL, pretrained=folder, vocab_size=50)
     runner = runner_of(tmp_path / "a", model)
     with pytest.raises(
@@ -148,6 +152,8 @@ def test_a_head_of_another_size_is_initialised_if_asked(tmp_path: Path, folder: 
     runner.close()
     runner = runner_of(tmp_path / "b", {**model, "ignore_mismatched_sizes": True})
     assert runner.model.model.embed_tokens.weight.isfinite().all()  # type: ignore[union-attr]
+    assert ": has other shapes of " in caplog.text
+    assert "does not have" not in caplog.text
     runner.close()
 
 
@@ -231,6 +237,66 @@ def reads_in_a_function(folder: Path, work_dir: Path) -> str:
         runner.model  # noqa: B018 - built here
     runner.close()
     return str(raised.value)
+
+
+def test_from_pretrained_in_a_function_that_builds_a_model_around_it(tmp_path: Path, folder: Path) -> None:
+    """Some are built where there are no values, and would fail when they are made."""
+    import transformers
+
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    runner = runner_of(tmp_path, dict(type=lambda: beside(read(folder))), strategy="fsdp")
+    with pytest.raises(ConfigError, match=r'^model: from_pretrained reads .* pretrained="folder"\), with transforms='):
+        runner.model  # noqa: B018 - built here
+    runner.close()
+    assert expected(folder), "it reads again afterwards"
+
+
+class Beside(BaseModel):
+    """A model and a frozen copy of it, in one."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.reference = copy.deepcopy(policy).requires_grad_(False)
+
+    def forward(self, mode: str = "tensor", **batch: Any) -> Any:
+        with torch.no_grad():
+            theirs = self.reference(**batch).loss
+        return dict(loss=(self.policy(**batch).loss - theirs).square())
+
+
+def beside(policy: Any) -> Beside:
+    return Beside(policy)
+
+
+def check_beside(work_dir: Path, folder: Path, strategy: Any) -> list[str]:
+    """The names of this process's parameters that are not as in the folder."""
+    runner = runner_of(
+        work_dir, dict(type=CAUSAL, pretrained=str(folder)), strategy=strategy, transforms=[beside], lr=0.1
+    )
+    runner.model  # noqa: B018 - built here
+    weights, wanted = whole_weights(runner), expected(folder)
+    runner.train()
+    runner.close()
+    assert {name.partition(".")[0] for name in weights} == {"policy", "reference"}
+    return [name for name, tensor in weights.items() if not torch.equal(tensor, wanted[name.partition(".")[2]])]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(dict(type="fsdp", wrap="blocks"), id="fsdp"),
+        pytest.param("zero3", id="zero3", marks=pytest.mark.full),
+        pytest.param(dict(type="mesh", tp=2), id="tp2", marks=pytest.mark.full),
+    ],
+)
+def test_a_copy_in_a_transform_has_the_folders_weights(
+    workers2: WorkerGroup, tmp_path: Path, folder: Path, strategy: Any
+) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    assert workers2.run(check_beside, tmp_path, folder, strategy) == [[], []]
 
 
 @pytest.mark.full

@@ -372,3 +372,25 @@ def test_reading_is_noted(read: Any, unread: list[str]) -> None:
     read(given)
     assert given.unread == unread
     assert copied == {"a": 1, "b": 2}
+
+
+def test_norms_that_a_custom_key_takes_from_their_rule_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    keys = {
+        "blocks.0": dict(lr_mult=0.5),
+        "blocks.1": dict(lr_mult=0.5),
+        "blocks.1.norm": dict(lr_mult=0.5, decay_mult=0.0),
+    }
+    model = Net()
+    with caplog.at_level("INFO", "flextrain"):
+        wrapper = OptimWrapper(SGD, paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys=keys))
+        wrapper.build(model)
+    lines = [line for line in caplog.messages if "come before the rules" in line]
+    assert [line.partition(", so ")[2].partition(" decay in")[0] for line in lines] == [
+        "blocks.0.norm.weight and 1 other parameter"
+    ]
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in wrapper.param_groups for p in group["params"]}
+    norms = [found[id(model.blocks[number].norm.weight)] for number in (0, 1)]
+    assert norms == [(0.05, 0.01), (0.05, 0.0)]

@@ -303,6 +303,14 @@ def test_a_collate_function_with_arguments_can_go_to_a_spawned_worker() -> None:
 Point = namedtuple("Point", "x label")
 
 
+def test_lists_of_different_lengths_are_told_with_advice() -> None:
+    with pytest.raises(
+        ConfigError, match=r'^collate_fn: "ids" of samples .* lengths, 3 and 2; give .*DataCollator'
+    ) as raised:
+        pseudo_collate([{"ids": [1, 2, 3]}, {"ids": [4, 5]}])
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "samples, batch",
     [

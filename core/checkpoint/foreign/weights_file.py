@@ -99,7 +99,7 @@ def state_dict(path: Path, content: Any) -> Mapping[Any, Any]:
     Raises:
         CheckpointError: it is not a dict.
     """
-    for key in ("state_dict", "model", "module"):
+    for key in ("state_dict", "model_state_dict", "model", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):

@@ -30,7 +30,7 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at
-            the top or under "state_dict", "model" or "module"; an index of Hugging Face
+            the top or under "state_dict", "model_state_dict", "model" or "module"; an index of Hugging Face
             (``model.safetensors.index.json``) or its folder; a checkpoint directory of DeepSpeed, with or without its
             tag; a directory of torch.distributed.checkpoint, as plain scripts, torchtitan and Lightning write it; a
             folder of Accelerate's ``save_state``. Only the first may be a URL.
@@ -89,7 +89,21 @@ def _open_directory(path: Path) -> Checkpoint:
         return open_weights(found)
     if (found := dcp.find(path)) is not None:
         return dcp.open_directory(found)
+    if (newest := _newest_in(path)) is not None:
+        raise CheckpointError(
+            f"{path}: is no checkpoint, but a folder of checkpoints, give one of them, such as {newest}"
+        )
     return Checkpoint.open(path)  # its error says what is missing
+
+
+def _newest_in(path: Path) -> Path | None:
+    """The folder in it with the highest number that other programs number their checkpoints with."""
+    found = {folder: _NUMBERED.fullmatch(folder.name) for folder in path.iterdir() if folder.is_dir()}
+    numbers = {folder: int(match[1]) for folder, match in found.items() if match}
+    return max(numbers, key=lambda folder: numbers[folder], default=None)
+
+
+_NUMBERED = re.compile(r"(?:checkpoint|step|epoch|iter)[-_](\d+)")
 
 
 @dataclass(frozen=True)
