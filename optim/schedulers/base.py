@@ -34,8 +34,8 @@ class ParamScheduler:
 
     The constructor makes step 0. Subclasses compute in `_next` a value from the value before, so several schedulers may
     act on one optimizer, at the same time or in successive windows. The values are in the optimizer's groups and are
-    saved with them; `state_dict` holds the position in the schedule. Configuration is not saved: after a resume the
-    arguments given to the constructor apply.
+    saved with them; `state_dict` holds the position in the schedule and no configuration: after `load_state_dict` the
+    arguments given to the constructor apply from there on. A runner goes on with the values of its own arguments.
 
     Args:
         optimizer: an OptimWrapper or a torch optimizer.
@@ -120,6 +120,21 @@ class ParamScheduler:
                 self._write(group, value)
         self._last_value = self._values()
 
+    def expect_step(self) -> None:
+        """Take the next `step` as it comes, also if it is the first and the optimizer has made no update."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+    def note_values(self) -> None:
+        """Take the present values as those after the last step."""
+        self._last_value = self._values()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether steps have been made since step 0."""
+        return self._global_step > 0
+
     def check_metrics(self, names: Collection[str]) -> None:
         """Raise ConfigError if `step` needs a metric that is not in ``names``."""
 
@@ -166,9 +181,7 @@ class ParamScheduler:
             raise CheckpointError(
                 f"{name}: saved by another kind of scheduler, the states differ in {', '.join(differing)}"
             )
-        if self._order is not None:  # the state may be that of an epoch's end, where a step is due before any update
-            self._order.close()
-            self._order = None
+        self.expect_step()  # the state may be that of an epoch's end, where a step is due before any update
         regrouped = state["base_values"] != self.base_values
         vars(self).update({name: value for name, value in state.items() if name != "values"})
         if regrouped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,6 +20,9 @@ _INSTEAD = {
     "SequentialLR": "give a list of schedulers, each with its begin and end",
     "ChainedScheduler": "give a list of schedulers",
 }
+
+# Each value depends on the step alone, and not on the value before.
+_CYCLES = ("CyclicLR", "OneCycleLR")
 
 
 class TorchScheduler(ParamScheduler):
@@ -92,6 +95,20 @@ class TorchScheduler(ParamScheduler):
             for group, copied in zip(self.optimizer.param_groups, copies, strict=True):
                 for name in copied.keys() - group.keys():
                     group[name] = copied[name]
+
+    def start_from(self, initial: Sequence[float]) -> None:
+        """Replace the initial learning rates of torch's scheduler, if it was started."""
+        if self._inner is not None and hasattr(self._inner, "base_lrs") and self.scheduler.__name__ not in _CYCLES:
+            self._inner.base_lrs = list(initial)
+
+    def skip(self, steps: int) -> int:
+        """Leave out up to ``steps`` steps whose values do not matter to later ones; return the number left out."""
+        if self.scheduler.__name__ not in (*_CYCLES, "LambdaLR") or self._inner is None:
+            return 0
+        self._inner.last_epoch += steps
+        self.last_step += steps
+        self._global_step += steps
+        return steps
 
     def _start(self, groups: list[dict[str, Any]], last_step: int) -> lr_scheduler.LRScheduler:
         self._groups = _Groups(groups)

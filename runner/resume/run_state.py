@@ -45,7 +45,7 @@ from .model_extras import LATE, extra_template, finish, module_state, prepare
 from .optimizer_settings import check_optimizer, frozen, telling_what_differs
 from .pieces import advice, check_hooks, piece
 from .random_states import load_random
-from .scheduler_states import load_schedulers, schedules_anew
+from .scheduler_states import first_values, load_schedulers, scheduler_states, schedules_anew
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -77,7 +77,7 @@ def save(
     if is_export:
         state |= strategy.state_left_out()
     if save_param_scheduler:
-        state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
+        state.update(scheduler_states(runner))
     trains = runner.optim_wrapper is not None
     if trains:  # a run without training may export its model
         state["loop"] = runner.train_loop.state_dict()
@@ -194,17 +194,20 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     source, extra = extra_template(runner, checkpoint)
     source.load({**template, **hooks, **extra})
 
-    with piece(path, "optim", "optimizer"):
-        plain_values = {key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")}
-        with telling_what_differs(runner), nullcontext() if options.param_scheduler else schedules_anew(runner):
+    first = first_values(runner)
+    with telling_what_differs(runner):
+        with piece(path, "optim", "optimizer"), nullcontext() if options.param_scheduler else schedules_anew(runner):
+            plain_values = {
+                key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")
+            }
             strategy.load_state_dict({**plain_values, **template})
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
                 runner.optim_wrapper.load_plain_values(values["optim.wrapper"])
+        if options.param_scheduler:
+            with piece(path, "scheduler", "param_scheduler"):
+                load_schedulers(runner, values, first, resumes_optimizer=options.optimizer)
     finish(runner, source.values, extra)
-    if options.param_scheduler:
-        with piece(path, "scheduler", "param_scheduler"):
-            load_schedulers(runner, values.get("scheduler", {}), set_values=not options.optimizer)
     with piece(path, "loop"):
         loop.load_state_dict(progress)
     if options.logs:

@@ -17,6 +17,7 @@ from ...core.errors import CheckpointError
 from ...core.stored_dtypes import check_tensor
 from ..transforms.quantised import needs_leaving_out
 from .run_state import hook_state, named_hooks
+from .scheduler_states import scheduler_states
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -34,7 +35,7 @@ def check_can_be_saved(run: Run) -> None:
         state: dict[str, Any] = dict(run.strategy.state_dict())
         for name, hook in named_hooks(run):
             state.update(_state_of(run, name, hook))
-        state["scheduler"] = {name: [s.state_dict() for s in group] for name, group in run.schedulers.items()}
+        state.update(scheduler_states(run))
         for key, value in state.items():
             if isinstance(value, Tensor):
                 if needs_leaving_out(value):

@@ -88,7 +88,7 @@ def check_contents(path: Path, processes: int) -> None:
     assert not [key for key in values if key.startswith("optim.group.frozen")]  # their group has trained ones
     plain = {key for key in values if not key.startswith(("optim.group.", "hook."))}
     assert plain == {
-        "scheduler", "loop", "data", "processes", "aliases", "message_hub", "own_losses", "meta", "hooks", "rng",
+        "scheduler", "schedules", "loop", "data", "processes", "aliases", "message_hub", "own_losses", "meta", "hooks", "rng",
         "loader", "late_buffers", "frozen",
         "optim.wrapper",
     }  # fmt: skip

@@ -410,15 +410,3 @@ def test_one_group_cannot_hold_two_rates(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         make_runner(tmp_path / "rest", **config, resume=str(tmp_path / "iter_9")).train()
     assert "first.weight has lr=0.005, and shares a group now with parameters that have 0.01; give" in str(caught.value)
-
-
-def test_a_scheduler_that_was_added_is_named(tmp_path: Path) -> None:
-    step = dict(type="StepLR", step_size=1)
-    make_runner(tmp_path, param_scheduler=step, custom_hooks=[SaveEvery({3})]).train()
-    path = str(tmp_path / "iter_3")
-    with pytest.raises(CheckpointError) as caught:
-        make_runner(tmp_path / "rest", param_scheduler=[dict(type="LinearLR"), step], resume=path).train()
-    assert str(caught.value) == (
-        f"{path}: has 1 parameter scheduler, the configuration has 2 (LinearLR, StepLR); resume all of them or "
-        "none; resume=dict(param_scheduler=False) leaves it out, schedules then start afresh"
-    )
