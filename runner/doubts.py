@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import counted
-from ..optim.schedulers.run_length import unlike_the_run
+from ..optim.schedulers.run_length import before_the_warm_up_ends, unlike_the_run
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from .configuration import train_loop_class
@@ -44,6 +44,8 @@ def doubts(
             key = f"{where}[{i}]" if isinstance(given, (list, tuple)) else where
             for sentence in unlike_the_run(scheduler, steps):
                 yield f"{key}.{sentence}"
+        for i, sentence in before_the_warm_up_ends(group):
+            yield f"{where}[{i}].{sentence}"
 
 
 def _of_validation(cfg: Mapping[str, Any], loop: TrainLoop) -> Iterator[str]:

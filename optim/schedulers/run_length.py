@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .base import INF, ParamScheduler
 from .plateau import ReduceOnPlateauParamScheduler
 from .schedules import (
+    ConstantParamScheduler,
     CosineAnnealingParamScheduler,
     CosineRestartParamScheduler,
     LinearParamScheduler,
@@ -36,9 +37,33 @@ def unlike_the_run(scheduler: ParamScheduler, steps: int) -> Iterator[str]:
     minimum = getattr(scheduler, "eta_min", None)
     if minimum and minimum >= max(scheduler.base_values):
         yield f"eta_min: {minimum:g} is not below {name}={max(scheduler.base_values):g}, {name} rises to it; give less"
+    if scheduler.end - scheduler.begin == 1 and isinstance(scheduler, (PolyParamScheduler, ConstantParamScheduler)):
+        yield f"end: {scheduler.end} makes a window of one step, in which the schedule changes nothing; give more"
     # The steps of training inside the window; periods and milestones count from its begin.
     inside = min(scheduler.end, steps) - scheduler.begin
     yield from _of_periods(scheduler, inside, f"{inside} {unit} that training has for it", unit)
+
+
+def before_the_warm_up_ends(schedulers: Sequence[ParamScheduler]) -> Iterator[tuple[int, str]]:
+    """Yield the index of each schedule that begins inside of a warm-up, with a sentence as `unlike_the_run` has them.
+
+    Schedules that begin together are meant to act together, and so are those in steps of different units.
+    """
+    for i, scheduler in enumerate(schedulers):
+        if not isinstance(scheduler, _FROM_ITS_VALUE):
+            continue
+        for j, first in enumerate(schedulers[:i]):
+            alike = (first.param_name, first.by_epoch) == (scheduler.param_name, scheduler.by_epoch)
+            rises = isinstance(first, LinearParamScheduler) and first.start_factor < first.end_factor
+            if alike and rises and first.begin < scheduler.begin < first.end - 1 < INF - 1:
+                yield (
+                    i,
+                    f"begin: {scheduler.begin} is before the warm-up in [{j}] has ended, both act from there to {first.end}; give "
+                    f"{first.end}",
+                )
+
+
+_FROM_ITS_VALUE = (CosineAnnealingParamScheduler, PolyParamScheduler)
 
 
 def _of_periods(scheduler: ParamScheduler, inside: int, run: str, unit: str) -> Iterator[str]:

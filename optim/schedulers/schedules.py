@@ -17,6 +17,8 @@ from .base import ParamScheduler
 class ConstantParamScheduler(ParamScheduler):
     """Multiplies the value by ``factor`` inside the window; the last step of the window removes the factor.
 
+    A window of one step is its last step, and so changes nothing.
+
     Args:
         factor: from 0 to 1; default 1/3.
     """
@@ -28,9 +30,10 @@ class ConstantParamScheduler(ParamScheduler):
         self._require(0 <= self.factor <= 1, "factor", "a number from 0 to 1")
 
     def _next(self, value: float, base: float) -> float:
+        is_last = self.last_step == self.end - self.begin - 1
         if self.last_step == 0:
-            return value * self.factor
-        if self.last_step == self.end - self.begin - 1:
+            return value if is_last else value * self.factor
+        if is_last:
             return value / self.factor if self.factor else base
         return value
 
@@ -39,6 +42,8 @@ class ConstantParamScheduler(ParamScheduler):
 @dataclass(eq=False)
 class LinearParamScheduler(ParamScheduler):
     """Multiplies the value by a factor that changes linearly from ``start_factor`` to ``end_factor``.
+
+    A window of one step has ``end_factor`` at once.
 
     Args:
         start_factor: the factor at the window's first step, from 0 to 1; default 1/3.
@@ -54,9 +59,9 @@ class LinearParamScheduler(ParamScheduler):
         self._require(0 <= self.end_factor <= 1, "end_factor", "a number from 0 to 1")
 
     def _next(self, value: float, base: float) -> float:
-        if self.last_step == 0:
-            return value * self.start_factor
         length = self.end - self.begin - 1
+        if self.last_step == 0:
+            return value * (self.start_factor if length else self.end_factor)
         rise = self.end_factor - self.start_factor
         before = length * self.start_factor + (self.last_step - 1) * rise
         if before == 0:  # the value is 0, so the next one can only be computed from the base
@@ -136,6 +141,8 @@ class ExponentialParamScheduler(ParamScheduler):
 class PolyParamScheduler(ParamScheduler):
     """Lowers the value to ``eta_min`` at the window's last step, by (remaining share of the window) ** ``power``.
 
+    A window of one step leaves the value as it is, because a run of one step would train with ``eta_min`` alone.
+
     Args:
         eta_min: the value at the end.
         power: 1 is a straight line; a larger one falls faster at first.
@@ -160,7 +167,8 @@ class PolyParamScheduler(ParamScheduler):
 class CosineAnnealingParamScheduler(ParamScheduler):
     """Moves the value between its initial value and the minimum, half a cosine in ``T_max`` steps (default: window).
 
-    The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value.
+    The minimum is ``eta_min`` (default 0), or ``eta_min_ratio`` times each group's initial value. The first step has the
+    initial value and the step ``T_max`` after it the minimum; a window of ``T_max`` steps ends one step before that.
 
     Args:
         T_max: steps from the initial value to the minimum; default: the window's.

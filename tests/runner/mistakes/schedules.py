@@ -22,6 +22,8 @@ ROWS = [
     warns("warmup of more epochs", schedule(type="LinearLR", end=5), "param_scheduler.end: 5 is beyond the 2 epochs of training, lr never reaches end_factor=1"),
     warns("converted warmup", schedule(type="LinearLR", end=5, convert_to_iter_based=True), "param_scheduler.end: 15 is beyond the 6 iterations"),
     warns("second of two", {"param_scheduler": [dict(type="LinearLR", end=1), dict(type="PolyLR", begin=1, end=9)]}, "param_scheduler[1].end: 9 is beyond the 2 epochs of training, lr never reaches eta_min"),
+    warns("cosine within the warmup", {"param_scheduler": [dict(type="LinearLR", by_epoch=False, end=5), dict(type="CosineAnnealingLR", by_epoch=False, begin=2, end=6)]}, "param_scheduler[1].begin: 2 is before the warm-up in [0] has ended, both act from there to 5; give 5"),
+    warns("a window of one step", {**schedule(type="PolyLR"), "train_cfg": dict(max_epochs=1)}, "param_scheduler.end: 1 makes a window of one step, in which the schedule changes nothing"),
     warns("cosine longer than the run", schedule(type="CosineAnnealingLR", T_max=10), "param_scheduler.T_max: 10 is more than the 2 epochs"),
     warns("cosine rises again", {**schedule(type="CosineAnnealingLR", T_max=2), "train_cfg": dict(max_epochs=5)}, "param_scheduler.T_max: 2 is less than the 5 epochs that training has for it, lr rises again"),
     warns("cosine in epochs by iteration", schedule(type="CosineAnnealingLR", T_max=2, by_epoch=False), "T_max: 2 is less than the 6 iterations that training has for it, lr rises again"),
