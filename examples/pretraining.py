@@ -119,7 +119,7 @@ def make_runner(arguments: argparse.Namespace) -> FlexibleRunner:
         sources=[packed(folder / f"{name}-*.bin", length, shuffle_documents=True) for name in ("prose", "code")],
         weights=[arguments.prose, 1 - arguments.prose],
     )
-    warmup = max(updates // 10, 1)
+    warmup = max(updates // 10, 1)  # one update has the whole learning rate at once
     return FlexibleRunner(
         model=lambda: language_model(arguments),
         work_dir=arguments.work_dir,
