@@ -24,7 +24,7 @@ _SWITCHES = ("ignore_mismatched_sizes", "trust_remote_code")
 _NOTE = "_flextrain_pretrained"
 _QUANTISED = (
     "a quantised model is not trained this way; give model=AutoModelForCausalLM.from_pretrained(...) as an instance, with "
-    'transforms=[dict(type="Quantize"), dict(type="LoRA", ...)] and strategy=dict(type="single", exclude_frozen_parameters=True)'
+    'transforms=[dict(type="Quantize", but=["lm_head"]), dict(type="LoRA", ...)] and strategy=dict(type="single", exclude_frozen_parameters=True)'
 )
 _REFUSED = {
     "torch_dtype": "give dtype",

@@ -63,7 +63,7 @@ def check_adapters(run: Run, checkpoint: Checkpoint, path: Path) -> None:
         there = _by_adapter((checkpoint.values.get(ADAPTERS) or {}).values()) or _of_peft(path)
         pairs = [(here[name], there[name]) for name in here.keys() & there.keys()]
         if not pairs and len(here) == len(there) == 1:
-            pairs = [(*here.values(), *there.values())]
+            pairs = [(next(iter(here.values())), next(iter(there.values())))]
         for own, saved in pairs:
             for key in _COMPARED:
                 if key == "lora_alpha" and key not in saved:

@@ -72,8 +72,8 @@ def read_pretrained(run: Run, part: ToRead) -> None:
         name = source.names.get(key.removeprefix(MODEL))
         if name is not None:
             entries[MODEL + part.names.get(name, name)] = entry
-    copied = {copy: stored for copy, name in part.copies.items() if (stored := part.stored(name, entries)) is not None}
-    entries |= {MODEL + copy: entries[MODEL + stored] for copy, stored in copied.items()}
+    copied = {copy: found for copy, name in part.copies.items() if (found := part.stored(name, entries)) is not None}
+    entries |= {MODEL + copy: entries[MODEL + of] for copy, of in copied.items()}
     template = {key: tensor for key, tensor in live.items() if key.removeprefix(MODEL) in own}
     matched, fits, report = match_weights(opened.renamed(entries), template, strategy.aliases())
     report = report.of_all()

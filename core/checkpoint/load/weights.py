@@ -19,7 +19,7 @@ from ..foreign.stored_tensors import MODEL
 from ..foreign.weights_file import open_file
 from ..paths import as_path, is_local
 from ..saved_tensor import SavedTensor
-from .adapter_names import copies_of, missing_adapters, renamed_sources
+from .adapter_names import COPIES, copies_of, missing_adapters, renamed_sources
 from .checkpoint import Checkpoint
 
 
@@ -210,7 +210,9 @@ def _across_adapters(
     result = {MODEL + name: entry for name, entry in there.items() if name not in used}
     # The first name of a tied parameter comes last, so that it counts if the file has both.
     for name in sorted(found, key=lambda name: name not in aliases):
-        result.setdefault(MODEL + aliases.get(name, name), there[found[name]])
+        entry = there[found[name]]
+        if result.setdefault(MODEL + aliases.get(name, name), entry) is not entry and COPIES in found[name].split("."):
+            result[MODEL + found[name]] = entry  # a trained copy has no place in a model that ties the two: it is told
     # A copy of a tied parameter begins with it, which the file may have under another name alone.
     for copy, original in copies_of([*wanted, *aliases], wanted).items():
         if (first := MODEL + aliases.get(original, original)) in result:
