@@ -44,10 +44,16 @@ class DataFacts(Config):
     fingerprint: str | None = None
     """The dataset's ``fingerprint``, which changes with its files; None for others and older checkpoints."""
 
+    @property
+    def samples_of_an_update(self) -> int | None:
+        """Samples of a whole update; None if batches have no fixed size."""
+        return None if self.batch_size is None else self.shards * self.batch_size * self.accumulate
+
 
 # Settings that determine the order of samples, and settings that determine how it is cut into batches.
 _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
 _BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
+_OF_AN_UPDATE = ("shards", "batch_size", "accumulate")
 
 
 def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
@@ -103,7 +109,14 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
         changed.remove("workers")
     if data.splittable is not None and then.num_samples == now.num_samples:
         data.splittable.by_index = then.by_index
-    if then.epoch_length != now.epoch_length:
+    by_iter = not runner.train_loop.by_epoch
+    if then.samples_of_an_update != now.samples_of_an_update and (by_iter or then.epoch_length == now.epoch_length):
+        reasons = [f"{key} {getattr(then, key)} -> {getattr(now, key)}" for key in changed if key in _OF_AN_UPDATE]
+        runner.logger.warning(
+            f"An update has {now.samples_of_an_update} samples now, it had {then.samples_of_an_update} ({', '.join(reasons)}): "
+            f"schedules and intervals by iteration go on at iteration {loop['iter']}, whose updates had the former size"
+        )
+    elif then.epoch_length != now.epoch_length:
         _say_what_changed(runner, then, now, changed)
     if loop["inner"] == 0:
         return dict(loop)
@@ -112,9 +125,9 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
     if then.fingerprint is not None and now.fingerprint != then.fingerprint:
         raise CheckpointError(
             f"was saved in the middle of an epoch of {then.fingerprint}, and the data are {now.fingerprint or 'others'} now: files or "
-            "settings of train_dataloader.dataset have changed; give the former ones, or resume from the end of an epoch"
+            f"settings of train_dataloader.dataset have changed; give the former ones, or {_instead(data.infinite)}"
         )
-    _refuse(then, now, [key for key in changed if key in _ORDER or data.splittable is None])
+    _refuse(then, now, _instead(data.infinite), [key for key in changed if key in _ORDER or data.splittable is None])
     if data.splittable is None or then.position is None:
         return dict(loop)
     return _split_anew(runner, then.position, loop, bool(changed))
@@ -126,19 +139,26 @@ def _at_the_end(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
     return {**loop, "inner": data.epoch_length}
 
 
-def _refuse(then: DataFacts, now: DataFacts, changed: Sequence[str]) -> None:
+def _refuse(then: DataFacts, now: DataFacts, instead: str, changed: Sequence[str]) -> None:
     for key in changed:
         alike = all(getattr(then, k) == getattr(now, k) for k in _ORDER)
         why = f", and the order of a {now.sampler} cannot be split again" if alike else ""
         raise CheckpointError(
             f"was saved in the middle of an epoch with {key}={getattr(then, key)}, it is {getattr(now, key)} now{why}; "
-            "resume from the end of an epoch to change it"
+            f"{instead} to change it"
         )
+
+
+def _instead(endless: bool) -> str:
+    """Return how to go on with other data: endless ones have no end of an epoch, and so no place to change them."""
+    return "give the former data, these have no end of an epoch" if endless else "resume from the end of an epoch"
 
 
 def _split_anew(runner: Run, position: int, loop: Mapping[str, Any], changed: bool) -> dict[str, Any]:
     inner = runner.train_loop.data.resume_at(loop["epoch"], position)
-    if changed:
+    if changed and not runner.train_loop.by_epoch:
+        runner.logger.info(f"Pass {loop['epoch'] + 1} over the data continues after {position} samples")
+    elif changed:
         runner.logger.info(
             f"Epoch {loop['epoch'] + 1} continues after {position} samples; with the current batches its next "
             f"update is number {inner + 1}"
@@ -170,7 +190,7 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
         data.load_loader_state(states[index], begins=not loop["inner"])
         return
     if len(states) != count:
-        why = f"the loader's state is that of {counted(len(states), 'process', 'processes')}, and there {are_now(runner)} now"
+        why = f"the loader's state is that of {counted(len(states), 'data shard')}, and there {are_now(runner)}"
     elif had_one:
         why = f"has the state of a loader, and {data.sampler_name} takes none"
     else:

@@ -26,20 +26,19 @@ def load_random(runner: Run, states: Sequence[Any], written_by: int) -> None:
     """
     index, count = runner.strategy.topology.shard
     if len(states) != written_by:
-        writers = counted(written_by, "process", "processes")
-        raise CheckpointError(f"was written by {writers} and has RNG states of {len(states)}")
+        writers = counted(written_by, "data shard")
+        raise CheckpointError(f"was written with {writers} and has RNG states of {len(states)}")
     if written_by == count:
         load_rng_state(states[index], runner.strategy.device)
         return
     seed_process(runner.seed, runner.iter, index)
     runner.logger.warning(
-        f"The checkpoint was written by {counted(written_by, 'process', 'processes')} and there {are_now(runner)}: RNG states are not "
+        f"The checkpoint was written with {counted(written_by, 'data shard')} and there {are_now(runner)}: RNG states are not "
         f"restored, they start from a seed made of the run's ({runner.seed}), the iteration ({runner.iter}) and the rank"
     )
 
 
 def are_now(runner: Run) -> str:
-    """Return the number of processes, or of data shards if processes share them, for a message."""
-    topology = runner.strategy.topology
-    number = f"{'is' if topology.data.count == 1 else 'are'} {topology.data.count}"
-    return f"{number} with data of their own" if topology.shares_data else number
+    """Return the number of data shards for a message; each is one process, or several that share its samples."""
+    count = runner.strategy.topology.data.count
+    return f"{'is' if count == 1 else 'are'} {count} now"

@@ -76,7 +76,11 @@ def load_schedulers(
 def _epoch_lengths(runner: Run, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
     data = values.get("data")
     then = data.get("epoch_length") if isinstance(data, Mapping) else None
-    return then, runner.train_loop.data.epoch_length
+    loop = runner.train_loop
+    return (
+        then if loop.by_epoch else None,
+        loop.data.epoch_length,
+    )  # the position of other loops is a number of iterations
 
 
 @contextmanager

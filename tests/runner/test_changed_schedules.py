@@ -302,3 +302,42 @@ class Two(nn.Module):
         loss = self.second(self.first(data["x"]).detach()).square().mean()
         optim_wrapper["second"].update_params(loss)
         return {"loss": loss}
+
+
+@pytest.mark.parametrize("sampler", ["InfiniteSampler", "DefaultSampler"])
+def test_another_number_of_samples_in_an_update_is_told(tmp_path: Path, sampler: str) -> None:
+    def with_batches(size: int, length: int = 24, **more: Any) -> dict[str, Any]:
+        data = dict(dataset=Samples(length), sampler=dict(type=sampler), collate_fn="default_collate", batch_size=size)
+        return dict(train_dataloader=data, train_cfg=dict(by_epoch=False, max_iters=12), **more)
+
+    values_of(tmp_path / "run", COSINE, **with_batches(8, custom_hooks=[SaveEvery({4})]))
+    path, found = str(tmp_path / "run" / "iter_4"), Every()
+    sgd = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), paramwise_cfg=dict(bias_lr_mult=2.0))
+    runner = make_runner(
+        tmp_path / "rest", optim_wrapper=sgd, param_scheduler=COSINE, resume=path, log_level="INFO", **with_batches(3)
+    )
+    runner.logger.addHandler(found)
+    runner.train()
+    assert [line for line in found.lines if "An update has" in line] == [
+        "An update has 3 samples now, it had 8 (batch_size 8 -> 3): schedules and intervals by iteration go on at iteration 4, "
+        "whose updates had the former size"
+    ]
+    assert not [line for line in found.lines if "update is number" in line or "own count" in line]
+    says = (
+        "give the former data, these have no end of an epoch"
+        if sampler == "InfiniteSampler"
+        else "resume from the end of an epoch"
+    )
+    with pytest.raises(CheckpointError, match=f"num_samples=24, it is 30 now; {says} to change it; resume=dict"):
+        values_of(tmp_path / "more", COSINE, path, **with_batches(8, 30))
+
+
+class Every(Lines):
+    """All warnings and notes."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

@@ -348,7 +348,7 @@ def test_the_random_state_of_a_process_is_missing(tmp_path: Path, workers2: Work
     change_values(path, lambda values: values["rng"].pop(1))
     for message in workers2.run(refused, str(tmp_path), resume=str(path)):
         assert message.startswith(
-            f"{path}: was written by 2 processes and has RNG states of 1; resume=dict(random=False)"
+            f"{path}: was written with 2 data shards and has RNG states of 1; resume=dict(random=False)"
         )
 
 
@@ -374,14 +374,14 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         checkpoint = str(tmp_path / "whole" / "epoch_1")
         rest = workers2.run(rest_of, str(tmp_path), checkpoint, train_dataloader=two, **changes)
         (_, state, said), found = rest[0], in_turn([trained for trained, _, _ in rest])
-        warned = "The checkpoint was written by 1 process and there are 2"
+        warned = "The checkpoint was written with 1 data shard and there are 2 now"
     else:
         workers2.run(save_epochs, str(tmp_path / "two"), train_dataloader=two, **changes)
         trained, state, said = rest_of(
             str(tmp_path), str(tmp_path / "two" / "epoch_1"), train_dataloader=one, **changes
         )
         found = [sorted(update) for update in trained]
-        warned = "The checkpoint was written by 2 processes and there is 1"
+        warned = "The checkpoint was written with 2 data shards and there is 1 now"
     assert found == [sorted(update) for update in whole[6:]]
     assert said[0].startswith(f"WARNING {warned}: RNG states are not restored")
     for key, value in expected.items():

@@ -292,7 +292,7 @@ def with_value(value: Any, *keys: Any) -> Any:
         (without("own_losses"), "cannot be resumed, it has no own_losses"),
         (without("optim.wrapper"), "cannot be resumed, it has no optim.wrapper"),
         (without("scheduler"), "cannot be resumed, it has no scheduler"),
-        (with_value([], "rng"), "was written by 1 process and has RNG states of 0"),
+        (with_value([], "rng"), "was written with 1 data shard and has RNG states of 0"),
         (with_value("x", "rng"), "rng is damaged"),
         (with_value("AAAA", "rng", 0, "torch"), "rng is damaged"),
         (without("rng", 0, "numpy"), "rng is damaged, KeyError"),

@@ -248,7 +248,7 @@ def test_a_state_does_not_fit_another_number_of_processes(tmp_path: Path, worker
         workers2.run(train, str(tmp_path / "one"), "sized state", at=2)
     parts = workers2.run(train, str(tmp_path / "one"), "sized state", at=5)
     assert [len(part["trained"]) for part in parts] == [10, 10]
-    assert any("The loader starts the next epoch without its saved state: the loader's state is that of 1 process" in line
+    assert any("The loader starts the next epoch without its saved state: the loader's state is that of 1 data shard" in line
                for line in parts[0]["said"])  # fmt: skip
 
 
