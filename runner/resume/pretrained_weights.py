@@ -78,9 +78,9 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     matched, fits, report = match_weights(opened.renamed(entries), template, strategy.aliases())
     report = report.of_all()
     if report.misshaped and not source.replaces_misshaped:
-        name, (stored, wanted) = next(iter(report.misshaped.items()))
+        name, (there, wanted) = next(iter(report.misshaped.items()))
         raise ConfigError(
-            f"model.{name}: has shape {wanted}, and {stored} in {folder}; change the setting that it depends on, or give "
+            f"model.{name}: has shape {wanted}, and {there} in {folder}; change the setting that it depends on, or give "
             "model.ignore_mismatched_sizes=True to initialise it anew"
         )
     if not any(gather_differing(bool(fits))):

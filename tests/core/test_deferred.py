@@ -14,7 +14,7 @@ from torch.nn.init import trunc_normal_
 
 from flextrain.core.deferred import DeferredInit, Destination, storage_key
 from flextrain.core.errors import StrategyError
-from flextrain.core.random_state import drawing_from
+from flextrain.core.random_state import drawing_apart, drawing_from
 
 
 class Plain(nn.Module):
@@ -199,6 +199,33 @@ def test_a_generator_that_is_seeded_or_set(how: str) -> None:
         assert torch.equal(values[name], parameter), name
     assert torch.equal(torch.get_rng_state(), after), "what follows draws the same numbers"
     assert model.seed == expected.seed
+
+
+@pytest.mark.parametrize("how", [name for name in vars(Seeded) if not name.startswith("_")])
+def test_a_change_of_a_model_that_seeds_or_sets_generators(how: str) -> None:
+    state = torch.Generator().manual_seed(11).get_state()
+    torch.manual_seed(3)
+    expected = nn.ModuleList([Late()])
+    with drawing_apart(state):
+        expected.append(Seeded(how))
+    after = torch.get_rng_state()
+    context = DeferredInit()
+    torch.manual_seed(3)
+    with context:
+        model = nn.ModuleList([Late()])
+    with context.changing(state):
+        model.append(Seeded(how))
+    values = dict[str, Tensor]()
+    destinations = {
+        storage_key(p): Destination(
+            p.detach(), partial(values.get, name), lambda v, n=name: values.update({n: v.clone()})
+        )  # type: ignore[arg-type]
+        for name, p in model.named_parameters()
+    }
+    context.replay(destinations)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(values[name], parameter), name
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_a_generator_that_is_seeded_before_the_values_are_made() -> None:
