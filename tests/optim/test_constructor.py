@@ -378,6 +378,7 @@ def test_norms_that_a_custom_key_takes_from_their_rule_are_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("flextrain"), "handlers", [])  # or each line comes twice
     keys = {
         "blocks.0": dict(lr_mult=0.5),
         "blocks.1": dict(lr_mult=0.5),
