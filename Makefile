@@ -133,7 +133,8 @@ format: $(VENV)/.installed-dev
 	$(PY) -m ruff format .
 
 # A stamp per set of extras: installed again only when pyproject.toml is newer. pip would compile 23,000 files one after the other,
-# in 45 s; what most tests import is compiled by all cores, the rest when it is imported.
+# in 45 s; what most tests import is compiled by all cores, the rest when it is imported. Its status is
+# not looked at: some packages have files that are no Python of this version, and not all extras have all packages.
 COMPILED := torch torchvision deepspeed mmengine networkx numpy pandas peft scipy sklearn sympy torchmetrics
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "Installing flextrain[$*] into $(VENV); the first time this downloads torch, which takes a while"

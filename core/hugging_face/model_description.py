@@ -109,6 +109,7 @@ def meta_model(description: Description) -> nn.Module:
 
     Raises:
         CheckpointError: the installed transformers does not have such a model, or not with this configuration.
+        ConfigError: transformers is older than 5.
     """
     import transformers
 

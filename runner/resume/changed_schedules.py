@@ -83,7 +83,9 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
         return False
     if kinds := [type(scheduler).__name__ for scheduler in group if scheduler.need_val_args]:
         _check_metrics_alone(kinds, then, now, position)
-        _say(runner, f"{what}; what has been reduced so far stays, because {kinds[0]} depends on metrics of the past")
+        runner.logger.warning(
+            f"{what}; what has been reduced so far stays, because {kinds[0]} depends on metrics of the past"
+        )
         return False
     if any(scheduler.has_begun for scheduler in group):
         raise CheckpointError(
@@ -112,12 +114,8 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
     since = ""
     if follows_epochs:
         since = f" because an epoch has {position.epoch_lengths[1]} iterations and had {position.epoch_lengths[0]}"
-    _say(runner, f"{what}{since}; {', '.join(told)}")
+    runner.logger.warning(f"{what}{since}; {', '.join(told)}")
     return True
-
-
-def _say(runner: Run, line: str) -> None:
-    runner.logger.warning(line)
 
 
 def _differences(

@@ -237,6 +237,17 @@ def test_an_impossible_setting_is_told_when_the_model_is_built(tmp_path: Path, f
     runner.close()
 
 
+def test_older_versions_of_transformers_are_refused(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "4.57.3")
+    with pytest.raises(ConfigError) as raised:
+        runner_of(tmp_path, dict(type=CAUSAL, pretrained=folder))
+    assert str(raised.value) == "model.pretrained: needs transformers 5.0.0 or newer, 4.57.3 is installed"
+
+
 def reads_in_a_function(folder: Path, work_dir: Path) -> str:
     import transformers
 
