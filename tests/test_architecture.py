@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from .private_names import own_attributes, parsed, private_names_of_torch
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
 STRATEGY_FREE = re.compile(r"flextrain\.(core|optim|runner|tools|commands|testing)(\.|$)")
-MAX_LINES, MEDIAN_LINES = 400, 120
+MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
     f"flextrain.core.{name}_private"
@@ -214,7 +213,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     lengths = {module: source.count("\n") for module, source in sources().items()}
     assert {module for module, length in lengths.items() if length > MAX_LINES} == set()
-    assert statistics.median(lengths.values()) <= MEDIAN_LINES
 
 
 def test_only_strategies_name_a_concrete_strategy() -> None:
