@@ -133,6 +133,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put an operation on the tape, from which it runs with the random numbers that it would have drawn now."""
+        args, kwargs, out = tree_map_only(Tensor, _as_it_is, (args, kwargs, out))
         if _draws(func):
             generator = _generator_in(args, kwargs)
             with self._drawing():
@@ -295,6 +296,11 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _flat(tensor: Tensor) -> Tensor:
     """Memory on the CPU, 1-D, for the whole storage of a tensor on the meta device."""
     return torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """Memory or values that stay: ``module.double()`` gives a parameter other memory, constructors change what they copied."""
+    return tensor.detach() if tensor.is_meta else tensor.clone()
 
 
 def _agreed(tensor: Tensor) -> Tensor:

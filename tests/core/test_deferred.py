@@ -118,7 +118,24 @@ class Drawn(nn.Module):
         self.third = nn.Linear(20, 6)
 
 
-@pytest.mark.parametrize("kind", [Plain, Own, PassedOver, Drawn])
+class Converted(nn.Module):
+    """Parameters that get other memory and go on being initialised in it, and a tensor that changes when it was copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(6, 20).bfloat16()
+        self.body = nn.Linear(20, 20)
+        self.swapped = nn.Linear(20, 6)
+        self.raw = nn.Parameter(torch.empty(3))
+        values = torch.ones(3)
+        self.raw.data.copy_(values)
+        values.mul_(5)
+        self.swapped.weight.data = self.swapped.weight.data.T.clone() * 2
+        self.double()
+        nn.init.orthogonal_(self.body.weight)
+
+
+@pytest.mark.parametrize("kind", [Plain, Own, PassedOver, Drawn, Converted])
 def test_the_values_are_those_of_an_ordinary_construction(kind: Any) -> None:
     torch.manual_seed(3)
     expected = kind()
