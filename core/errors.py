@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .uncaught import show_in_one_line
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _KEY = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*): ")
 
 
 class FlexTrainError(Exception):
-    """Base class of all exceptions that flextrain defines."""
+    """Base class of all exceptions that flextrain defines; the interpreter shows one that nobody catches in one line."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new error."""
+        show_in_one_line(FlexTrainError)
+        return super().__new__(cls, *args, **kwargs)
 
 
 class ConfigError(FlexTrainError, ValueError):

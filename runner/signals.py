@@ -34,6 +34,7 @@ class Listener(Protocol):
 _pid = os.getpid()
 _is_over = False
 _latest: weakref.ref[Any] | None = None
+_end: weakref.ref[BaseException] | None = None
 _in_progress: list[Listener] = []
 
 
@@ -116,6 +117,23 @@ def end_all() -> None:
     _is_over = True
 
 
+def outlast(end: BaseException) -> None:
+    """Let no further signal disturb the end that ``end`` makes, unless the program catches it.
+
+    Launchers send one as soon as the first process has left, while others close their files or are in atexit functions.
+    """
+    global _end
+    _end = weakref.ref(end, _is_gone)
+
+
+def _is_gone(end: weakref.ref[BaseException]) -> None:
+    if sys._getframe().f_back is not None or threading.current_thread() is not threading.main_thread():
+        return  # the program has caught it
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is _handle:  # the interpreter gives back all others at its end
+            signal.signal(number, signal.SIG_IGN)
+
+
 def hearing() -> Listener | None:
     """The listener of the run in progress, or of the one that was made last and still exists."""
     if _in_progress:
@@ -150,6 +168,8 @@ def is_caught(number: int, pid: int | None = None) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    if _end is not None and _end() is not None and os.getpid() == _pid:
+        return
     if os.getpid() != _pid or _is_over or (listener := hearing()) is None:  # a forked child
         _as_ever(number, frame)
     else:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
-import weakref
-from types import TracebackType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint import find_latest, iteration_of
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, FlexTrainError
 from ..core.events import append_event
-from ..core.log_marks import TRACEBACK_IN_FILE
+from ..core.log_marks import ONLY_IN_FILE, TRACEBACK_IN_FILE
+from ..core.uncaught import has_bug_of_the_user, is_first_to_say, tell
 from .failures.origin import find_origin
 from .failures.report import Reason, reason_of
 from .resume.tier_notes import newest_fast
+from .signals import outlast
 
 if TYPE_CHECKING:
     from .run import Run
@@ -33,6 +33,7 @@ class Terminated(SystemExit):
     def __init__(self, status: int = 128 + signal.SIGTERM, what: str = "Ended by SIGTERM", saved: str = "") -> None:
         super().__init__(status)
         self.what, self.saved = what, saved
+        outlast(self)
 
 
 def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool, watchdog: Watchdog | None = None) -> None:
@@ -45,14 +46,14 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool, watchdog:
         watchdog: tells the other processes, and knows which of them has failed; None for one process.
     """
     reason = reason_of(run, error) if isinstance(error, Exception) else None
-    because = "" if watchdog is None else _share(run, error, reason, watchdog)
+    ending = None if watchdog is None else _share(run, error, reason, watchdog)
     try:
         run.finish_saving()
     except CheckpointError as second:
         run.logger.error(str(second))
     except KeyboardInterrupt:  # Ctrl-C again, by somebody who does not want to wait
         run.logger.warning("Interrupted again: the checkpoint that was being written may stay incomplete")
-    _log_how_it_ended(run, error, reason, because, has_begun)
+    _log_how_it_ended(run, error, reason, ending, has_begun)
     for method in run.hook_calls["on_exception"]:
         try:
             method(run, exception=error)
@@ -64,23 +65,23 @@ def tell_how_it_ended(run: Run, error: BaseException, has_begun: bool, watchdog:
 def tell_others(run: Run, error: BaseException, watchdog: Watchdog) -> None:
     """Tell the other processes of an error before training, such as one in building the model, or log which had one."""
     reason = reason_of(run, error) if isinstance(error, Exception) else None
-    if because := _share(run, error, reason, watchdog):
-        _log_how_it_ended(run, error, reason, because, has_begun=False)
+    if ending := _share(run, error, reason, watchdog):
+        _log_how_it_ended(run, error, reason, ending, has_begun=False)
 
 
-def _share(run: Run, error: BaseException, reason: Reason | None, watchdog: Watchdog) -> str:
-    """Tell the other processes why this one ends; return why another one did if this error only follows from that."""
+def _share(run: Run, error: BaseException, reason: Reason | None, watchdog: Watchdog) -> _Cause | None:
+    """Tell the other processes why this one ends; return how another one did if this error only follows from that."""
     if reason is None:
         if watchdog.tell(run, "left", _told_as(error)) and not isinstance(error, Terminated):
             append_event(run.work_dir, "left", rank=run.rank, iter=run.iter, reason=_told_as(error))
-        return ""
+        return None
     if (ending := watchdog.reason(error)) is not None:
         because = ending.words(with_machine=watchdog.is_elsewhere(ending))
         if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed because {because}")
-        return because
-    watchdog.tell(run, "failed", f"{reason.said}{f' ({reason.where.strip()})' if reason.where else ''}")
-    return ""
+        return _Cause(because, ending.said if ending.kind == "failed" else because)
+    watchdog.tell(run, "failed", reason.in_a_line)
+    return None
 
 
 def _told_as(error: BaseException) -> str:
@@ -100,22 +101,42 @@ def _what(error: BaseException) -> tuple[int, str]:
     return logging.INFO, f"Ended by {type(error).__name__}"
 
 
-def _log_how_it_ended(run: Run, error: BaseException, found: Reason | None, because: str, has_begun: bool) -> None:
+@dataclass(frozen=True)
+class _Cause:
+    """What happened to another process.
+
+    Attributes:
+        words: to follow "Failed because".
+        said: what every process of this machine says of it alike.
+    """
+
+    words: str
+    said: str
+
+
+def _log_how_it_ended(
+    run: Run, error: BaseException, found: Reason | None, cause: _Cause | None, has_begun: bool
+) -> None:
     """Log what ended the run and what to resume from; the traceback goes only to the log file, of each process to its own.
 
-    On the console the interpreter prints that of a failure, or the program has caught the exception. After Ctrl-C only
-    the table of the run follows.
+    On the console the interpreter prints the traceback of an error in the user's code, or the program has caught it. For
+    errors of flextrain's own, those that follow from the end of another process, and Ctrl-C, the line is enough; of several
+    processes that would say the same, one says it.
     """
     (level, what), where, reason = _what(error), "", ""
     if isinstance(error, Terminated) and error.saved:
         reason = f"; {error.saved}"
+    said = ""
     if isinstance(error, KeyboardInterrupt):
-        _print_no_traceback(error)
-    if because and found is not None:
-        level, what = logging.ERROR, f"Failed because {because}; noticed"
+        tell(error, "")
+    if cause is not None and found is not None:
+        level, what, said = logging.ERROR, f"Failed because {cause.words}; noticed", cause.said
+        tell(error, cause.words)
         where = found.where or find_origin(error, None).words()  # errors of flextrain's own say where, except these
     elif found is not None:
-        level, what, where = logging.ERROR, "Failed", found.where
+        level, what, where, said = logging.ERROR, "Failed", found.where, found.in_a_line
+        if isinstance(error, FlexTrainError) and not has_bug_of_the_user(error):
+            tell(error, said)
         facts: dict[str, Any] = {"rank": run.rank, "iter": run.iter} if has_begun else {"rank": run.rank}
         if found.samples:
             facts["samples"] = list(found.samples)
@@ -140,42 +161,11 @@ def _log_how_it_ended(run: Run, error: BaseException, found: Reason | None, beca
         what + where + reason,
         (),
         (type(error), error, error.__traceback__) if told else None,
-        extra={TRACEBACK_IN_FILE: True},
+        extra={TRACEBACK_IN_FILE: True, ONLY_IN_FILE: bool(said) and not is_first_to_say(f"{run.log_dir} {said}")},
     )
     # Ranks other than 0 drop what is no error; their own log files take this line whatever its level.
     if run.rank != 0 or logger.isEnabledFor(level):
         logger.handle(record)
-
-
-_TOLD = "_flextrain_told"
-"""Attribute of interruptions that the log has told of."""
-
-
-class _Told:
-    """Lives as long as the interruption that has it as an attribute."""
-
-
-def _print_no_traceback(error: KeyboardInterrupt) -> None:
-    """Make the interpreter end without a traceback if this interruption ends the program; the status stays 130.
-
-    If the program catches it, ``sys.excepthook`` is again what it was as soon as nobody has the interruption any more.
-    """
-    setattr(error, _TOLD, told := _Told())
-    before = sys.excepthook
-    if getattr(before, _TOLD, False):
-        return
-
-    def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if not getattr(value, _TOLD, False):
-            before(kind, value, traceback)
-
-    def restore() -> None:
-        if sys.excepthook is excepthook:
-            sys.excepthook = before
-
-    setattr(excepthook, _TOLD, True)
-    sys.excepthook = excepthook
-    weakref.finalize(told, restore).atexit = False
 
 
 def _advice(run: Run) -> str:

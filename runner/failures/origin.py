@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from ...core.model import class_name
+from ...core.uncaught import is_the_user_s, shown
 from ..data.sample_seeds import samples_in_words
 from ..hooks import Hook
 
 _LIBRARY = __name__.partition(".")[0]
-_NOT_THE_USER_S = frozenset((_LIBRARY, "torch", "torchmetrics", "numpy", "deepspeed", "rich"))
-_STANDARD = sysconfig.get_path("stdlib")
 _STAGES = {"val": "validation", "test": "testing"}
 
 # Functions of Stepper in which the model computes; everything else there has other functions inside.
@@ -68,7 +64,7 @@ class Origin:
     def source(self) -> str:
         """The file and line of the user's own code in which the error arose; empty if there is none."""
         for frame, line in reversed(self.frames):
-            if _is_the_user_s(frame):
+            if is_the_user_s(frame):
                 return shown(frame.f_code.co_filename, line)
         return ""
 
@@ -199,20 +195,6 @@ def _module_of(frame: FrameType) -> str:
     """The module of a frame of this library, without the library's name; otherwise empty."""
     first, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
     return rest if first == _LIBRARY else ""
-
-
-def _is_the_user_s(frame: FrameType) -> bool:
-    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-    if module.partition(".")[0] in _NOT_THE_USER_S or file.startswith("<"):
-        return False
-    return not file.startswith(_STANDARD + os.sep) or "site-packages" in file
-
-
-def shown(file: str, line: int) -> str:
-    """Return ``train.py:31``, relative to the working directory if the file is in it."""
-    path = Path(file)
-    here = Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -42,6 +42,11 @@ class Reason:
     samples: tuple[int, ...] = ()
 
     @property
+    def in_a_line(self) -> str:
+        """What was said, and where."""
+        return f"{self.said}{f' ({self.where.strip()})' if self.where else ''}"
+
+    @property
     def follows(self) -> bool:
         """Whether it only follows from the end of another process."""
         return re.search(process_advice.LOST, self.said) is not None

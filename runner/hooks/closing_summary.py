@@ -15,6 +15,7 @@ from ...core.checkpoint import find_latest, is_checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.errors import CheckpointError, ConfigError, counted
 from ...core.events import EVENTS, read_events
+from ...core.uncaught import told
 from ..reporting.log_tables import Table
 from ..reporting.progress import samples_per_iteration
 from .checkpoint import CheckpointHook
@@ -174,7 +175,7 @@ class ClosingSummary:
 
 def how_it_ended(error: BaseException) -> str:
     """Return in a line what has ended a run early."""
-    said = str(getattr(error, "what", "") or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else ""))
+    said = str(getattr(error, "what", "") or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else told(error) or ""))
     saved = str(getattr(error, "saved", ""))
     if not said:
         said = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from ...core.torch_private import LOADER_ITERATOR, awaited_worker, compiles, last_collective
+from ...core.uncaught import shown
 from ..data import worker_stacks
-from ..failures.origin import origin_of_frames, shown
+from ..failures.origin import origin_of_frames
 from .identity import state_of
 
 _LIBRARY = __name__.partition(".")[0]
