@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from .commands import (
 )
 from .commands.output import until_closed
 from .core.errors import FlexTrainError, one_of, suggest
+from .core.uncaught import has_bug_of_the_user, say, wants_traceback
 
 COMMANDS = (
     checkpoint,
@@ -69,7 +71,10 @@ def _run(argv: Sequence[str]) -> int:
     try:
         return int(arguments.run(arguments))
     except FlexTrainError as error:
-        print(f"flextrain: {error}", file=sys.stderr)  # noqa: T201
+        if wants_traceback() or has_bug_of_the_user(error):
+            traceback.print_exc()
+        else:
+            say(error, f"flextrain: {error}")
         return 2
 
 

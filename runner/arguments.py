@@ -95,6 +95,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     configuration.check_logging(given["log_processor"], given["log_level"], by_epoch)
     strategy = build_strategy(
         given["strategy"],
+        given_as=dict(backend="env_cfg.dist_cfg.backend", timeout_s="env_cfg.dist_cfg.timeout"),
         launcher=options.launcher,
         backend=options.env_cfg.dist_cfg.backend,
         timeout_s=options.env_cfg.dist_cfg.timeout,

@@ -168,12 +168,11 @@ def is_caught(number: int, pid: int | None = None) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if _end is not None and _end() is not None and os.getpid() == _pid:
-        return
-    if os.getpid() != _pid or _is_over or (listener := hearing()) is None:  # a forked child
-        _as_ever(number, frame)
-    else:
+    is_forked = os.getpid() != _pid
+    if not is_forked and not _is_over and (listener := hearing()) is not None:
         listener.came(number)
+    elif is_forked or _end is None or _end() is None:
+        _as_ever(number, frame)
 
 
 def _as_ever(number: int, frame: FrameType | None) -> None:

@@ -26,23 +26,24 @@ _NEVER_CALLED = {
 STRATEGIES.refuse(dict.fromkeys(("horovod", "Horovod", "HorovodStrategy"), f"{horovod.WHY}; {horovod.INSTEAD}"))
 
 
-def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
+def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None, **options: Any) -> Strategy:
     """Return the strategy that ``cfg`` describes, without starting anything.
 
     Args:
         cfg: a Strategy, ``dict(type=...)``, a class, a name, or None: SingleDeviceStrategy for one process, DDPStrategy
             for several.
+        given_as: the keys of ``options`` in the configuration, for messages, as far as they are others.
         options: options of the strategy from other keys of the runner's configuration; None means not given.
 
     Raises:
         ConfigError: a wrong option, or two different values for one option.
     """
-    options = {key: value for key, value in options.items() if value is not None}
+    options, names = {key: value for key, value in options.items() if value is not None}, given_as or {}
     if isinstance(cfg, Strategy):
         _refuse_methods(cfg, "strategy")
         for key, value in options.items():
             if getattr(cfg.config, key) != value:
-                raise ConfigError(f"{key}: the strategy is already built, give {key}={value!r} to it")
+                raise ConfigError(f"{names.get(key, key)}: the strategy is already built, give {key}={value!r} to it")
         return cfg
     if cfg is None:
         several = detect_launch(options.get("launcher")).world_size > 1
@@ -57,11 +58,15 @@ def build_strategy(cfg: Any = None, **options: Any) -> Strategy:
     if isinstance(cfg, Mapping):
         for key, value in options.items():
             if key in cfg and cfg[key] != value:
-                raise ConfigError(f"strategy.{key}: {cfg[key]!r} disagrees with {key}={value!r}, give one of them")
+                name = names.get(key, key)
+                raise ConfigError(f"strategy.{key}: {cfg[key]!r} disagrees with {name}={value!r}, give one of them")
+        names = {key: name for key, name in names.items() if key not in cfg}
         cfg = {**options, **cfg}
     else:
         cfg = {**options, "type": cfg}
     strategy = STRATEGIES.build(cfg, "strategy")
+    if isinstance(strategy, Strategy):
+        strategy.given_as = {key: names[key] for key in names.keys() & options.keys()}
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
     _refuse_methods(strategy, "strategy.type")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +28,8 @@ class ProcessEnvironment:
     """
 
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+    given_as: Mapping[str, str] = MappingProxyType({})
+    """Where the configuration has options that are not given under ``strategy``, for messages."""
 
     def __init__(self, **options: Any) -> None:
         self.config = validate(self.Config, options, "strategy")
@@ -70,7 +74,7 @@ class ProcessEnvironment:
             self.device = select_device(spec, self.launch.local_rank)
         if self.launch.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
-                spec.complete_backend(self.config.backend),
+                spec.complete_backend(self.config.backend, self.given_as.get("backend", "strategy.backend")),
                 rank=self.launch.rank,
                 world_size=self.launch.world_size,
                 init_method=self.launch.init_method,

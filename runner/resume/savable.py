@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...core.byte_sizes import size_text
 from ...core.checkpoint import is_local
 from ...core.checkpoint.directory import to_json
 from ...core.checkpoint.untrusted import one_line
@@ -75,6 +76,6 @@ def _check_space(folder: Path, key: str, tensors: list[Tensor]) -> None:
     needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)  # whole, also of a shard
     if total and free < needed:
         raise CheckpointError(
-            f"{folder}: has {free / 2**20:,.0f} MiB free, and a checkpoint takes {needed / 2**20:,.0f} MiB or more; make room, or "
-            f"give another folder as {key}"
+            f"{folder}: has {size_text(free)} free, and a checkpoint takes {size_text(needed)} or more; make room, or give "
+            f"another folder as {key}"
         )

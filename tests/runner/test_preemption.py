@@ -611,6 +611,40 @@ if __name__ == "__main__":
 """
 
 
+AGAIN = """
+import atexit, os, signal
+from flextrain.runner import signals
+from flextrain.runner.termination import Terminated
+
+class Run:
+    is_needed = True
+    def came(self, number):
+        raise Terminated()
+
+def signalled(leave=True):
+    run = Run()
+    signals.listen(run, ["TERM"])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+{}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "program, status",
+    [
+        ("atexit.register(os.kill, os.getpid(), signal.SIGTERM)\nsignalled()", 143),
+        ("try: signalled()\nfinally: os.kill(os.getpid(), signal.SIGTERM)", 143),
+        ("try: signalled()\nexcept Terminated: pass\nos.kill(os.getpid(), signal.SIGTERM)", -15),
+    ],
+    ids=["in-atexit", "on-the-way-out", "after-it-was-caught"],
+)
+def test_a_second_signal_does_not_disturb_the_end(program: str, status: int) -> None:
+    """As torchrun sends it when the first process has left; a program that has caught the end is ended as ever."""
+    assert subprocess.run([sys.executable, "-c", AGAIN.format(program)]).returncode == status
+
+
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("context", ["fork", "spawn"])

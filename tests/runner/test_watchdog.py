@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from flextrain.core.errors import ConfigError, LaunchError, StrategyError
 from flextrain.core.heartbeat import heartbeats
 from flextrain.core.model import class_name
 from flextrain.runner.options import Environment, check_options
-from flextrain.runner.termination import _print_no_traceback
 from flextrain.runner.watchdog.ending import Ending, follows_from_another
 from flextrain.runner.watchdog.exchange import Exchange as RealExchange
 from flextrain.runner.watchdog.identity import Identity
@@ -315,17 +313,6 @@ def test_the_name_of_a_class_is_the_user_s() -> None:
     replaced = type("FSDPMine", (Mine,), {"__module__": "torch.distributed.fsdp._fully_shard"})
     assert class_name(replaced()) == "Mine"
     assert class_name(Mine()) == "Mine"
-
-
-def test_the_hook_of_the_interpreter_comes_back_when_the_interruption_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sys.excepthook
-    monkeypatch.setattr(sys, "excepthook", before)
-    error = KeyboardInterrupt()
-    _print_no_traceback(error)
-    assert sys.excepthook is not before
-    del error
-    gc.collect()
-    assert sys.excepthook is before
 
 
 def test_compiling_is_told_from_running_what_was_compiled() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ...byte_sizes import size_text
 from ...errors import CheckpointError
 from ...stored_dtypes import DTYPES
 from ..manifest import FileEntry
+from ..paths import is_local
 from ..safetensors_file import write_safetensors
 from .planning import PlannedChunk
 
@@ -32,4 +37,13 @@ def described(parts: Sequence[PlannedChunk]) -> dict[str, tuple[torch.dtype, tup
 
 def write_shard(path: Path, parts: Sequence[PlannedChunk], tensors: Iterable[Tensor]) -> FileEntry:
     """Write chunks of tensors to one safetensors file, with one of them in memory at a time."""
-    return write_safetensors(path, described(parts), tensors)
+    header = described(parts)
+    try:
+        return write_safetensors(path, header, tensors)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_local(path):
+            raise
+        found = path.stat().st_size if path.exists() else 0
+        size = size_text(sum(dtype.itemsize * math.prod(shape) for dtype, shape in header.values()))
+        room = size_text(found + shutil.disk_usage(path.parent).free)
+        raise OSError(error.errno, f"{error.strerror}: its file needs {size}, and {room} were free") from None
