@@ -157,7 +157,8 @@ def _is_one_stream() -> bool:
 def has_bug_of_the_user(error: BaseException) -> bool:
     """Whether an error follows from one of another kind that came from the user's code, whose traceback is needed."""
     return any(
-        not isinstance(each, tuple(_kinds)) and _the_user_s(each.__traceback__) is not None for each in _before_it(error)
+        not isinstance(each, tuple(_kinds)) and _the_user_s(each.__traceback__) is not None
+        for each in _before_it(error)
     )
 
 

@@ -74,7 +74,7 @@ class ProcessEnvironment:
             self.device = select_device(spec, self.launch.local_rank)
         if self.launch.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
-                spec.complete_backend(self.config.backend, self.given_as.get("backend", "strategy.backend")),
+                spec.complete_backend(self.config.backend, self._key_of_backend),
                 rank=self.launch.rank,
                 world_size=self.launch.world_size,
                 init_method=self.launch.init_method,
@@ -114,6 +114,10 @@ class ProcessEnvironment:
         """
         return Topology()
 
+    @property
+    def _key_of_backend(self) -> str:
+        return self.given_as.get("backend", "strategy.backend")
+
     def meet(self, call: str) -> None:
         """Wait until every process has made ``call``; a collective.
 
@@ -128,7 +132,7 @@ class ProcessEnvironment:
         if dist.is_initialized():
             return
         assert self._spec is not None
-        dist.init_alone(self._spec.complete_backend(self.config.backend))
+        dist.init_alone(self._spec.complete_backend(self.config.backend, self._key_of_backend))
         self._owns_group = True
         dist.leave_at_exit()
 

@@ -238,6 +238,16 @@ def test_a_training_that_began_anew_replaces_the_earlier_one(tmp_path: Path) -> 
     assert curve_of(run, "loss") == [(10, 2.0)]
     assert [event.text for event in run.events if event.kind == "saved"] == ["of_20260102_000000"]
     assert run.notes[0].startswith("1 earlier start in ")
+    assert run.notes[0].endswith("/START` shows one: 20260101_000000 (to iteration 10)")
+
+
+def test_what_never_changes_is_folded_away_and_words_are_whole(tmp_path: Path) -> None:
+    written(tmp_path, [{"loss": 1.0 / i, "lr": 0.1, "iter": i, "step": i} for i in (10, 20, 30)])
+    text = page([recorded_run(tmp_path, "run")])
+    (folded,) = re.findall(r"<details><summary>Constant: lr</summary>(.*?)</details>", text, re.DOTALL)
+    assert re.findall("<h3>(.*?)</h3>", folded) == ["lr"]
+    assert "anywhere; vertical-align" not in text, "columns would be as narrow as a letter"
+    assert f"{tmp_path.parent.name}/<wbr>{tmp_path.name}".replace("_", "_<wbr>") in text, "a path breaks at its separators"
 
 
 def test_what_was_done_beyond_the_checkpoint_that_a_run_was_resumed_from_is_left_out(tmp_path: Path) -> None:

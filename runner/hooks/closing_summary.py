@@ -123,10 +123,9 @@ class ClosingSummary:
         seconds = time.monotonic() - self._begun
         updates, epochs = runner.iter - self._iter, runner.epoch - self._epoch
         if updates:
-            took = datetime.timedelta(seconds=round(seconds))
             done = counted(updates, "iteration")
             done = f"{counted(epochs, 'epoch')} ({done})" if runner.train_loop.by_epoch else done
-            yield f"Trained {done} in {took}{self._speed(updates, seconds - self._validated_s)}"
+            yield f"Trained {done} in {_duration(seconds)}{self._speed(updates, seconds - self._validated_s)}"
         for best in self._bests():
             yield f"Best {best.name}: {best.score:.4f}{best.at}{_place(best)}"
         try:
@@ -190,11 +189,13 @@ def _duration(seconds: float) -> str:
 def _starts(run: Run) -> str:
     """How often training has begun since its first update, if that is more than once."""
     begun = [event.get("iter") for event in read_events(run.work_dir) if event["event"] == "started"]
-    if 0 in begun:
-        begun = begun[len(begun) - 1 - begun[::-1].index(0) :]
+    first = len(begun) - 1 - begun[::-1].index(0) if 0 in begun else 0
+    begun, before = begun[first:], f"{counted(first, 'earlier one')}, after which training began anew" if first else ""
     if len(begun) < 2:
-        return ""
-    return f"{len(begun)}, resumed after iteration {', '.join(str(each) for each in begun[1:][-5:])}"
+        return f"1; {before}" if before else ""
+    shown = ["..."] * (len(begun) > 6) + [str(each) for each in begun[1:][-5:]]
+    resumed = f"{len(begun)}, resumed after iteration {', '.join(shown)}"
+    return f"{resumed}; {before}" if before else resumed
 
 
 def _place(best: _Best) -> str:

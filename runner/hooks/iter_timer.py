@@ -20,8 +20,8 @@ class IterTimerHook(Hook):
     """Measures the seconds per iteration and the part spent waiting for data, and estimates the time left.
 
     Scalars are ``<mode>/time`` and ``<mode>/data_time``; the estimate is the info ``eta``, in seconds. Time of
-    validation does not enter the estimate. The hook never waits for the device: its work shows in the iteration that
-    waits for it.
+    validation does not enter the estimate, and that of saves enters no iteration's. The hook never waits for the device:
+    its work shows in the iteration that waits for it.
     """
 
     priority = "NORMAL"
@@ -32,6 +32,7 @@ class IterTimerHook(Hook):
         # Seconds and iterations of training, and of the current validation or test.
         self._seconds = self._eval_seconds = 0.0
         self._done = self._eval_done = 0
+        self._loop_s = self._saved_s = 0.0
         self.waited_s = 0.0
         """Seconds of this training in which this process has waited for data."""
         self._start = self._to_do = 0
@@ -39,6 +40,8 @@ class IterTimerHook(Hook):
     def before_train(self, runner: Run) -> None:
         """Reset the measurement; a resumed run starts from its iteration."""
         self._start, self._done, self._seconds, self.waited_s = runner.iter, 0, 0.0, 0.0
+        self._loop_s = getattr(runner.train_loop, "waited_s", 0.0)
+        self._saved_s = getattr(runner, "saving_s", 0.0)
         self._data_times = runner.message_hub.history("train/data_time")
         self._times = runner.message_hub.history("train/time")
         self._last = time.perf_counter()
@@ -50,7 +53,7 @@ class IterTimerHook(Hook):
         if mode == "train":
             self._to_do = runner.max_iters - self._start
         self._eval_done, self._eval_seconds = 0, 0.0
-        self._last = time.perf_counter()
+        self._last, self._saved_s = time.perf_counter(), getattr(runner, "saving_s", 0.0)
 
     def after_epoch(self, runner: Run, mode: str = "train") -> None:
         """Switch the estimate back to training after a validation."""
@@ -58,11 +61,13 @@ class IterTimerHook(Hook):
 
     def after_val(self, runner: Run) -> None:
         """Restart the clock, so that the end of a validation does not count in the next iteration."""
-        self._last = time.perf_counter()
+        self._last, self._saved_s = time.perf_counter(), getattr(runner, "saving_s", 0.0)
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Record the time spent waiting for the batch."""
-        waited = time.perf_counter() - self._last
+        """Record the time spent waiting for the batch, without that of hooks and saves after the update before."""
+        loop_s = getattr(runner.train_loop, "waited_s", None)  # a loop of one's own may have none
+        waited = time.perf_counter() - self._last if loop_s is None else loop_s - self._loop_s
+        self._loop_s = loop_s or 0.0
         self.waited_s += waited
         self._data_times.put(waited)
 
@@ -79,7 +84,8 @@ class IterTimerHook(Hook):
         self._last = now
         self._seconds += seconds
         self._done += 1
-        self._times.put(seconds)
+        saved_s, self._saved_s = self._saved_s, getattr(runner, "saving_s", 0.0)
+        self._times.put(seconds - (self._saved_s - saved_s))
 
     def before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
         """Record the time spent waiting for a validation or test batch."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from ...core.events import append_event
+from ...core.log_marks import ONLY_IN_FILE
 from ...core.overriding import overridden
 from ...core.registry import HOOKS
 from ..reporting.line_queue import LineQueue
@@ -46,6 +47,8 @@ class LoggerHook(Hook):
         log_metric_by_epoch: use the epoch as the step of validation records, if training has epochs.
         progress_bar: show a progress bar; None: only on an interactive terminal, and not under mpirun, whose output may go
             to a file.
+        lines: write the lines of iterations to the console; None: only where there is no bar, which shows the same. The log
+            file has them all.
         tables: write a table of the model and the training when it begins, and one of the run when it ends.
         file_client_args, backend_args: not supported.
     """
@@ -64,6 +67,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: bool = True,
         backend_args: dict[str, Any] | None = None,
         progress_bar: bool | None = None,
+        lines: bool | None = None,
         tables: bool = True,
     ) -> None:
         refuse("LoggerHook", file_client_args=file_client_args, backend_args=backend_args)
@@ -72,6 +76,7 @@ class LoggerHook(Hook):
             ("interval", interval, _is_count, "1 or more"),
             ("interval_exp_name", 1 if interval_exp_name is None else interval_exp_name, _is_count, "1 or more"),
             ("ignore_last", ignore_last, lambda given: isinstance(given, bool), "True or False"),
+            ("lines", False if lines is None else lines, lambda given: isinstance(given, bool), "True, False or None"),
             ("tables", tables, lambda given: isinstance(given, bool), "True or False"),
             ("out_dir", out_dir or "", lambda given: isinstance(given, (str, Path)), "a folder"),
             ("out_suffix", suffixes, lambda given: all(isinstance(each, str) for each in given), "endings of names"),
@@ -89,7 +94,7 @@ class LoggerHook(Hook):
         self.keep_local = keep_local
         self.log_metric_by_epoch = log_metric_by_epoch
         self.tables = tables
-        self._wants_bar = progress_bar
+        self._wants_bar, self._wants_lines = progress_bar, lines
         self._record: RunRecord | None = None
         self._bar: ProgressBar | None = None
         self._summary: ClosingSummary | None = None
@@ -107,9 +112,13 @@ class LoggerHook(Hook):
             self._has_introduced = True
             runner.logger.info("Exp name: %s", runner.experiment_name)
             if not overridden(runner.log_processor, "get_log_after_iter", "get_log_after_epoch"):
-                runner.logger.info(units(runner))
+                has_lines = not self._shows_bar() if self._wants_lines is None else self._wants_lines
+                runner.logger.info(units(runner), extra={ONLY_IN_FILE: not has_lines})
         self._lines.open(runner.logger)
         runner.visualizer.open()
+
+    def _shows_bar(self) -> bool:
+        return is_interactive() if self._wants_bar is None else self._wants_bar
 
     def before_train(self, runner: Run) -> None:
         """Open the reporters and show the progress bar."""
@@ -118,8 +127,7 @@ class LoggerHook(Hook):
         self._summary, self._record = ClosingSummary(runner), RunRecord(runner)
         if runner.rank == 0 and (self.tables or self._record.is_kept):
             self._introduce(runner, self._record)
-        wants_bar = is_interactive() if self._wants_bar is None else self._wants_bar
-        if runner.rank == 0 and wants_bar:
+        if runner.rank == 0 and self._shows_bar():
             self._bar = ProgressBar(runner)
             self._bar.start()
 
@@ -161,12 +169,17 @@ class LoggerHook(Hook):
 
     def _write(self, runner: Run, log: Callable[[], tuple[dict[str, Any], str]], step: int) -> None:
         record, line = log()
-        runner.logger.info(line)
+        self._say(runner, line)
         self._report(runner, record, step, "train")
         if self._record is not None:
             self._record.add_line(record)
         if self._bar is not None:
             self._bar.update(record)
+
+    def _say(self, runner: Run, line: str) -> None:
+        """Write the line of an iteration; beside a bar only to the file."""
+        is_shown = self._bar is None if self._wants_lines is None else self._wants_lines
+        runner.logger.info(line, extra={ONLY_IN_FILE: not is_shown})
 
     def after_train_epoch(self, runner: Run) -> None:
         """Write the pending lines, so that none waits during a validation or a save."""
@@ -190,7 +203,7 @@ class LoggerHook(Hook):
     ) -> None:
         """Write a line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
-            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
+            self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
         if self._bar is not None:
             self._bar.evaluate("val", batch_idx + 1, num_batches(runner, "val"))
 
@@ -199,7 +212,7 @@ class LoggerHook(Hook):
     ) -> None:
         """Write a line if it is due."""
         if (batch_idx + 1) % self.interval == 0:
-            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
+            self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Write a line with the metrics, and a record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class TrainLoop(BaseLoop):
         self.is_validating = False
         self._evaluated = 0  # batches of validations
         self._has_tried = False  # True after the dry pass
+        self.waited_s = 0.0
+        """Seconds in which ``batches`` has waited for data so far."""
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
@@ -239,8 +242,20 @@ class TrainLoop(BaseLoop):
         """Yield what ``run_iter`` gets, up to the update ``stop`` of the epoch."""
         check_counted(self.data.last_counted(self._epoch, stop), self._runner.stepper)
         windows = self.data.windows(self._epoch, self._inner, stop)
-        due = map(itemgetter(0), windows) if self.data.accumulate == 1 else windows
+        due = self._timed(map(itemgetter(0), windows) if self.data.accumulate == 1 else windows)
         return self._checked(due) if self.has_own_methods else due
+
+    def _timed(self, due: Iterator[Any]) -> Iterator[Any]:
+        now = time.perf_counter
+        while True:
+            began = now()
+            try:
+                batch = next(due)
+            except StopIteration:
+                return
+            finally:
+                self.waited_s += now() - began
+            yield batch
 
     def _checked(self, due: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and check after each that one update was made of it."""

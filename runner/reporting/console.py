@@ -61,11 +61,13 @@ class ConsoleHandler(_StreamHandler):
         self.addFilter(lambda record: not getattr(record, ONLY_IN_FILE, False))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without a traceback that belongs only in the file, folded if a terminal shows it."""
+        """Return the line without a traceback that belongs only in the file; for a terminal short, and folded."""
         text = super().format(record)
         text = text.partition("\n")[0] if getattr(record, TRACEBACK_IN_FILE, False) else text
         if not self._draws():
             return text
+        stamp, named, rest = text.partition(f" - {NAME} - ")
+        text = f"{stamp} {rest.removeprefix('INFO - ')}" if named else text
         return folded(text, shutil.get_terminal_size().columns if self.live is None else self.live.width)
 
     def _draws(self) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flextrain.core.uncaught import is_first_to_say
 
-LINE = 'flextrain: ConfigError: train_cfg.max_epoch: unknown key ({}; FLEXTRAIN_TRACEBACK=1 shows the traceback)\n'
+LINE = "flextrain: ConfigError: train_cfg.max_epoch: unknown key ({}; FLEXTRAIN_TRACEBACK=1 shows the traceback)\n"
 HEAD = "import sys\nfrom flextrain.core.errors import ConfigError\ndef wrong():\n    raise ConfigError('train_cfg.max_epoch: unknown key')\n"
 OF_THE_LIBRARY = "exec(compile('def call(f):\\n try: f()\\n except KeyError as e: raise ConfigError(\"model: failed\") from e', 'x.py', 'exec'), {**globals(), '__name__': 'flextrain.x'}, globals())\n"
 
@@ -72,6 +72,12 @@ def test_of_the_processes_of_torchrun_one_says_it(monkeypatch: pytest.MonkeyPatc
 
     assert [first(0, "a"), first(1, "a")] == [True, True], "nobody keeps a store before the processes meet"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert [first(1, "a"), first(0, "a"), first(0, "b"), first(1, "b"), first(1, "a")] == [True, False, True, False, True]
+    assert [first(1, "a"), first(0, "a"), first(0, "b"), first(1, "b"), first(1, "a")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first(0, "a"), "a restarted process says it again"

@@ -522,8 +522,11 @@ TWO_HOMES = [
     case("cfg", dict(activation_checkpointing=["net"]), "has no effect", "cfg.activation_checkpointing"),
     case("launcher", "mpi", "disagrees", "strategy.launcher", strategy=dict(type="DDPStrategy", launcher="pytorch")),
     case("launcher", "pytorch", "the strategy is already built", strategy=SingleDeviceStrategy()),
-    case("strategy.timeout_s", 5, "disagrees", env_cfg=dict(dist_cfg=dict(timeout=10))),
+    case(
+        "strategy.timeout_s", 5, "disagrees with env_cfg.dist_cfg.timeout=10, ", env_cfg=dict(dist_cfg=dict(timeout=10))
+    ),
     case("strategy.backend", "nccl", "disagrees", env_cfg=dict(dist_cfg=dict(backend="gloo"))),
+    case("env_cfg.dist_cfg.backend", "nccl", "cannot send CPU tensors", strategy="fsdp"),
     case(
         "strategy",
         dict(type="DDPStrategy", static_graph=True, model_wrapper=dict(static_graph=False)),

@@ -106,7 +106,9 @@ def test_a_full_disk_is_known_before_training(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=16))
     runner = FlexibleRunner(**good(tmp_path))
-    with pytest.raises(CheckpointError, match=r"has 16 bytes free, and a checkpoint takes [\d.]+ (bytes|KiB) or more; make room"):
+    with pytest.raises(
+        CheckpointError, match=r"has 16 bytes free, and a checkpoint takes [\d.]+ (bytes|KiB) or more; make room"
+    ):
         runner.train()
     assert runner.iter == 0
     FlexibleRunner(**{**good(tmp_path), "default_hooks": dict(checkpoint=None)}).train()

@@ -218,6 +218,7 @@ def test_a_terminal_gets_folded_lines_and_the_file_whole_ones(
         setup_logger("INFO", tmp_path / "run.log").info("word " * 50)
         lines = screen.getvalue().splitlines()
         assert (max(map(len, lines)) <= width) != passed_on
+        assert re.match(r"\d\d/\d\d \d\d:\d\d:\d\d " + ("- flextrain - INFO - word" if passed_on else "word"), lines[0])
         assert len((tmp_path / "run.log").read_text().splitlines()) == 1 + passed_on
 
 

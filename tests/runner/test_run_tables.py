@@ -159,6 +159,50 @@ def test_a_failure_ends_with_a_table_that_says_how_to_go_on(tmp_path: Path) -> N
     assert (record["end"]["ended"], record["end"]["iter"]) == ("RuntimeError: a lamp fell", 12)
 
 
+def test_saves_and_hooks_are_no_waiting_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves between two iterations were counted twice, so that nothing was left for training."""
+    from flextrain import Hook
+
+    clock = [0.0]
+
+    class Batches:
+        def __iter__(self) -> Any:
+            while True:
+                clock[0] += 1
+                yield torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
+
+    class Works(Hook):
+        priority = "LOWEST"
+
+        def after_train_iter(self, runner: Any, *args: Any, **more: Any) -> None:
+            clock[0] += 15
+            runner._saver.seconds += 10
+
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr("flextrain.runner.hooks.closing_summary.time." + name, lambda: clock[0])
+    options = dict(val_dataloader=None, val_cfg=None, val_evaluator=None, param_scheduler=None)
+    cfg = {"by_epoch": False, "max_iters": 4}
+    hooks = dict(default_hooks=dict(checkpoint=None), custom_hooks=[Works()])
+    run = make_run(tmp_path, train_dataloader=Batches(), train_cfg=cfg, **hooks, **options)
+    run.train()
+    seconds = json.loads(Path(run.log_dir, "vis_data/run.json").read_text())["end"]["seconds"]
+    assert seconds == {"training": 20, "validation": 0, "saving": 40, "waiting for data": 4, "all": 64}
+    assert [*run.message_hub.history("train/time").data[0]] == [1, 6, 6, 6], "with hooks, without saves"
+
+
+@pytest.mark.parametrize("lines", [None, True])
+def test_beside_a_bar_the_lines_of_iterations_are_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: bool | None
+) -> None:
+    run = make_run(tmp_path, default_hooks={"logger": {"progress_bar": True, "lines": lines, "interval": 5}})
+    run.train()
+    out = capsys.readouterr().out
+    for line in ("Epoch(train) [2][ 5/10]", "In the lines below: "):
+        assert (line in out) == (lines is True)
+        assert line in log_of(run)
+    assert "accuracy: " in out, "which the bar does not show"
+
+
 def test_tables_can_be_turned_off(tmp_path: Path) -> None:
     run = make_run(tmp_path, train_cfg={"by_epoch": True, "max_epochs": 1}, default_hooks={"logger": {"tables": False}})
     run.train()
@@ -207,7 +251,7 @@ def test_a_list_of_batches_has_iterations_per_second_and_no_samples(tmp_path: Pa
     options = dict(val_dataloader=None, val_cfg=None, val_evaluator=None)
     run = make_run(tmp_path, train_dataloader=batches, train_cfg={"by_epoch": True, "max_epochs": 1}, **options)
     run.train()
-    assert re.search(r"Trained 1 epoch \(5 iterations\) in 0:00:\d\d, [\d.e+]+ iterations/s", log_of(run))
+    assert re.search(r"Trained 1 epoch \(5 iterations\) in \d\.\d\d s, [\d.e+]+ iterations/s", log_of(run))
     assert "  batch      of unknown size: as the data give them\n" in log_of(run)
 
 

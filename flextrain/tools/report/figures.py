@@ -41,6 +41,11 @@ class Figure:
         """What the horizontal axis counts."""
         return "step" if self.key[0] == "user" else "iteration"
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether every run has recorded the same value again and again."""
+        return all(len(curve.ys) > 1 and len({*curve.ys}) == 1 for curve in self.curves.values())
+
 
 def figures(runs: Sequence[RecordedRun]) -> list[Figure]:
     """Return the figures in the order of SECTIONS, within one as they were recorded."""

@@ -134,8 +134,11 @@ def recorded_run(folder: Path, name: str) -> RecordedRun:
     run = RecordedRun(name, folder)
     _find_beginnings(starts, events)
     kept = _kept(starts)
-    if kept and (left_out := sum(start.begins is not None for start in starts[: starts.index(kept[0])])):
-        run.notes.append(f"{counted(left_out, 'earlier start')} in {folder}, after which training began anew: left out")
+    if kept and (left_out := [start for start in starts[: starts.index(kept[0])] if start.begins is not None]):
+        run.notes.append(
+            f"{counted(len(left_out), 'earlier start')} in {folder}, after which training began anew: left out; "
+            f"`flextrain report {folder}/START` shows one: {', '.join(map(_how_far, left_out))}"
+        )
         events = _events_since(kept[0], events)
     run.starts = len(kept)
     logs = [text_log(start.folder / f"{start.folder.name}.log", start.begins or 0) for start in kept]
@@ -165,6 +168,11 @@ def _starts(folder: Path) -> list[_Start]:
     own = [folder] if (folder / "vis_data").is_dir() else []
     inner = sorted(path for path in folder.iterdir() if (path / "vis_data").is_dir()) if not own else []
     return [_Start(path, path / "vis_data") for path in (own or inner)]
+
+
+def _how_far(start: _Start) -> str:
+    last = max((int(x) for record in lines_of(start.scalars) if (x := _iteration(record))), default=0)
+    return f"{start.folder.name} (to iteration {last:,})"
 
 
 def _find_beginnings(starts: list[_Start], events: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,6 +20,7 @@ from .run_page_style import RUN_STYLE
 _MOST_CHARTS = 80
 _MOST_EVENTS = 400
 _MOST_PICTURE_BYTES = 12 * 2**20
+_SEPARATORS = re.compile(r"(?<=\w)[/_.:]+(?=\w)")
 _MARKED = frozenset({"Loss", "Metrics"})
 _RANK_TITLES = (("data_time", "Waiting for data, of each rank", "seconds"), ("memory", "Memory of each rank", "MiB"))
 _PAGE = Template("""\
@@ -102,7 +104,8 @@ def _facts(runs: Sequence[RecordedRun]) -> str:
         f'<th scope=col>{_badge(i)}<span class="name">{escape(run.name)}</span></th>' for i, run in enumerate(runs)
     )
     rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th>{_cells(each.get(name, '') for each in facts)}</tr>" for name in names
+        f"<tr><th scope=row>{_breakable(name)}</th>{_cells(each.get(name, '') for each in facts)}</tr>"
+        for name in names
     )
     return (
         f'<section><div class="wide"><table class="facts"><thead><tr><th></th>{head}</tr></thead>'
@@ -124,12 +127,18 @@ def _charts(section: str, found: Sequence[Figure], runs: Sequence[RecordedRun]) 
     if not found:
         return ""
     marks = section in _MARKED
-    drawn = "".join(
-        f"<figure><h3>{escape(figure.title)}</h3>{chart(figure, runs, marks=marks)}</figure>" for figure in found
-    )
-    kinds = {event.kind for run in runs for event in run.events} if marks else set()
+    drawn: dict[bool, list[str]] = {False: [], True: []}
+    for figure in found:
+        text = f"<figure><h3>{escape(figure.title)}</h3>{chart(figure, runs, marks=marks)}</figure>"
+        drawn[figure.is_constant].append(text)
+    kinds = {event.kind for run in runs for event in run.events} if marks and drawn[False] else set()
     single = ' class="single"' if len(found) == 1 else ""
-    return f'<section{single}><h2>{section}</h2>{_key(kinds)}<div class="grid">{drawn}</div></section>'
+    grid = f'<div class="grid">{"".join(drawn[False])}</div>' if drawn[False] else ""
+    if drawn[True]:
+        names = ", ".join(figure.title for figure in found if figure.is_constant)
+        charts = f'<div class="grid">{"".join(drawn[True])}</div>'
+        grid += f"<details><summary>Constant: {escape(names)}</summary>{charts}</details>"
+    return f"<section{single}><h2>{section}</h2>{_key(kinds)}{grid}</section>"
 
 
 def _key(kinds: set[str]) -> str:
@@ -260,12 +269,17 @@ def _settings(runs: Sequence[RecordedRun]) -> str:
 def _table(rows: Iterable[tuple[str, Sequence[str]]], runs: Sequence[RecordedRun], *, heads: bool = True) -> str:
     head = "".join(f"<th scope=col>{_badge(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
     head = f"<thead><tr><th></th>{head}</tr></thead>" if heads else ""
-    body = "".join(f"<tr><th scope=row>{escape(key)}</th>{_cells(map(_cut, values))}</tr>" for key, values in rows)
+    body = "".join(f"<tr><th scope=row>{_breakable(key)}</th>{_cells(map(_cut, values))}</tr>" for key, values in rows)
     return f'<div class="wide"><table class="settings">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _cells(texts: Iterable[str]) -> str:
-    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+    return "".join(f"<td>{_breakable(text)}</td>" for text in texts)
+
+
+def _breakable(text: str) -> str:
+    """Text for a column, in which long names and paths may be broken behind their separators and nowhere else."""
+    return _SEPARATORS.sub(r"\g<0><wbr>", escape(text))
 
 
 def _cut(text: str, most: int = 300) -> str:

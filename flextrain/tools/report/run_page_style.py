@@ -3,7 +3,7 @@
 RUN_STYLE = """\
 .badge { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; vertical-align: -1px; }
 .facts th, .facts td, .settings th, .settings td, .events th, .events td { text-align: left; white-space: normal;
-  overflow-wrap: anywhere; vertical-align: top; }
+  overflow-wrap: break-word; vertical-align: top; }
 .facts thead th, .settings thead th { color: var(--ink); font-size: 13px; font-weight: 600; white-space: nowrap; }
 .facts td { min-width: 170px; } .facts tbody th { font-weight: 500; color: var(--soft); white-space: nowrap; width: 1%; }
 .settings td { min-width: 130px; font-family: ui-monospace, monospace; font-size: 12px; }
