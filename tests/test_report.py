@@ -247,7 +247,9 @@ def test_what_never_changes_is_folded_away_and_words_are_whole(tmp_path: Path) -
     (folded,) = re.findall(r"<details><summary>Constant: lr</summary>(.*?)</details>", text, re.DOTALL)
     assert re.findall("<h3>(.*?)</h3>", folded) == ["lr"]
     assert "anywhere; vertical-align" not in text, "columns would be as narrow as a letter"
-    assert f"{tmp_path.parent.name}/<wbr>{tmp_path.name}".replace("_", "_<wbr>") in text, "a path breaks at its separators"
+    assert f"{tmp_path.parent.name}/<wbr>{tmp_path.name}".replace("_", "_<wbr>") in text, (
+        "a path breaks at its separators"
+    )
 
 
 def test_what_was_done_beyond_the_checkpoint_that_a_run_was_resumed_from_is_left_out(tmp_path: Path) -> None:

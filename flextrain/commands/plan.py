@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..core.byte_sizes import size_text
 from ..core.errors import ConfigError
 from .formatting import FoldedHelp
 from .output import console, print_json
@@ -17,7 +18,7 @@ from .output import console, print_json
 if TYPE_CHECKING:
     from ..tools.planning.calibrate import Measured
     from ..tools.planning.machine_kind import MachineKind
-    from ..tools.planning.plan import TrainingPlan
+    from ..tools.planning.plan import StrategyPlan, TrainingPlan
 
 DESCRIPTION = """\
 Plan a script's training on many processes: memory by kind and where in the update its peak is, bytes of collectives by
@@ -181,11 +182,21 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     )
     err = Console(stderr=True, markup=False, emoji=False)
 
+    now: dict[str, str] = {}
+
     def say(what: str) -> None:
-        if err.is_terminal:
-            status.update(Text(f"Planning: {what}"))
-        else:
+        if not err.is_terminal:
             err.print(Text(f"Planning: {what}"), soft_wrap=True)
+
+    def show(what: str, phase: str, seconds: float) -> None:
+        now[what] = f"{what}: {phase}, {seconds:.0f} s"
+        status.update(Text("; ".join([*now.values()]), overflow="ellipsis", no_wrap=True))
+
+    def tell(plan: TrainingPlan, found: StrategyPlan, seconds: float) -> None:
+        now.pop(found.strategy, None)
+        fits = {True: ", fits", False: ", does not fit", None: ""}[plan.fits(found)]
+        said = found.message if found.highest is None else f"{size_text(found.highest.peak.total)} at the peak{fits}"
+        err.print(Text(f"{found.strategy}: {found.status} in {seconds:.0f} s, {said}"), soft_wrap=True)
 
     with _ending_at_sigterm(), err.status(Text("Starting a process")) as status:
         return plan(
@@ -204,6 +215,8 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
             fit_limit=arguments.fit_limit,
             timeout_s=arguments.timeout,
             on_progress=say,
+            on_phase=show,
+            on_result=tell,
         )
 
 

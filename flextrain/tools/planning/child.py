@@ -1,4 +1,4 @@
-"""The process that plans one rank: ``python -m flextrain.tools.planning.child RESULT`` reads a job from standard input.
+"""The process that plans one rank: ``python -m flextrain.tools.planning.child RESULT PHASE`` reads a job from standard input.
 
 Each rank has a process of its own, because a script and torch's process groups leave traces in one.
 """
@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ class RankAnswer:
     resident: int = 0
 
 
-def answer(job: PlannedJob, rank: int) -> RankAnswer:
+def answer(job: PlannedJob, rank: int, on_phase: Callable[[str], object] = lambda phase: None) -> RankAnswer:
     """Plan a rank; errors of the configuration and of the user's code become one line."""
     found = RankAnswer()
     try:
-        found.plan, found.facts = rehearse(job, rank)
+        found.plan, found.facts = rehearse(job, rank, on_phase)
     except Exception as error:
         found.is_of_script = isinstance(error, ScriptError)
         found.problem = _explained(error if error.__cause__ is None or not found.is_of_script else error.__cause__)
@@ -95,11 +96,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:600] or type(error).__name__
 
 
-def main(result: str) -> None:
-    """Answer the job that standard input has, in the file ``result``."""
+def main(result: str, phase: str) -> None:
+    """Answer the job that standard input has, in the file ``result``; the file ``phase`` says how far it has come."""
     # Safe to unpickle: the parent process has just written it, and reads what is written here.
     job, rank = pickle.loads(sys.stdin.buffer.read())
-    Path(result).write_bytes(pickle.dumps(answer(job, rank)))
+    Path(result).write_bytes(pickle.dumps(answer(job, rank, Path(phase).write_text)))
 
 
 def ask(job: PlannedJob, rank: int) -> Any:
@@ -110,4 +111,4 @@ def ask(job: PlannedJob, rank: int) -> Any:
 if __name__ == "__main__":
     sys.modules["flextrain.tools.planning.child"] = sys.modules["__main__"]  # one class RankAnswer, for pickle
     RankAnswer.__module__ = "flextrain.tools.planning.child"
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,9 @@ class ScriptError(Exception):
     """The script failed before it made a runner; the cause says why."""
 
 
-def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
+def rehearse(
+    job: PlannedJob, rank: int, on_phase: Callable[[str], object] = lambda phase: None
+) -> tuple[RankPlan, Facts]:
     """Plan one rank, on tensors without values. The environment variables of a launcher are set for good.
 
     Raises:
@@ -37,13 +39,14 @@ def rehearse(job: PlannedJob, rank: int) -> tuple[RankPlan, Facts]:
     )
     with ExitStack() as stack:
         found = stack.enter_context(rehearsal(rank, job.world_size))
+        on_phase("running the script")
         try:
             with found.building():
                 given = stack.enter_context(runner_arguments(job.script, job.arguments))
         except Exception as error:
             raise ScriptError from error
         arguments, notes = arguments_for(job, given)
-        training = Training(arguments, job, found)
+        training = Training(arguments, job, found, on_phase)
         training.facts.notes += notes
         plan = training.run()
         training.facts.notes += found.not_checked

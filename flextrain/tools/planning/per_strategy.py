@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -9,8 +10,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from .plan import PlannedJob, StrategyPlan, TrainingPlan
 
 MARGIN = 0.05
 """Share of a device's memory that is left free for what a plan does not see."""
+_MEMORY_OF_ONE = 4 * 2**30
+_LOOK_S = 0.1
 _UNITS = {"B": 1, **{f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 
@@ -52,11 +57,14 @@ def plan(
     fit_limit: int = LIMIT,
     timeout_s: float = 600.0,
     on_progress: Callable[[str], object] = lambda what: None,
+    on_phase: Callable[[str, str, float], object] = lambda what, phase, seconds: None,
+    on_result: Callable[[TrainingPlan, StrategyPlan, float], object] = lambda plan, found, seconds: None,
 ) -> TrainingPlan:
     """Plan the training of a script under each strategy; no accelerator and no other process is needed.
 
     The script runs up to its FlexibleRunner, once for each strategy and for each pipeline stage. Set-up and two updates are
-    then made on tensors without values, with the first samples of its data.
+    then made on tensors without values, with the first samples of its data. Strategies are planned at the same time, one on
+    each core, as far as there are 4 GiB of memory for each.
 
     Args:
         strategies: names as for `flextrain verify`, or configurations with ``type``. A strategy of the class that the script
@@ -70,7 +78,9 @@ def plan(
         fit_axes: search over meshes of these axes for those that fit, in place of ``strategies``; see ``fit.py``.
         fit_limit: number of meshes that are planned at most.
         timeout_s: largest number of seconds for one rank.
-        on_progress: called with what is planned next.
+        on_progress: called with what is planned next, by any thread; so are the other two.
+        on_phase: called several times a second with what is planned, where in it that is, and for how many seconds.
+        on_result: called with the plan so far, a strategy that has been planned, and the seconds that it took.
 
     Raises:
         ConfigError: the arguments are wrong, or the script makes no runner; wrong configurations of strategies are ``refused`` in the plan.
@@ -107,13 +117,20 @@ def plan(
         script, world_size, nodes, device_memory, torch.__version__, unseen=unseen, arguments=list(arguments)
     )
 
-    def planner(job: PlannedJob) -> StrategyPlan:
-        return with_seconds(plan_strategy(job, timeout_s=timeout_s), disk, disk_of_all)
+    over = threading.Event()
 
-    if fit_axes is not None:
-        job = PlannedJob(script, "", world_size, nodes, tuple(arguments), dict(changes or {}))
-        found = search(found, job, fit_axes, planner, limit=fit_limit, on_progress=on_progress)
-    for job in jobs:
+    def planner(job: PlannedJob) -> StrategyPlan:
+        began = time.monotonic()
+
+        def tell(phase: str) -> None:
+            if over.is_set():
+                raise _OverError
+            on_phase(job.name, phase, time.monotonic() - began)
+
+        return with_seconds(plan_strategy(job, timeout_s=timeout_s, on_phase=tell), disk, disk_of_all)
+
+    def planned_with_advice(job: PlannedJob) -> StrategyPlan:
+        began = time.monotonic()
         on_progress(job.name)
         planned = planner(job)
         if advice and device_memory is not None and found.fits(planned) is False:
@@ -122,33 +139,62 @@ def plan(
                 job,
                 device_memory - unseen,
                 planner,
-                lambda keys, job=job: on_progress(f"{job.name} with {keys}"),  # type: ignore[misc]
+                lambda keys: on_progress(f"{job.name} with {keys}"),
             )
             planned = dataclasses.replace(planned, advice=tried, notes=[*planned.notes, *notes])
-        found.strategies.append(planned)
+        on_result(found, planned, time.monotonic() - began)
+        return planned
+
+    if fit_axes is not None:
+        job = PlannedJob(script, "", world_size, nodes, tuple(arguments), dict(changes or {}))
+        found = search(found, job, fit_axes, planner, limit=fit_limit, on_progress=on_progress)
+    with ThreadPoolExecutor(_at_once(), "flextrain-plan") as threads:
+        pending = [threads.submit(planned_with_advice, job) for job in jobs]
+        try:
+            found.strategies.extend([one.result() for one in pending])
+        except BaseException:
+            over.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     found = found if machine is None else with_times(found, machine, measured)
     return found if fit_axes is None else dataclasses.replace(found, strategies=ordered(found, found.strategies))
 
 
-def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
+class _OverError(Exception):
+    """Ends the threads of a plan that another one, or a signal, has ended."""
+
+
+def _at_once() -> int:
+    """How many strategies are planned at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        (available,) = re.findall(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # not Linux
+        return cores
+    return max(1, min(cores, int(available) * 1024 // _MEMORY_OF_ONE))
+
+
+def plan_strategy(
+    job: PlannedJob, *, timeout_s: float = 600.0, on_phase: Callable[[str], object] = lambda phase: None
+) -> StrategyPlan:
     """Plan one strategy: one rank, and one of each further pipeline stage.
 
     Raises:
         ConfigError: the script makes no runner.
     """
-    answers = [run_child(job, 0, timeout_s)]
+    answers = [run_child(job, 0, timeout_s, on_phase)]
     first = answers[0]
     if first.is_of_script:
         raise ConfigError(first.problem)
     for rank in _of_other_stages(first.facts.stages):
         if not answers[-1].problem:
-            answers.append(run_child(job, rank, timeout_s))
+            answers.append(run_child(job, rank, timeout_s, lambda phase, rank=rank: on_phase(f"rank {rank}, {phase}")))  # type: ignore[misc]
     problem = next((answer.problem for answer in answers if answer.problem), "")
     facts = first.facts
     seconds, resident = sum(one.seconds for one in answers), max(one.resident for one in answers)
     if problem:
         return StrategyPlan(job.name, "refused", problem, seconds=seconds, resident=resident)
-    began = time.process_time()
+    began = time.thread_time()
     shares = [answer.facts.share for answer in answers if answer.facts.share is not None]
     planned = [answer.plan for answer in answers if answer.plan is not None]
     checkpoint, ranks, notes = with_checkpoint(planned, shares, max(1, len(facts.stages)), job.world_size)
@@ -164,7 +210,7 @@ def plan_strategy(job: PlannedJob, *, timeout_s: float = 600.0) -> StrategyPlan:
         checkpoint=checkpoint,
         pipeline=facts.pipeline,
         source=facts.source,
-        seconds=seconds + time.process_time() - began,
+        seconds=seconds + time.thread_time() - began,
         recipe=facts.recipe,
         resident=resident,
     )
@@ -176,23 +222,36 @@ def _of_other_stages(stages: Sequence[int]) -> list[int]:
     return others if len(others) < 4 else [others[0], others[-1]]
 
 
-def run_child(job: PlannedJob, rank: int, timeout_s: float) -> RankAnswer:
-    """Plan a rank in a new process that sees no accelerator."""
+def run_child(
+    job: PlannedJob, rank: int, timeout_s: float, on_phase: Callable[[str], object] = lambda phase: None
+) -> RankAnswer:
+    """Plan a rank in a new process that sees no accelerator; ``on_phase`` is called meanwhile, and may raise."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="flextrain-plan-") as folder:
-        result = Path(folder) / "result"
-        command = [sys.executable, "-m", "flextrain.tools.planning.child", str(result)]
-        try:
-            ended = subprocess.run(
-                command, input=ask(job, rank), capture_output=True, env={**os.environ, **hidden}, timeout=timeout_s
+        question, result, phase, errors = (Path(folder) / name for name in ("question", "result", "phase", "stderr"))
+        question.write_bytes(ask(job, rank))
+        phase.write_text("starting a process")
+        command = [sys.executable, "-m", "flextrain.tools.planning.child", str(result), str(phase)]
+        deadline = time.monotonic() + timeout_s
+        with question.open("rb") as given, errors.open("wb") as err:
+            process = subprocess.Popen(
+                command, stdin=given, stdout=subprocess.DEVNULL, stderr=err, env={**os.environ, **hidden}
             )
-        except subprocess.TimeoutExpired:
-            return RankAnswer(problem=f"planning rank {rank} took more than {timeout_s:g} s")
+        try:
+            while process.poll() is None:
+                on_phase(phase.read_text())
+                if time.monotonic() > deadline:
+                    return RankAnswer(problem=f"planning rank {rank} took more than {timeout_s:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+        finally:
+            process.kill()
+            process.wait()
         if result.is_file():
             found: RankAnswer = pickle.loads(result.read_bytes())
             return found
-        said = (ended.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-        return RankAnswer(problem=f"planning rank {rank} ended with status {ended.returncode}: {said}")
+        said = (errors.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        return RankAnswer(problem=f"planning rank {rank} ended with status {process.returncode}: {said}")
 
 
 def size_in_bytes(text: str, where: str) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -88,15 +88,22 @@ class Training:
         given: the runner's arguments, with the strategy to use.
         job: what is planned.
         rehearsal: None: on real tensors.
+        on_phase: called with what is done next.
 
     Attributes:
         facts: what is known of the whole job.
     """
 
-    def __init__(self, given: Mapping[str, Any], job: PlannedJob, rehearsal: WithoutValues | None = None) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        job: PlannedJob,
+        rehearsal: WithoutValues | None = None,
+        on_phase: Callable[[str], object] = lambda phase: None,
+    ) -> None:
         left_out = dict.fromkeys((*_UNUSED, "default_hooks"), None)
         self._given = {**given, **left_out, "default_hooks": dict.fromkeys(DEFAULT_HOOKS), "resume": False}
-        self._job, self._rehearsal = job, rehearsal
+        self._job, self._rehearsal, self._on_phase = job, rehearsal, on_phase
         left = ["compile of the script: left out"] if given["compile"] else []
         left += [
             f"custom_hooks of the script: {name_of(hook)} is left out, and so is what it keeps in memory and in checkpoints"
@@ -114,6 +121,7 @@ class Training:
 
     def run(self) -> RankPlan:
         """Set up and make the updates, and return what they needed."""
+        self._on_phase("building the model")
         self.strategy.setup_environment()
         topology = self.strategy.topology
         window, model = self._window(), self._model()
@@ -129,6 +137,7 @@ class Training:
             if self._rehearsal is not None and whole:
                 stack.enter_context(taking_sequences_for_whole())
             ledger.watch(model)
+            self._on_phase("set-up")
             called, optim = self.strategy.setup(model, self._optim)
             assert optim is not None
             window = self._stripped(window, model)
@@ -140,13 +149,17 @@ class Training:
             gc.collect()  # the layers of other stages are in cycles, which Python would free at some time
             books = self._made(ledger, stepper, window, model)
             found = self._result(books, topology, samples, len(window))
+        self._on_phase("checkpoint")
         self.facts.share = share_of(self.strategy, topology)
         return found
 
     def _made(self, ledger: Ledger, stepper: Stepper, window: list[Any], model: nn.Module) -> Books:
         """Make the updates, and return the books of the last one with the highest peak of all."""
 
+        count = itertools.count(1)
+
         def made(size: int) -> Books:
+            self._on_phase(f"update {next(count)}")
             ledger.begin()
             stepper.train(window[:size])
             return ledger.books()
