@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -49,6 +50,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         r"^\|.*", lambda row: re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), row[0]), markdown, flags=re.M
     )
     return LINK.sub(lead, bars)
+
+
+@event_priority(-100)  # the search writes its index before
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the index of the search as a script too: a page that was opened as a file may read no JSON."""
+    search = Path(config.site_dir, "search")
+    (search / "search_index.js").write_text(f"var __index = {(search / 'search_index.json').read_text()}")
 
 
 def outside(page: str, link: str) -> str:
