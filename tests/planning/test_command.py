@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,16 @@ from .real_runs import SCRIPT
 
 
 @pytest.mark.processes
-def test_one_of_1024_ranks(capsys, tmp_path):
+def test_one_of_1024_ranks(capsys, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.status.Status.update", lambda self, text: shown.append(str(text)))
     arguments = ["--world-size", "1024", "--nodes", "128", "--strategies", "fsdp", "--json", "--", "mlp"]
     assert main(["plan", SCRIPT, *arguments]) == 0
-    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    (tmp_path / "plan.json").write_text(captured.out)
+    assert re.fullmatch(r"Planning: fsdp\nfsdp: planned in \d+ s, [\d.]+ .iB at the peak\n", captured.err)
+    assert shown[0] == "fsdp: starting a process, 0 s"
+    assert len({text.split(",")[0] for text in shown}) > 1, "what the process does now"
     fsdp = read_plan(tmp_path / "plan.json").strategies[0]
     # 1,000 rows on 1,024 processes: each has one row at most, and collectives send 1,024.
     rows = 4 * (1000 * 256 + 1000)
@@ -123,7 +130,7 @@ def test_a_script_that_makes_no_runner_is_told_once(capsys, tmp_path, text, says
 def test_a_signal_ends_the_process_that_plans_too(tmp_path, number, status):
     script, begun = tmp_path / "script.py", tmp_path / "begun"
     script.write_text(f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
-    command = [sys.executable, "-m", "flextrain", "plan", str(script), "--world-size", "2"]
+    command = [sys.executable, "-m", "flextrain", "plan", str(script), "--world-size", "2", "--strategies", "ddp"]
     folder = tmp_path / "temporary"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
