@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
 
 from flextrain import Hook
 from flextrain.core.checkpoint import is_marked
+from flextrain.core.errors import NonFiniteError
 
 
 class BadBatch(Hook):
@@ -39,6 +41,13 @@ class Poison(Hook):
                 parameter.detach().fill_(0.1)
             for state in runner.optim_wrapper.optimizer.state.values():
                 state.clear()
+
+
+def train_badly(runner: Any) -> Any:
+    """Train to the end with weights that are not finite, which ``train()`` says when all is done."""
+    with contextlib.suppress(NonFiniteError):
+        runner.train()
+    return runner
 
 
 def saved(folder: Path) -> dict[str, bool]:
