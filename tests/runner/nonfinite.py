@@ -57,7 +57,7 @@ def saved(folder: Path) -> dict[str, bool]:
 
 def warnings_in(folder: Path) -> list[str]:
     """What the log of the newest run in a folder says at least as a warning."""
-    log = sorted(folder.glob("*/*.log"))[-1].read_text().splitlines()
+    log = [path for path in sorted(folder.glob("*/*.log")) if "rank" not in path.name][-1].read_text().splitlines()
     return [
         line.partition(f" - {level} - ")[2]
         for line in log

@@ -57,7 +57,11 @@ def logger_every(interval: int) -> Changes:
 
 def test_a_loss_that_is_nan(tmp_path: Path) -> None:
     runner = make_runner(
-        tmp_path, model=PLAIN, train_cfg=dict(by_epoch=False, max_iters=20), custom_hooks=[BadBatch(7)]
+        tmp_path,
+        model=PLAIN,
+        train_cfg=dict(by_epoch=False, max_iters=20),
+        custom_hooks=[BadBatch(7)],
+        log_level="INFO",
     )
     with pytest.raises(NonFiniteError) as caught:
         runner.train()
@@ -81,7 +85,7 @@ def test_a_last_update_that_spoils_the_weights(tmp_path: Path) -> None:
     """Its loss was finite, and no later one is read."""
     runner = make_runner(tmp_path, model=PLAIN, train_cfg=dict(by_epoch=False, max_iters=5), custom_hooks=[Poison(5)])
     with pytest.raises(
-        NonFiniteError, match=r"Training ended with NaN or infinity in parameter net.0.weight; no finite"
+        NonFiniteError, match=r"Training ended with NaN or infinity in 1 parameter \(net.0.weight\); no finite"
     ):
         runner.train()
 
@@ -561,7 +565,10 @@ def test_nan_on_one_of_two_ranks(
     assert saved(tmp_path) == {"iter_20": True, "iter_4": False, "iter_6": False}
     assert (tmp_path / "latest").read_text() == "iter_6"
     assert "likewise in 4 of the last 10 iterations; NaN or infinity in 4 parameters (net.0.bias, " in said[0]
-    assert said[-1].endswith("and 1 more); the newest checkpoint with finite weights is iter_6")
+    assert (
+        "and 1 more) (Iteration 7: loss is nan on rank 1); the newest checkpoint with finite weights is iter_6"
+        in said[-1]
+    )
 
 
 @pytest.mark.distributed
