@@ -87,8 +87,8 @@ def divided_samplers(
     Raises:
         ConfigError: nobody knows whether a class of the user's divides.
     """
-    plain = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
-    outer = sampler if plain else batches
+    of_torch = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
+    outer = sampler if of_torch else batches
     divides = isinstance(sampler, (ShardedSampler, DistributedSampler))
     if shard[1] == 1 or asked is False or (divides and not asked):
         return batches, sampler
@@ -100,7 +100,7 @@ def divided_samplers(
     logger.info(
         f"{where}: each of the {shard[1]} processes keeps its own part of what its {type(outer).__name__} chooses"
     )
-    if not plain:
+    if not of_torch:
         return own, sampler
     return (None if batches is None else _again(batches, own)), own
 

@@ -68,7 +68,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "cfg": {"max_epochs": 2},
         "rank": 0,
         "world_size": 1,
-        "options": SimpleNamespace(resume_options=None),
+        "options": SimpleNamespace(resume_options=None, load_from=None),
         "finish_saving": lambda wait=True: True,
         "was_marked": lambda path: False,
         "has_saved": lambda path: False,
