@@ -83,11 +83,11 @@ def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, 
     if dtype not in (None, torch.float32) and own_dtype(strategy) is None:
         wrapper, name = given["optim_wrapper"], str(dtype).removeprefix("torch.")
         why = f"the script's own strategy computes in {name}, and {kind.__name__} has no such option"
-        is_plain = isinstance(wrapper, Mapping) and wrapper.get("type", "OptimWrapper") in (
+        is_unchanged = isinstance(wrapper, Mapping) and wrapper.get("type", "OptimWrapper") in (
             "OptimWrapper",
             OptimWrapper,
         )
-        if is_plain and "optimizer" in wrapper:
+        if is_unchanged and "optimizer" in wrapper:
             found["optim_wrapper"] = {**wrapper, "type": "AmpOptimWrapper", "dtype": name}
             notes.append(f"optim_wrapper: AmpOptimWrapper with dtype={name}, because {why}")
         else:

@@ -19,7 +19,7 @@ SHARD = "shard"
 def undivided(where: str, name: str, count: int, loader: str = "") -> ConfigError:
     """Return the error for data of which nobody knows whether they divide themselves over the processes."""
     return ConfigError(
-        f"{where}.{SHARD}: missing, every one of the {count} processes may get all of {name}; {loader}shard=True lets each keep its "
+        f"{where}.shard: missing, every one of the {count} processes may get all of {name}; {loader}shard=True lets each keep its "
         f"own part, shard=False says that {name} gives every process its own"
     )
 
