@@ -90,7 +90,7 @@ def _with_loader(loader: Any, shard: bool | None = None) -> None:
 
 
 def check_same_begin(begins: Sequence[Any], where: str) -> None:
-    """Raise ConfigError if a sampler whose items the processes divide did not give all of them the same ``begins``."""
+    """Raise ConfigError if a sampler whose items the processes divide did not begin alike on all of them."""
     for rank, begin in enumerate(begins):
         if begin != begins[0]:
             raise ConfigError(

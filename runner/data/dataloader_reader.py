@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
-from .samplers import DefaultSampler, Repeatable, follows_span
+from .samplers import DefaultSampler, Repeatable, ShardedSampler, follows_span
 from .user_loaders import is_divided, resampled
 
 _END = object()
@@ -39,7 +39,7 @@ class Feed:
         self.exact: tuple[int, bool] | None = None
         """(batch size, drop_last) if each sample of an epoch counts once, see ExactEpochs."""
         self._is_divided = is_divided(loader)
-        self.has_own_data = getattr(self.sampler, "count", shard[1]) == 1 < shard[1]
+        self.has_own_data = isinstance(self.sampler, ShardedSampler) and self.sampler.count == 1 < shard[1]
         """True if every process has a dataset of its own, which no sampler splits."""
         if self.is_stream:
             self._read: DataLoader[Any] = self._stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, count, islice
@@ -222,14 +223,14 @@ class DividedSampler(Sampler[Any]):
         index, count = self._shard
         return int(len(self.sampler) + count - 1 - (0 if self._fill else index)) // count
 
-    def begin(self, seed: int) -> list[Any]:
-        """Return the first items of all processes together, without any effect on the sampler."""
+    def begin(self, seed: int) -> str:
+        """Return a digest of the first items of all processes together, without any effect on the sampler."""
         before = Snapshot([self.sampler])
         order = Repeatable(self.sampler)
         order.position(seed, 0, _COMPARED)
-        begin = [list(item) if isinstance(item, Iterable) else item for item in order]
+        begin = repr(list(order)).encode()
         before.restore()
-        return begin
+        return hashlib.sha256(begin).hexdigest()
 
 
 def divided_sampler(loader: Any) -> DividedSampler | None:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ...core.errors import ConfigError
 from ...core.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, DividedSampler, ShardedSampler, divided_sampler
-from .streams.divided_streams import SHARD, DividedStream, divided, undivided
+from .streams.divided_streams import DividedStream, divided, undivided
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """A source of batches: a DataLoader or another iterable, or a function that returns one."""
@@ -36,8 +36,7 @@ def adopt(
     """
     sampler, batches = sampler_of(loader), loader.batch_sampler
     if _holds_on_to_itself(loader):  # and is read as it is, because no copy would be
-        known = isinstance(sampler, (ShardedSampler, DistributedSampler)) and asked is None
-        return loader if known else divided(loader, shard, asked, training, where, logger)
+        return loader if isinstance(sampler, _DIVIDING) else divided(loader, shard, asked, training, where, logger)
     if isinstance(loader.dataset, IterableDataset):
         dataset = divided(loader.dataset, shard, asked, training, where, logger)
         return loader if dataset is loader.dataset else resampled(loader, dataset=dataset)
@@ -89,11 +88,8 @@ def divided_samplers(
     """
     of_torch = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
     outer = sampler if of_torch else batches
-    divides = isinstance(sampler, (ShardedSampler, DistributedSampler))
-    if shard[1] == 1 or asked is False or (divides and not asked):
+    if shard[1] == 1 or asked is False or isinstance(sampler, _DIVIDING):
         return batches, sampler
-    if divides:
-        raise ConfigError(f"{where}.{SHARD}: True would divide once more what its {type(sampler).__name__} divides")
     if asked is None and type(outer).__module__ not in _DEFAULT_SAMPLERS:
         raise undivided(where, f"what its {type(outer).__name__} chooses", shard[1])
     own = DividedSampler(outer, shard, training)
@@ -109,6 +105,7 @@ def _again(batches: Any, sampler: Any) -> BatchSampler:
     return BatchSampler(sampler, batches.batch_size, batches.drop_last)
 
 
+_DIVIDING = (ShardedSampler, DistributedSampler)
 # torchdata has its own RandomSampler and BatchSampler, which keep a state.
 _DEFAULT_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 

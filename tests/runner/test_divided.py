@@ -47,6 +47,27 @@ class Stream(IterableDataset[Any]):
         return LENGTH
 
 
+class Counting(IterableDataset[Any]):
+    """A stream with a state."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < LENGTH:
+            self.position += 1
+            yield Samples(LENGTH)[self.position - 1]
+        self.position = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 class Half:
     """The samples of this process, by their numbers."""
 
@@ -112,6 +133,7 @@ def source(kind: str, size: int, shard: bool | None = True) -> Any:
         return DataLoader(samples, batch_sampler=BatchSampler(sampler, size, False), collate_fn=default_collate)
     given = {
         "stream": lambda: dict(dataset=Stream(), **common),
+        "state": lambda: dict(dataset=Counting(), **common),
         "workers": lambda: dict(dataset=Stream(), num_workers=2, **common),
         "loader": lambda: dict(loader=DataLoader(Stream(), **common)),
         "function": lambda: dict(loader=own_function),
@@ -125,7 +147,7 @@ def source(kind: str, size: int, shard: bool | None = True) -> Any:
     return given[kind]() | asked
 
 
-KINDS = ["stream", "loader", "function", "sampler", "batches", "weighted"]
+KINDS = ["stream", "state", "loader", "function", "sampler", "batches", "weighted"]
 TORCHS = ["torch weighted", "torch subset", "torch shuffled", "torch in order", "torch replaced"]
 
 
@@ -162,6 +184,18 @@ def test_every_update_has_the_samples_that_one_process_takes(tmp_path: Path, wor
         assert both == sorted(whole) or (len(both) - len(whole) in (1, 2) and set(both) >= set(whole))  # the last one
     if kind in ("torch shuffled", "stream"):
         assert list(chain(*alone)) != sorted(chain(*alone))
+
+
+def resumed(folder: str, kind: str) -> list[list[int]]:
+    """What is trained on after the third of several updates."""
+    trained_on(folder, kind, default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3)))
+    return trained_on(folder, kind, resume=f"{folder}/iter_3")
+
+
+@pytest.mark.parametrize("kind", ["stream", "state", "batches", "torch weighted"])
+def test_a_divided_epoch_goes_on_where_it_was(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    whole = workers2.run(trained_on, str(tmp_path / "whole"), kind)
+    assert workers2.run(resumed, str(tmp_path / "run"), kind) == [updates[3:] for updates in whole]
 
 
 def counted(folder: str, kind: str, shard: bool | None = True) -> list[int]:
