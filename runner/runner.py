@@ -205,6 +205,7 @@ class FlexibleRunner(Checkpoints):
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
+        self._ending = None
         with self._as_current(), self._watched():
             loop = self.train_loop
             self._setup_model()

@@ -59,7 +59,7 @@ def own_dtype(spec: Any) -> torch.dtype | None:
     """Return the dtype in which options of a strategy itself let it compute; None: that of the optim_wrapper, or not known."""
     kind, options = _of_script(spec)
     try:
-        return kind(**options).config.own_dtype if kind is not None else None  # type: ignore[no-any-return]
+        return kind(**options).config.own_dtype if kind is not None else None
     except FlexTrainError:  # which planning it says
         return None
 

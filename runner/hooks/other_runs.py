@@ -50,9 +50,10 @@ def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path]
     source = runner.options.load_from
     if overwrite:
         names = [name for name in found if source is None or (folder / name).resolve() != as_path(source).resolve()]
-        runner.logger.warning(
-            f"{folder} holds checkpoints of another run: {', '.join(names)} will be replaced by the first one that this run saves"
-        )
+        if names:
+            runner.logger.warning(
+                f"{folder} holds checkpoints of another run: {', '.join(names)} will be replaced by the first one that this run saves"
+            )
         return names
     if runner.options.resume_options is None or runner.iter > 0:
         raise ConfigError(
@@ -89,6 +90,5 @@ def _listed(folder: Path, beyond: Mapping[str, int], best: bool) -> list[str]:
 
 def comes_from_elsewhere(runner: Run, *folders: Path) -> bool:
     """Return True if the run resumed from a checkpoint outside ``folders``, so those in them are not its own."""
-    resumed = runner.options.resume_options
-    source = None if resumed is None else resumed.path or runner.options.load_from
-    return source is not None and as_path(source).parent.resolve() not in {folder.resolve() for folder in folders}
+    source = runner.resumed_from
+    return source is not None and source.parent.resolve() not in {folder.resolve() for folder in folders}

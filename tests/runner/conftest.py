@@ -69,6 +69,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "rank": 0,
         "world_size": 1,
         "options": SimpleNamespace(resume_options=None, load_from=None),
+        "resumed_from": None,
         "finish_saving": lambda wait=True: True,
         "was_marked": lambda path: False,
         "has_saved": lambda path: False,
