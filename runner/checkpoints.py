@@ -46,6 +46,7 @@ class Checkpoints(BuildMethods):
         self._pretrained: list[ToRead] = []
         self.hugging_face: Description | None = None
         """What exports have to know of a model of transformers; None for other models, and before it is built."""
+        self.resumed_from: Path | None = None
         self._ending: Exception | None = None  # what train() raises once the run has ended in order
 
     def _build_model(self) -> nn.Module:
@@ -238,7 +239,7 @@ class Checkpoints(BuildMethods):
         self._begin()
         self._load_left_out(path)
         run_state.resume(self, path, options)
-        self._started = True
+        self._started, self.resumed_from = True, path
         left_out = [name for name, value in options if value is False and name != "verify"]
         but = f", without {', '.join(left_out)}" if left_out else ""
         self.logger.info(f"Resumed from {path}{but}: epoch {self.epoch}, iteration {self.iter}")

@@ -20,7 +20,7 @@ from ..core.registry import LOOPS, MODELS
 from ..core.tta_model import BaseTTAModel
 from ..optim.schedulers import check_param_schedulers
 from ..optim.wrapper_dict import OptimWrapperDict
-from .data.checks import check_dataloader, is_infinite
+from .data.checks import check_dataloader, is_infinite, loader_and_shard
 from .data.user_loaders import batch_size
 from .loops.base import BaseLoop
 from .loops.epoch import EpochBasedTrainLoop
@@ -169,6 +169,7 @@ def check_train(
 ) -> None:
     """Check the arguments of training."""
     check_dataloader(train_dataloader, "train_dataloader")
+    train_dataloader, _ = loader_and_shard(train_dataloader)
     kind, kwargs = train_loop_class(train_cfg)
     check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
     is_built = not isinstance(train_dataloader, Mapping)

@@ -95,6 +95,8 @@ class Run(Protocol):
     """The configuration file with all that it inherits, as Python; empty for a run that was not made from one."""
     stop_check: Callable[[str], None] | None
     """Called after every update ("update") and every batch of an evaluation ("batch"), once somebody asks for the end."""
+    resumed_from: Path | None
+    """The checkpoint that training went on from; None: it began anew."""
     late_parameters: list[str]
     """Parameters that appeared during training and were named in the log."""
 

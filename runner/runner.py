@@ -14,7 +14,7 @@ from ..core.checkpoint import make_writable
 from ..core.comm.joint_errors import raising_together
 from ..core.config import check_call, check_keywords, known_keywords
 from ..core.config_files import Config, located
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, NonFiniteError
 from ..core.seed import set_seed
 from ..core.synonyms import RUNNER as OTHER_TRAINERS
 from ..strategies.base import Strategy
@@ -205,6 +205,7 @@ class FlexibleRunner(Checkpoints):
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
+        self._ending = None
         with self._as_current(), self._watched():
             loop = self.train_loop
             self._setup_model()
@@ -218,6 +219,8 @@ class FlexibleRunner(Checkpoints):
                     loop.is_torn = False
                 with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
+                    if isinstance(self._ending, NonFiniteError):  # which has failed, whatever it has saved
+                        raise self._ending
             self._end_workers()
         if self._ending is not None:
             raise self._ending

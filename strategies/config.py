@@ -66,6 +66,11 @@ class StrategyConfig(Config):
     """Leave frozen parameters out of checkpoints; a resumed run takes them from its newly built model, and raises
     if they are not those of the run that saved. None: False."""
 
+    @property
+    def own_dtype(self) -> torch.dtype | None:
+        """The dtype in which options of the strategy itself let it compute; None: that of the optim_wrapper."""
+        return None
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _not_of_the_runner(cls, given: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..core.registry import LOOPS as OUR_LOOPS
 from ..core.registry import MODELS as OUR_MODELS
 from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
 from ..core.registry import STRATEGIES as OUR_STRATEGIES
+from ..runner.data.samplers import ShardedSampler
 from ..runner.hooks import DEFAULT_HOOKS
 from .augmentation import adapted_tta
 from .constructors import adapted_optim_wrapper
@@ -111,6 +113,10 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
     if not isinstance(cfg, Mapping):
         return cfg
     found = dict(cfg)
+    if "loader" in found:
+        return found
+    if isinstance(found.get("sampler"), Mapping) and _divides(found["sampler"]):
+        found.setdefault("shard", False)
     if isinstance(found.get("dataset"), Mapping):
         found["dataset"] = _checked(
             translated(found["dataset"], DATASETS, f"{where}.dataset", also=OUR_DATASETS), f"{where}.dataset"
@@ -123,6 +129,13 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
             found[key] = _function(found[key])
     found.setdefault("collate_fn", pseudo_collate)
     return found
+
+
+def _divides(cfg: Mapping[str, Any]) -> bool:
+    """Whether a sampler is of a project's own class, which divides the data itself: MMEngine asks that of every sampler."""
+    kind = found_in_scope(cfg, DATA_SAMPLERS)
+    is_own = inspect.isclass(kind) and not is_mmengines(kind) and not issubclass(kind, ShardedSampler)
+    return is_own and not kind.__module__.startswith("torch.")
 
 
 def _sampler(cfg: Mapping[str, Any], where: str) -> Any:

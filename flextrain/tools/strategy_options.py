@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..core.config import Config
 from ..core.errors import ConfigError, FlexTrainError
 from ..core.registry import STRATEGIES
@@ -51,6 +53,15 @@ def strategy_options(
     elif own:
         spec, notes = _carried(own_kind, own, kind, spec)
     return {**spec, "type": kind, "device": device}, notes
+
+
+def own_dtype(spec: Any) -> torch.dtype | None:
+    """Return the dtype in which options of a strategy itself let it compute; None: that of the optim_wrapper, or not known."""
+    kind, options = _of_script(spec)
+    try:
+        return kind(**options).config.own_dtype if kind is not None else None
+    except FlexTrainError:  # which planning it says
+        return None
 
 
 def _of_script(own: Any) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,14 @@ from .samplers import use_shard
 
 
 def build_sampler(
-    sampler: Any, dataset: Any, *, training: bool, seed: int, shard: tuple[int, int] | None, where: str
+    sampler: Any,
+    dataset: Any,
+    *,
+    training: bool,
+    seed: int,
+    shard: tuple[int, int] | None,
+    where: str,
+    asked: bool | None = None,
 ) -> Any:
     """Return the sampler that a configuration describes, or one that is built already, with its data shard.
 
@@ -22,6 +29,7 @@ def build_sampler(
         seed: of the order, unless the configuration has one.
         shard: (index, count) of this process's data shard; None: a runner says so later.
         where: the configuration key, for messages.
+        asked: the dataloader's ``shard``; False: a DistributedSampler may have another data shard.
     """
     if is_config(sampler):
         spec = dict(sampler) if isinstance(sampler, Mapping) else {"type": sampler}
@@ -32,5 +40,5 @@ def build_sampler(
             extra["round_up"] = False
         sampler = DATA_SAMPLERS.build(spec, where, **extra)
     if shard is not None:
-        use_shard(sampler, shard, where)
+        use_shard(sampler, shard, where, asked)
     return sampler

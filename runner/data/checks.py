@@ -18,6 +18,7 @@ from . import first_samples
 from .collators import check_collate, named_function
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler, follows_span
+from .streams.divided_streams import SHARD
 from .user_loaders import gives_batches, length_of
 
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
@@ -32,6 +33,13 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         where: the configuration key, for messages.
         training: True for the training data, which may be endless or have no length.
     """
+    if isinstance(cfg, Mapping):
+        shard = cfg.get(SHARD)
+        if not isinstance(shard, (bool, type(None))):
+            raise ConfigError(f"{where}.{SHARD}: {shard!r} is not allowed, give True or False")
+        if "loader" in cfg:
+            check_call(_with_loader, cfg, where)
+    cfg, _ = loader_and_shard(cfg)
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
@@ -67,6 +75,28 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
+
+
+def loader_and_shard(cfg: Any) -> tuple[Any, bool | None]:
+    """Return a dataloader or its configuration without ``shard``, and that, which is None if it is not given."""
+    if not isinstance(cfg, Mapping):
+        return cfg, None
+    without = {key: value for key, value in cfg.items() if key != SHARD}
+    return without.get("loader", without), cfg.get(SHARD)
+
+
+def _with_loader(loader: Any, shard: bool | None = None) -> None:
+    """The keys beside ``loader``."""
+
+
+def check_same_begin(begins: Sequence[Any], where: str) -> None:
+    """Raise ConfigError if a sampler whose items the processes divide did not begin alike on all of them."""
+    for rank, begin in enumerate(begins):
+        if begin != begins[0]:
+            raise ConfigError(
+                f"{where}.sampler: gives other samples on process {rank} than on process 0, so that each cannot keep its part of one "
+                f"order; seed it alike on all of them, or give {SHARD}=False if it divides the data itself"
+            )
 
 
 def _check_elsewhere(source: Any, where: str, training: bool) -> None:

@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from ...core.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
-from .samplers import DefaultSampler, Repeatable, follows_span
-from .user_loaders import resampled
+from .samplers import DefaultSampler, Repeatable, ShardedSampler, follows_span
+from .user_loaders import is_divided, resampled
 
 _END = object()
 
@@ -38,6 +38,9 @@ class Feed:
         self.batch_size: int = getattr(batches, "batch_size", None) or 1
         self.exact: tuple[int, bool] | None = None
         """(batch size, drop_last) if each sample of an epoch counts once, see ExactEpochs."""
+        self._is_divided = is_divided(loader)
+        self.has_own_data = isinstance(self.sampler, ShardedSampler) and self.sampler.count == 1 < shard[1]
+        """True if every process has a dataset of its own, which no sampler splits."""
         if self.is_stream:
             self._read: DataLoader[Any] = self._stream()
             return
@@ -77,12 +80,12 @@ class Feed:
         """
         order = order_seed(seed, epoch)
         own_seed = order + self.shard[0]
-        if diff_shard_seed:
+        if diff_shard_seed and not self._is_divided:
             order = own_seed
         generator: Any = self._read.generator  # draws the workers' seeds
         generator.manual_seed(own_seed)
         if self.is_stream:
-            return self._part_of_stream(order, own_seed, epoch, start, stop)
+            return self._part_of_stream(order, order if self._is_divided else own_seed, epoch, start, stop)
         # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
         generator.manual_seed(nth_seed(own_seed, start) >> 1)
         self._dataset.epoch = epoch
@@ -111,6 +114,8 @@ class Feed:
             )
         order: Any = self.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         stride, first = self.sampler.count, start + self.sampler.index
+        if self.has_own_data:
+            stride, first = self.shard[1], start * self.shard[1] + self.shard[0]
         positions = count(first, stride * self.batch_size)
         return map(Turn, repeat(seed), repeat(epoch), positions, repeat(stride), order)
 

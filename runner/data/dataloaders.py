@@ -26,11 +26,21 @@ from .exact_epochs import Counted, ExactEpochs
 from .own_loader_reader import Reader
 from .read_again import timed
 from .sample_seeds import order_seed
-from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, use_shard
+from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, divided_sampler, use_shard
 from .sources.file_list import print_of
 from .streams.divided_streams import divided
 from .streams.saved_streams import loader_of_stream
-from .user_loaders import adopt, from_elsewhere, goes_its_own_way, length_of, name_of, say_how_it_resumes
+from .user_loaders import (
+    adopt,
+    divided_samplers,
+    from_elsewhere,
+    goes_its_own_way,
+    is_divided,
+    length_of,
+    name_of,
+    sampler_of,
+    say_how_it_resumes,
+)
 
 _UNKNOWN = object()
 
@@ -55,7 +65,9 @@ def build_dataloader(
             worker's number, which is told ``num_workers``, ``rank`` (the index of the data shard) and ``seed`` if it
             takes them. ``num_batch_per_epoch`` reads only the first samples of the dataset, that many batches per
             process. In a DataLoader, torch's own sequential or random sampler is replaced by
-            a DefaultSampler; any other is kept. A list of batches is split by a DefaultSampler too.
+            a DefaultSampler. A list of batches is split by a DefaultSampler too. ``shard=True`` lets each process keep its
+            part of what a stream or a sampler of the user's gives to all of them; with ``shard=False`` every process has data
+            of its own, which are not split. ``dict(loader=..., shard=...)`` says so of a loader or function.
         training: shuffle by default, and give every process equally many samples; otherwise no sample is repeated.
         seed: seed of the order and of the workers.
         shard: (index, count) of this process's data shard; None: a runner says so when it gets the DataLoader.
@@ -64,13 +76,17 @@ def build_dataloader(
     """
     checks.check_dataloader(cfg, where, training)
     told, shard = shard is not None, shard or Topology().shard
+    rank = shard[0]
+    cfg, asked = checks.loader_and_shard(cfg)
+    if asked is False:
+        told, shard = True, (0, 1)
     if not isinstance(cfg, Mapping):
         for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
-            use_shard(part, shard, f"{where}.sampler")
+            use_shard(part, shard, f"{where}.sampler", asked)
         loader = (
-            adopt(cfg, training, seed, shard, where, logger)
+            adopt(cfg, training, seed, shard, asked, where, logger)
             if isinstance(cfg, DataLoader)
-            else from_elsewhere(cfg, training, shard, where, logger)
+            else from_elsewhere(cfg, training, shard, asked, where, logger)
         )
         checks.check_follows_order(loader, where)
         if training:
@@ -87,19 +103,24 @@ def build_dataloader(
     in_batch = None if kwargs.get("batch_sampler") is not None else kwargs.get("batch_size", 1)
     checks.check_has_batches(dataset, in_batch, kwargs.get("drop_last"), where)
     collate = build_collate(kwargs.pop("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
-    facts = {"num_workers": kwargs.get("num_workers", 0), "rank": shard[0], "seed": seed}
+    facts = {"num_workers": kwargs.get("num_workers", 0), "rank": rank, "seed": seed}
     kwargs |= checks.build_worker_init(kwargs.get("worker_init_fn"), facts, f"{where}.worker_init_fn")
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
-        return loader_of_stream(divided(dataset, shard, where, logger), kwargs, training, where, logger)
+        return loader_of_stream(
+            divided(dataset, shard, asked, training, where, logger), kwargs, training, where, logger
+        )
     sampler = kwargs.pop("sampler", None)
     shuffle = kwargs.pop("shuffle", training)
     if sampler is None:
         sampler = {"type": "DefaultSampler", "shuffle": shuffle}
     own = shard if told else None
-    sampler = build_sampler(sampler, dataset, training=training, seed=seed, shard=own, where=f"{where}.sampler")
+    sampler = build_sampler(
+        sampler, dataset, training=training, seed=seed, shard=own, where=f"{where}.sampler", asked=asked
+    )
     batch_sampler = kwargs.pop("batch_sampler", None)
     if batch_sampler is None:
+        _, sampler = divided_samplers(None, sampler, shard, asked, training, where, logger)
         return checks.check_follows_order(DataLoader(dataset, sampler=sampler, **kwargs), where)
     size = kwargs.pop("batch_size", 1)
     drop_last = kwargs.pop("drop_last", False)
@@ -107,6 +128,8 @@ def build_dataloader(
         batch_sampler = DATA_SAMPLERS.build(
             batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
         )
+    inside = getattr(batch_sampler, "sampler", None)
+    batch_sampler, _ = divided_samplers(batch_sampler, inside, shard, asked, training, where, logger)
     return checks.check_follows_order(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs), where)
 
 
@@ -136,8 +159,8 @@ class TrainData:
     ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
         self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-        # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
-        self._sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+        self._sampler = sampler_of(loader)
+        self._divided = divided_sampler(loader)
         self.infinite = isinstance(self._sampler, InfiniteSampler)
         self._batch_size = getattr(batches, "batch_size", 1)
         self.drop_last = bool(getattr(batches, "drop_last", False))
@@ -201,9 +224,11 @@ class TrainData:
             return
         self._has_compared = True
         own = (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
-        samples, lengths, deals, even, keeps_position, prints = zip(
-            *all_gather_object((*own, self.fingerprint)), strict=True
+        begin = self._divided and self._divided.begin(order_seed(self.seed, 0))
+        samples, lengths, deals, even, keeps_position, prints, begins = zip(
+            *all_gather_object((*own, self.fingerprint, begin)), strict=True
         )
+        checks.check_same_begin(begins, "train_dataloader")
         self._first_samples = samples[0]
         known = {number or 0 for number in samples}
         if any(deals) and len(known) > 1:
@@ -243,7 +268,7 @@ class TrainData:
     @property
     def splittable(self) -> Splittable | None:
         """The sampler, if it can split the rest of its epoch again; otherwise None."""
-        fed = self._feed is not None and self._feed.by_position
+        fed = self._feed is not None and self._feed.by_position and not self._feed.has_own_data
         return self._sampler if fed and isinstance(self._sampler, Splittable) else None
 
     @property
@@ -252,7 +277,9 @@ class TrainData:
         if self._reader is not None:
             return name_of(self.loader)
         if isinstance(self._dataset, IterableDataset):
-            return type(self._dataset).__name__
+            return name_of(self._dataset)
+        if self._divided is not None:
+            return type(self._divided.sampler).__name__
         own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
         return type(self.loader.batch_sampler if own_batches else self._sampler).__name__
 
@@ -390,7 +417,7 @@ class TrainData:
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if self._feed is None:
             assert self._reader is not None
-            own = self._shard[0] if self.diff_rank_seed else 0
+            own = self._shard[0] if self.diff_rank_seed and not is_divided(self.loader) else 0
             again = start and not self._reader.is_placed
             read = self._reader.batches(order_seed(self.seed, epoch) + own, start, stop)
             return timed(read, start, self.sampler_name) if again else read

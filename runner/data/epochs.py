@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -17,5 +18,12 @@ def tell_loader_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
-    for part in (loader, getattr(loader, "dataset", None), sampler, batches):
+    for part in (loader, getattr(loader, "dataset", None), *chain_of(sampler), batches):
         tell_epoch(part, epoch)
+
+
+def chain_of(part: Any) -> Iterator[Any]:
+    """Yield a sampler, the one inside it, and so on."""
+    while part is not None:
+        yield part
+        part = getattr(part, "sampler", None)

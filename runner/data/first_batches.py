@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from .dataloader_reader import Feed
 from .samplers import follows_span
-from .user_loaders import goes_its_own_way, name_of, resampled
+from .user_loaders import batch_size, goes_its_own_way, name_of, resampled
 
 
 def only_once(loader: Any) -> str | None:
@@ -43,7 +43,7 @@ def first_batches(
         shard: (index, count) of the data shard that this process reads.
     """
     feed = Feed(_apart(loader), shard)
-    stop = count * (loader.batch_size or 1) * loader.sampler.count if feed.by_position else count  # type: ignore[attr-defined]
+    stop = count * (batch_size(loader) or 1) * loader.sampler.count if feed.by_position else count  # type: ignore[attr-defined]
     batches = feed.batches(seed, epoch, 0, stop)
     try:
         yield batches

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-import torch
-
 from ...core.generators import RandomStream
 from ...core.json_values import pack, unpack
-from .samplers import ShardedSampler
+from .epochs import chain_of
+from .samplers import ShardedSampler, seed_own_generators
 from .user_loaders import keeps_position, name_of
 
 _END = object()
@@ -56,11 +55,12 @@ class Reader:
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the generators inside the loader and its samplers, like those of flextrain's own loaders."""
-        batches, sampler = getattr(self.loader, "batch_sampler", None), getattr(self.loader, "sampler", None)
-        for part in (self.loader, sampler, batches, getattr(batches, "sampler", None)):
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
+        seed_own_generators(self.loader, seed)
+        seed_own_generators(getattr(self.loader, "batch_sampler", None), seed)
+        for part in (
+            *chain_of(getattr(self.loader, "sampler", None)),
+            *chain_of(getattr(self.loader, "batch_sampler", None)),
+        ):
             if isinstance(part, ShardedSampler):
                 part.set_span(0)
 

@@ -21,6 +21,7 @@ from ...core.generators import Watch, nth_seed, seed_generators
 from ..signals import Outliving
 from . import worker_stacks
 from .epochs import tell_epoch
+from .streams.divided_streams import DividedStream
 
 
 class Turn(NamedTuple):
@@ -156,7 +157,10 @@ class WorkerInit:
         self._outliving.begin()
         worker_stacks.answer()
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids a normal assignment
+        dataset = info.dataset.dataset
+        if isinstance(dataset, DividedStream):
+            dataset = dataset.dataset
+        object.__setattr__(info, "dataset", dataset)  # torch forbids a normal assignment
         if self.function is not None:
             self.function(worker)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from ...core.generators import RandomStream
 from ...core.overriding import overridden
 from ...core.permutation import Shuffled, Straight
 from ...core.registry import DATA_SAMPLERS
+from ...core.snapshot import Snapshot
+from .epochs import chain_of
 from .streams.stream_orders import own_order
 
 LARGE = 2**20
@@ -24,6 +27,7 @@ LARGE = 2**20
 BLOCK = 4096
 """Number of indices computed at once, after some smaller blocks."""
 FIRST_BLOCK = 64
+_COMPARED = 64  # items of a sampler that all processes must have alike before each keeps its own
 
 
 class ShardedSampler(Sampler[int]):
@@ -175,15 +179,15 @@ def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
         yield order[np.arange(block.start, block.stop, block.step) % size].tolist()
 
 
-def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
-    """Give a sampler of flextrain its data shard, and check that one of torch has the right shard.
+def use_shard(sampler: Any, shard: tuple[int, int], where: str, asked: bool | None = None) -> None:
+    """Give a sampler of flextrain its data shard, and check that one of torch has the right shard unless ``asked`` is False.
 
     Raises:
         ConfigError: torch's sampler splits by rank, but several processes share a data shard.
     """
     if isinstance(sampler, ShardedSampler):
         sampler.use_shard(shard)
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != shard:
+    if isinstance(sampler, DistributedSampler) and asked is not False and (sampler.rank, sampler.num_replicas) != shard:
         topology = Topology()
         if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
             raise ConfigError(
@@ -192,12 +196,66 @@ def use_shard(sampler: Any, shard: tuple[int, int], where: str) -> None:
             )
 
 
+class DividedSampler(Sampler[Any]):
+    """Every ``count``-th item of a sampler, or of a batch sampler, that gives all processes the same items.
+
+    Args:
+        sampler: the sampler.
+        shard: (index, count) of the items to give.
+        fill: give every process equally many: those that have none of the last items repeat the first ones.
+    """
+
+    def __init__(self, sampler: Any, shard: tuple[int, int], fill: bool) -> None:
+        self.sampler, self._shard, self._fill = sampler, shard, fill
+        self.batch_size, self.drop_last = getattr(sampler, "batch_size", None), getattr(sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[Any]:
+        index, size = self._shard
+        items = iter(self.sampler)
+        first, number = list(islice(items, size)), 0
+        for number, item in enumerate(chain(first, items), 1):
+            if (number - 1) % size == index:
+                yield item
+        if self._fill and 0 < number % size <= index:
+            yield first[(index - number % size) % len(first)]
+
+    def __len__(self) -> int:
+        index, count = self._shard
+        return int(len(self.sampler) + count - 1 - (0 if self._fill else index)) // count
+
+    def begin(self, seed: int) -> str:
+        """Return a digest of the first items of all processes together, without any effect on the sampler."""
+        before = Snapshot([self.sampler])
+        order = Repeatable(self.sampler)
+        order.position(seed, 0, _COMPARED)
+        begin = repr(list(order)).encode()
+        before.restore()
+        return hashlib.sha256(begin).hexdigest()
+
+
+def divided_sampler(loader: Any) -> DividedSampler | None:
+    """Return the DividedSampler of a loader; None if it has none."""
+    batches = getattr(loader, "batch_sampler", None)
+    for part in (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None)):
+        if isinstance(part, DividedSampler):
+            return part
+    return None
+
+
 def follows_span(sampler: object) -> bool:
     """True if a sampler begins where ``set_span`` says, so that its position in an epoch is a number of samples.
 
     A subclass that overrides ``__iter__`` or ``__len__`` may ignore the span, so its order is repeated from the start.
     """
     return isinstance(sampler, ShardedSampler) and not overridden(sampler, "__iter__", "__len__")
+
+
+def seed_own_generators(sampler: Any, seed: int) -> None:
+    """Seed the ``generator`` of a sampler, and of the samplers inside it."""
+    for part in chain_of(sampler):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
 
 
 class Repeatable(Sampler[Any]):
@@ -224,10 +282,7 @@ class Repeatable(Sampler[Any]):
     def positions(self) -> Iterator[tuple[int, Any]]:
         """Yield the items of the span, each with the number of samples before it."""
         stream, at = RandomStream(self._seed), 0
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(self._seed)
+        seed_own_generators(self.sampler, self._seed)
         with stream:
             items = iter(self.sampler)
         for number in count() if self._stop is None else range(self._stop):

@@ -9,55 +9,110 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ...core.errors import ConfigError
 from ...core.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
-from .samplers import DefaultSampler, ShardedSampler
+from .samplers import DefaultSampler, DividedSampler, ShardedSampler, divided_sampler
+from .streams.divided_streams import DividedStream, divided, undivided
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """A source of batches: a DataLoader or another iterable, or a function that returns one."""
 
 
 def adopt(
-    loader: DataLoader[Any], training: bool, seed: int, shard: tuple[int, int], where: str, logger: logging.Logger
-) -> DataLoader[Any]:
-    """Return the user's DataLoader, split over processes if torch's sampler shows that the user has not done so."""
+    loader: DataLoader[Any],
+    training: bool,
+    seed: int,
+    shard: tuple[int, int],
+    asked: bool | None,
+    where: str,
+    logger: logging.Logger,
+) -> Any:
+    """Return the user's DataLoader, split over processes; ``asked`` is the ``shard`` beside it, None without one.
+
+    Raises:
+        ConfigError: nobody knows whether it splits the data itself.
+    """
+    sampler, batches = sampler_of(loader), loader.batch_sampler
+    if _holds_on_to_itself(loader):  # and is read as it is, because no copy would be
+        return loader if isinstance(sampler, _DIVIDING) else divided(loader, shard, asked, training, where, logger)
     if isinstance(loader.dataset, IterableDataset):
-        if shard[1] > 1:
-            logger.warning(f"{where}: an IterableDataset is not split over processes here, it must do so itself")
-        return loader
-    if not _samples_by_default(loader) or _holds_on_to_itself(loader):
-        if shard[1] > 1 and not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), ShardedSampler):
-            name = "" if type(loader) is DataLoader else f"{type(loader).__name__} "
-            own_batches = type(loader.batch_sampler) not in (BatchSampler, type(None))
-            kept = type(loader.batch_sampler if own_batches else loader.sampler).__name__
-            rest = "all of them may train on the same samples" if training else "samples are counted several times"
-            logger.warning(
-                f"{where}: {name}keeps its {kept}, which must split the data over processes itself, or {rest}"
-            )
-        return loader
-    shuffle = not isinstance(loader.sampler, SequentialSampler)
-    sampler = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)
+        dataset = divided(loader.dataset, shard, asked, training, where, logger)
+        return loader if dataset is loader.dataset else resampled(loader, dataset=dataset)
+    if not _samples_by_default(loader):
+        batches, sampler = divided_samplers(batches, sampler, shard, asked, training, where, logger)
+        same = batches is loader.batch_sampler and sampler is sampler_of(loader)
+        return loader if same else resampled(loader, sampler=sampler, batch_sampler=batches)
+    shuffle = not isinstance(sampler, SequentialSampler)
+    own = DefaultSampler(cast(Sized, loader.dataset), shuffle, seed, round_up=training, shard=shard)
     if shard[1] > 1:
         logger.info(
             f"{where}: the DataLoader got a DefaultSampler(shuffle={shuffle}) that splits it over {shard[1]} processes"
         )
-    elif shuffle and getattr(loader.sampler, "generator", None) is not None:
+    elif shuffle and getattr(sampler, "generator", None) is not None:
         logger.info(f"{where}: the DataLoader got a DefaultSampler(shuffle=True), which follows the run's seed")
-    if loader.batch_sampler is None:
-        return resampled(loader, sampler=sampler)
-    batches = BatchSampler(sampler, cast(int, loader.batch_size), loader.drop_last)
-    return resampled(loader, sampler=sampler, batch_sampler=batches)
+    if batches is None:
+        return resampled(loader, sampler=own)
+    return resampled(loader, sampler=own, batch_sampler=_again(batches, own))
 
 
+def sampler_of(loader: Any) -> Any:
+    """Return a loader's sampler; a batch sampler of the user's holds it itself, and the loader only a placeholder."""
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+
+
+def is_divided(loader: Any) -> bool:
+    """True if all processes read the same items of a stream or a sampler, and each keeps its own."""
+    parts = (loader, getattr(loader, "dataset", None))
+    return divided_sampler(loader) is not None or any(isinstance(part, DividedStream) for part in parts)
+
+
+def divided_samplers(
+    batches: Any,
+    sampler: Any,
+    shard: tuple[int, int],
+    asked: bool | None,
+    training: bool,
+    where: str,
+    logger: logging.Logger,
+) -> tuple[Any, Any]:
+    """Return a batch sampler (or None) and the sampler inside it, divided over the processes if they do not do so.
+
+    Args:
+        batches, sampler: those of the user; torch's own ones are known to give all processes the same.
+        asked: the ``shard`` of the configuration, None if it has none.
+
+    Raises:
+        ConfigError: nobody knows whether a class of the user's divides.
+    """
+    of_torch = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
+    outer = sampler if of_torch else batches
+    if shard[1] == 1 or asked is False or isinstance(sampler, _DIVIDING):
+        return batches, sampler
+    if asked is None and type(outer).__module__ not in _DEFAULT_SAMPLERS:
+        raise undivided(where, f"what its {type(outer).__name__} chooses", shard[1])
+    own = DividedSampler(outer, shard, training)
+    logger.info(
+        f"{where}: each of the {shard[1]} processes keeps its own part of what its {type(outer).__name__} chooses"
+    )
+    if not of_torch:
+        return own, sampler
+    return (None if batches is None else _again(batches, own)), own
+
+
+def _again(batches: Any, sampler: Any) -> BatchSampler:
+    return BatchSampler(sampler, batches.batch_size, batches.drop_last)
+
+
+_DIVIDING = (ShardedSampler, DistributedSampler)
 # torchdata has its own RandomSampler and BatchSampler, which keep a state.
 _DEFAULT_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 
 
 def _samples_by_default(loader: DataLoader[Any]) -> bool:
     """True if the samplers are those of ``shuffle`` and ``batch_size``: every sample of the dataset once, in turn."""
-    sampler: Any = loader.sampler
+    sampler = sampler_of(loader)
     kind, batches = (
         type(part).__name__ if type(part).__module__ in _DEFAULT_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
@@ -148,19 +203,20 @@ def gives_batches(loader: Any) -> bool:
 
 
 def from_elsewhere(
-    source: Any, training: bool, shard: tuple[int, int], where: str, logger: logging.Logger
+    source: Any, training: bool, shard: tuple[int, int], asked: bool | None, where: str, logger: logging.Logger
 ) -> Iterable[Any]:
-    """Return a source of batches: a list is split over processes; anything else is used as it is, which is logged."""
+    """Return a source of batches: a list is split over processes; anything else as ``asked``.
+
+    Raises:
+        ConfigError: nobody knows whether it gives every process its own batches.
+    """
     if is_batch_list(source):
         sampler = DefaultSampler(source, shuffle=False, round_up=training, shard=shard)
         return DataLoader(source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=torch.Generator())
-    if shard[1] > 1:
-        use = "train on" if training else "evaluate, or samples are counted several times"
-        logger.warning(
-            f"{where}: {name_of(source)} is not split over the {shard[1]} processes here, it must give each of them "
-            f"its own batches to {use}"
-        )
-    return source if hasattr(source, "__iter__") else FromFunction(source, where)
+    if asked is None and shard[1] > 1:
+        raise undivided(where, name_of(source), shard[1])
+    batches = source if hasattr(source, "__iter__") else FromFunction(source, where)
+    return DividedStream(batches, shard, training) if asked and shard[1] > 1 else batches
 
 
 def keeps_position(loader: Any) -> bool:
@@ -178,7 +234,8 @@ def length_of(data: Any) -> int | None:
 
 def name_of(loader: Any) -> str:
     """Return the name of its class, or of the function."""
-    function = getattr(loader, "function", loader) if isinstance(loader, FromFunction) else loader
+    loader = loader.dataset if isinstance(loader, DividedStream) else loader
+    function = loader.function if isinstance(loader, FromFunction) else loader
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 

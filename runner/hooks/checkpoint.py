@@ -30,8 +30,7 @@ class CheckpointHook(Hook):
 
     Checkpoints are directories ``epoch_3`` or ``iter_1000``, and ``best_<metric>_epoch_3`` without the optimizer. A
     checkpoint is deleted only after its successor is complete, and never while ``latest`` names it. Checkpoints of
-    other runs are not touched; if a checkpoint would take the name of one, training does not start, unless
-    ``overwrite`` is set.
+    other runs are not touched; if there are some in the folder, training does not start, unless ``overwrite`` is set.
 
     A checkpoint with NaN or infinity in weights, averages or optimizer state is marked: ``latest`` does not move to it,
     it never becomes the best, and it does not count in ``max_keep_ckpts``. Of the marked ones only the newest is kept.
@@ -62,8 +61,9 @@ class CheckpointHook(Hook):
         max_keep_ckpts: number of newest checkpoints to keep; -1: all.
         keep_every: also keep checkpoints whose number is a multiple of it; -1: none.
         async_save: write in the background.
-        overwrite: replace checkpoints of another run that have the same names. If it is False and there are some,
-            training from the beginning, or from a checkpoint in another folder, is refused before the first update.
+        overwrite: replace the checkpoints of another run, whatever their numbers: they are deleted when the first one of this
+            run is complete, and a warning names them. If it is False and there are some, training from the beginning, or from
+            a checkpoint in another folder, is refused before the first update.
         on_error: "raise" ends the run when a save fails; "continue" goes on without the checkpoint.
         verify: read back what was written and compare checksums before a checkpoint counts as complete.
         save_last: also save at the end of training, whatever the interval.
@@ -193,11 +193,10 @@ class CheckpointHook(Hook):
         when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
         runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
         if runner.iter == 0 or not self._has_looked:
-            names = [self.filename_tmpl] if self.interval > 0 or self.save_last else []
-            names += [f"best_*_{self.filename_tmpl}"] if self._best.wanted else []
-            last = runner.max_epochs if self.by_epoch else runner.max_iters
+            saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
-            keep_others(runner, own[0], names, last, own=own, overwrite=self.overwrite)
+            if saves:
+                self._kept.others = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:
@@ -340,6 +339,7 @@ class CheckpointHook(Hook):
             runner.logger.info("The best %s is now %.4f, saved to %s", key, score, name)
             if previous not in (None, name):
                 remove(runner, folder / str(previous))
+            self._kept.remove_others(runner, folder, name)
 
         def failed() -> None:
             self._best.load_state_dict(before)  # the next one only has to be better than what is there

@@ -33,6 +33,7 @@ class KeptCheckpoints:
         self._template, self._max_keep, self._keep_every = template, max_keep_ckpts, keep_every
         self._kept: list[int] = []
         self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
+        self.others: list[str] = []  # names of those of another run, which the first good one replaces
         self._between: list[str] = []  # names of those that were saved in the middle of an epoch
 
     def add(self, number: int) -> Callable[[], None]:
@@ -63,6 +64,12 @@ class KeptCheckpoints:
             return
         self._between = [name for name in self._between if name == complete or not remove(runner, folder / name)]
 
+    def remove_others(self, runner: Run, folder: Path, complete: str) -> None:
+        """Delete the checkpoints of another run that a good one of this run, the complete one of this name, replaces."""
+        if self.others and not runner.was_marked(folder / complete):
+            others = [name for name in self.others if not runner.has_saved(folder / name)]
+            self.others = [name for name in others if not remove(runner, folder / name)]
+
     def go_on(self, runner: Run, folder: Path) -> None:
         """Continue with the checkpoints that a resumed run had kept; a collective."""
         if self._kept:
@@ -78,6 +85,7 @@ class KeptCheckpoints:
             self._marked.append(number)
         self._prune(runner, folder)
         self.prune_between(runner, folder, self.path(folder, number).name)
+        self.remove_others(runner, folder, self.path(folder, number).name)
 
     def path(self, folder: Path, number: int) -> Path:
         """The path of the checkpoint with this number."""

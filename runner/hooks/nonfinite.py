@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.checkpoint import find_latest, what_is_not_finite
-from ...core.comm.collectives import all_gather_object
+from ...core.comm.collectives import all_gather_object, broadcast_object
 from ...core.errors import CheckpointError, ConfigError, NonFiniteError
 from ...core.registry import HOOKS
 from ..finite_weights import nonfinite_weights, own_nonfinite
@@ -33,7 +33,8 @@ class NonFiniteHook(Hook):
     ``env_cfg=dict(nonfinite=...)``:
 
     - "warn", the default: one warning with the iteration, the rank, and the parameters that are not finite at that
-      time; more warnings after 10, 100, ... lines with such values, and one when they are finite again.
+      time; more warnings after 10, 100, ... lines with such values, and one when they are finite again. If weights are not
+      finite when training ends, ``train()`` raises NonFiniteError after its last checkpoint; "skip" does so too.
     - "raise": NonFiniteError on every process. It names the first module whose output is not finite when the last batch is
       run again; or, if weights are no longer finite, the first module with such weights.
     - "skip": an update whose loss or gradients are not finite is skipped on all processes, as loss scaling does: weights,
@@ -59,8 +60,8 @@ class NonFiniteHook(Hook):
         self._batch: Any = None
         self._raises = self._skips = False
         self._readings, self._waited, self._patience = 0, 0, 0
-        self._bad_look: Look | None = None
-        self._left_out = 0
+        self._left_out = self._begun = 0
+        self._since = ""  # where the values that are still not finite began
 
     def before_train(self, runner: Run) -> None:
         """Start checking from the current iteration."""
@@ -69,8 +70,9 @@ class NonFiniteHook(Hook):
         # Log lines are less than two intervals apart, also where an epoch ends in between.
         lines = [2 * hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
         self._patience = max(lines, default=self.interval)
-        self._readings, self._waited, self._bad_look = runner.message_hub.readings, 0, None
+        self._readings, self._waited = runner.message_hub.readings, 0
         self._left_out = _left_out(runner) if self._skips else 0
+        self._begun, self._since = runner.iter, ""
         runner.message_hub.reads_every_line = self._raises
         scales = runner.strategy.precision.loss_scale is not None
         self._witness = Witness(runner.message_hub, runner.iter, norms=not scales)
@@ -101,15 +103,15 @@ class NonFiniteHook(Hook):
         self._look_behind(runner)
 
     def after_train(self, runner: Run) -> None:
-        """Check once more, and log an error if the last values or the weights are not finite."""
+        """Check once more, and let ``train()`` raise in the end if the weights are not finite."""
         if self._waited:
             runner.message_hub.fetch("train/", reduce=AVERAGED)
             self._look(runner, runner.iter)
-        if self._bad_look is not None:
-            names = nonfinite_weights(runner) if self._bad_look.is_agreed else own_nonfinite(runner)
-            if names and runner.rank == 0:
-                where = what_is_not_finite(names, "parameter")
-                runner.logger.error(f"Training ended with NaN or infinity in {where}; {_last_good(runner)}")
+        if runner.iter > self._begun and (names := nonfinite_weights(runner)):
+            since = f" ({self._since})" if self._since else ""
+            where = what_is_not_finite(names, "parameter")
+            good = broadcast_object(_last_good(runner) if runner.rank == 0 else "")
+            runner.end_with(NonFiniteError(f"Training ended with NaN or infinity in {where}{since}; {good}"))
         self._batch = None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
@@ -126,7 +128,7 @@ class NonFiniteHook(Hook):
         assert self._witness is not None, "before_train makes it"
         self._readings, self._waited = runner.message_hub.readings, 0
         look = self._witness.look(iteration)
-        self._bad_look = look if look.is_bad else None
+        self._since = self._since if look.is_bad else ""
         before, self._left_out = self._left_out, _left_out(runner) if self._skips else 0
         left_out = self._left_out - before
         if look.is_bad:
@@ -146,6 +148,7 @@ class NonFiniteHook(Hook):
         weights = sorted({name for _, names in by_rank for name in names})
         ranks = range(runner.world_size) if look.is_agreed else [runner.rank]
         what = "; ".join(_in_words(findings, ranks, look, iteration))
+        self._since = self._since or what.partition(";")[0]
         if self._raises:
             origin = find_origin(runner, self._batch) if look.is_agreed else _ADVICE
             raise NonFiniteError(f"{what}; {origin}")

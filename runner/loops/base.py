@@ -88,7 +88,7 @@ class BaseLoop:
     @property
     def _evaluation_data(self) -> EvaluationData:
         if self._data is None:
-            self._data = EvaluationData(self.loader, self._runner)
+            self._data = EvaluationData(self.loader, self._runner, f"{self.mode}_dataloader")
         return self._data
 
     def _forward(self, batch: Any, mode: str | None = None) -> Any:

@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 from ...core.byte_sizes import bytes_of
 from ...core.errors import ConfigError
 from ...core.registry import LOOPS
-from ..data.user_loaders import goes_its_own_way, length_of, name_of
+from ..data.samplers import ShardedSampler
+from ..data.user_loaders import goes_its_own_way, is_divided, length_of, name_of, sampler_of
 from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
 from .base import BaseLoop
@@ -143,6 +144,8 @@ class EvalLoop(BaseLoop):
             return None
         dataset, sampler = (getattr(self.loader, name, None) for name in ("dataset", "sampler"))
         if goes_its_own_way(self.loader) or isinstance(dataset, IterableDataset):
+            return None
+        if is_divided(self.loader) or isinstance(sampler_of(self.loader), ShardedSampler):
             return None
         size = length_of(dataset) or 0
         seen = int(self._topology.data.sum(torch.tensor(length_of(sampler) or 0, device="cpu")))

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...core.comm.collectives import all_gather_object
+from ..data.checks import check_same_begin
 from ..data.dataloader_reader import Feed
 from ..data.own_loader_reader import Reader
+from ..data.sample_seeds import order_seed
+from ..data.samplers import divided_sampler
 from ..data.user_loaders import goes_its_own_way, length_of
 from .lockstep import until_all_end
 
@@ -23,10 +27,12 @@ class EvaluationData:
     Args:
         loader: result of ``build_dataloader``.
         runner: the run, for its seed and its processes.
+        where: the configuration key, for messages.
     """
 
-    def __init__(self, loader: Any, runner: Run) -> None:
-        self.loader, self._runner = loader, runner
+    def __init__(self, loader: Any, runner: Run, where: str) -> None:
+        self.loader, self._runner, self._where = loader, runner, where
+        self._divided = divided_sampler(loader)
         self._topology = runner.strategy.topology
         own_way = goes_its_own_way(loader)
         self._reader = Reader(loader) if own_way else None
@@ -55,6 +61,9 @@ class EvaluationData:
 
     def _pass(self) -> Iterator[tuple[Any, bool]]:
         seed = self._runner.seed
+        if self._divided is not None:
+            check_same_begin(all_gather_object(self._divided.begin(order_seed(seed, EVALUATION))), self._where)
+            self._divided = None
         if self._feed is not None:
             one_pass = self._feed.batches(seed, EVALUATION)
         else:

@@ -85,7 +85,7 @@ class Weighing:
             return False
         world, shards = self._topology.world_size, self._topology.data.count
         self.factors = [weight * world / total for weight in self._weights]
-        if self._hands_number:
+        if self._hands_number and getattr(self._loss_weight, "is_known", True):
             # Filled on the device, so that nothing is copied to it.
             self.arguments[NUMBER] = torch.full((), total * shards / world, dtype=torch.float32, device=self._device)
             self.factors = [float(shards) if weight else 0.0 for weight in self._weights]

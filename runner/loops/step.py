@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.comm.collectives import is_main
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
@@ -35,7 +37,7 @@ from .evaluation_step import EvaluationStep
 from .fillers import leaving_buffers
 from .logged_values import kept, mean_of, of_filler, weighted_mean
 from .loss_weights import Weighing
-from .losses_of_result import losses_of
+from .losses_of_result import losses_left_out, losses_of
 
 _WHOLE = (None,)
 _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
@@ -90,6 +92,7 @@ class Stepper:
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
+        self._has_looked = False  # True once the losses of a result were looked at
         self.merging: BaseTTAModel | None = None
         self._eval_steps = {mode: EvaluationStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
@@ -293,10 +296,21 @@ class Stepper:
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = run_forward(self.model, data, **self._for_loss)
         total, logs = self.parse(losses_of(result, self.module))
+        if not self._has_looked:
+            self._look_for_losses(result)
         if isinstance(result, Mapping) and len(result) > 1:
             scalars = {name: value for name, value in result.items() if isinstance(value, Tensor) and value.dim() == 0}
             logs = {**scalars, **logs}
         return total, logs
+
+    def _look_for_losses(self, result: Any) -> None:
+        """Warn of losses that the first result has beside ``loss`` and that are not trained."""
+        self._has_looked = True
+        if (names := losses_left_out(result)) and is_main():
+            logging.getLogger("flextrain").warning(
+                f"model: {type(self.module).__name__}.forward gave a loss, and beside it {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} "
+                'not trained, only logged: "loss" is the whole loss; add them to it, or detach() what is only to be logged'
+            )
 
     def _custom_step(self, batch: Any, index: int) -> dict[str, Tensor]:
         return self._call_train_step(batch, self.optim)

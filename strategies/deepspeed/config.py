@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+import torch
 
 from ...core.config import Config, PositiveInt
 from ...core.errors import ConfigError
@@ -225,6 +226,12 @@ class DeepSpeedConfig(StrategyConfig):
     """Refuse optimizers other than DeepSpeed's own with offload_optimizer."""
     aio: Aio | None = None
     """How files are read and written, with ``device="nvme"``."""
+
+    @property
+    def own_dtype(self) -> torch.dtype | None:
+        """See StrategyConfig."""
+        homes = ((torch.bfloat16, self.bf16), (torch.float16, self.fp16))
+        return next((dtype for dtype, home in homes if home and home.enabled), None)
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> DeepSpeedConfig:

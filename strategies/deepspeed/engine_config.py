@@ -82,10 +82,9 @@ def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.d
 
 def _dtype(config: DeepSpeedConfig, optim: OptimWrapper | None) -> torch.dtype:
     homes = ((torch.bfloat16, "bf16", config.bf16), (torch.float16, "fp16", config.fp16))
-    own = next((dtype for dtype, _, home in homes if home and home.enabled), None)
     wanted = optim.precision.compute if isinstance(optim, AmpOptimWrapper) else None
     if wanted is None:
-        return own or torch.float32
+        return config.own_dtype or torch.float32
     for dtype, key, home in homes:
         if home is not None and home.enabled != (dtype is wanted):
             raise ConfigError(

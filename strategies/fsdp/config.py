@@ -112,6 +112,11 @@ class FSDPConfig(StrategyConfig):
             found |= {"mixed_precision": mixed, "model_wrapper": {**wrapper, "mixed_precision": None}}
         return found
 
+    @property
+    def own_dtype(self) -> torch.dtype | None:
+        """See StrategyConfig."""
+        return None if self.mixed_precision is None else self.mixed_precision.dtype("param_dtype")
+
     @pydantic.model_validator(mode="after")
     def _one_home(self) -> FSDPConfig:
         inner = self.model_wrapper

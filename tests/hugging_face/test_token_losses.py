@@ -44,6 +44,34 @@ def test_the_loss_is_the_mean_over_the_labels_that_are_counted(name: str) -> Non
         assert float(model(**batch).loss) == pytest.approx(total / count, rel=1e-5)
 
 
+_BERT = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+_AUDIO = _BERT | dict(conv_dim=(16,), conv_kernel=(4,), conv_stride=(4,), num_feat_extract_layers=1, num_labels=3,
+                      num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, classifier_proj_size=16, mask_time_prob=0.0)  # fmt: skip
+OF_SAMPLES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "Wav2Vec2ForSequenceClassification": ("Wav2Vec2Config", _AUDIO, (64,)),
+    "BertForMultipleChoice": ("BertConfig", _BERT, (2, 5)),
+    "BertForNextSentencePrediction": ("BertConfig", _BERT, (5,)),
+    "BertForSequenceClassification": ("BertConfig", _BERT, (5,)),
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_labels_of_whole_samples_are_counted_or_left_alone(name: str) -> None:
+    config, sizes, shape = OF_SAMPLES[name]
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
+    key = "input_values" if "Wav" in name else "input_ids"
+    data = torch.randn(3, *shape) if "Wav" in name else torch.randint(32, (3, *shape))
+    batch = {key: data, "labels": torch.tensor([0, 1, 1])}
+    counted = count_tokens(model)
+    assert counted is (name != "BertForSequenceClassification")  # which has losses of other kinds too
+    if counted:
+        parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(2), slice(2, 3))]
+        with torch.no_grad():
+            total = sum(float(model.loss_weight(part)) * float(model(**part).loss) for part in parts)
+            assert float(model(**batch).loss) == pytest.approx(total / 3, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["bert masked", "t5", "causal"])
 def test_off_by_one_is_seen(name: str) -> None:
     """The check above can fail."""

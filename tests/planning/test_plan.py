@@ -5,7 +5,17 @@ import json
 import pytest
 
 from flextrain.core.errors import ConfigError
-from flextrain.tools.planning.plan import Moment, RankPlan, StrategyPlan, Traffic, TrainingPlan, Work, read_plan
+from flextrain.tools.planning.execution import arguments_for
+from flextrain.tools.planning.plan import (
+    Moment,
+    PlannedJob,
+    RankPlan,
+    StrategyPlan,
+    Traffic,
+    TrainingPlan,
+    Work,
+    read_plan,
+)
 
 GIB = 2**30
 
@@ -72,3 +82,36 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"list\.json: is no plan"):
         read_plan(str(tmp_path / "list.json"))
+
+
+OPTIMIZER = {"type": "SGD", "lr": 0.1}
+FSDP_IN_HALF = {"type": "FSDPStrategy", "mixed_precision": {"param_dtype": "bfloat16"}}
+ZERO_IN_HALF = {"type": "DeepSpeedStrategy", "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+OF_MMENGINE = {"type": "FSDPStrategy", "model_wrapper": {"mixed_precision": {"param_dtype": "bfloat16"}}}
+
+
+@pytest.mark.parametrize(
+    "own, name, dtype",
+    [
+        (FSDP_IN_HALF, "ddp", "bfloat16"),
+        (OF_MMENGINE, "ddp", "bfloat16"),
+        (FSDP_IN_HALF, "zero2", "bfloat16"),
+        (ZERO_IN_HALF, "fsdp", "bfloat16"),
+        (FSDP_IN_HALF, "fsdp", None),
+        (FSDP_IN_HALF, "mesh:tp2", None),
+        ({"type": "FSDPStrategy"}, "ddp", None),
+    ],
+)
+def test_all_strategies_compute_in_the_dtype_of_the_scripts_own(own, name, dtype):
+    given = dict(strategy=own, optim_wrapper=dict(optimizer=OPTIMIZER, accumulative_counts=2))
+    found, notes = arguments_for(PlannedJob("train.py", name, 8, 1), given)
+    expected = {} if dtype is None else dict(type="AmpOptimWrapper", dtype=dtype)
+    assert found["optim_wrapper"] == {**given["optim_wrapper"], **expected}
+    assert any("AmpOptimWrapper with dtype=bfloat16, because the script's own" in note for note in notes) is bool(dtype)
+
+
+def test_a_wrapper_that_cannot_be_changed_is_told_of():
+    own = dict(strategy=FSDP_IN_HALF, optim_wrapper=dict(type="TheirWrapper", optimizer=OPTIMIZER))
+    found, notes = arguments_for(PlannedJob("train.py", "ddp", 8, 1), own)
+    assert found["optim_wrapper"] == own["optim_wrapper"]
+    assert "NOT comparable with a plan in bfloat16" in notes[-1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
 
 from flextrain import Hook
 from flextrain.core.checkpoint import is_marked
+from flextrain.core.errors import NonFiniteError
 
 
 class BadBatch(Hook):
@@ -41,6 +43,13 @@ class Poison(Hook):
                 state.clear()
 
 
+def train_badly(runner: Any) -> Any:
+    """Train to the end with weights that are not finite, which ``train()`` says when all is done."""
+    with contextlib.suppress(NonFiniteError):
+        runner.train()
+    return runner
+
+
 def saved(folder: Path) -> dict[str, bool]:
     """The checkpoints, and whether each is marked."""
     return {path.parent.name: is_marked(path.parent) for path in sorted(folder.glob("*/manifest.json"))}
@@ -48,7 +57,7 @@ def saved(folder: Path) -> dict[str, bool]:
 
 def warnings_in(folder: Path) -> list[str]:
     """What the log of the newest run in a folder says at least as a warning."""
-    log = sorted(folder.glob("*/*.log"))[-1].read_text().splitlines()
+    log = [path for path in sorted(folder.glob("*/*.log")) if "rank" not in path.name][-1].read_text().splitlines()
     return [
         line.partition(f" - {level} - ")[2]
         for line in log

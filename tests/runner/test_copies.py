@@ -182,14 +182,14 @@ class Stream(IterableDataset[Any]):
 
 def streams(folder: str, strategy: type, copies: int, workers: int) -> dict[str, Any]:
     part = int(os.environ.get("RANK", 0)) // copies
-    loader = DataLoader(Stream(part), batch_size=2, **data_workers(workers))
+    loader = dict(loader=DataLoader(Stream(part), batch_size=2, **data_workers(workers)), shard=False)
     return life(
         folder,
         strategy,
         train_dataloader=loader,
         train_cfg=dict(by_epoch=False, max_iters=6),
         auto_scale_lr=None,
-        val_dataloader=DataLoader(Stream(part), batch_size=2),
+        val_dataloader=dict(loader=DataLoader(Stream(part), batch_size=2), shard=False),
     )
 
 

@@ -395,24 +395,6 @@ def test_a_loader_without_batches_is_split_too() -> None:
     assert [[int(i) for i in window] for window in data.windows(0, 1, 3)] == [[3, 4, 5], [6, 7, 8]]
 
 
-def test_a_loader_with_its_own_sampler_keeps_it(logged: pytest.LogCaptureFixture) -> None:
-    for sampler in (RandomSampler(NUMBERS, replacement=True), RandomSampler(NUMBERS, num_samples=4)):
-        own = DataLoader(NUMBERS, sampler=sampler)
-        assert loader(own, (0, 2)) is own
-    said = "keeps its RandomSampler, which must split the data over processes itself, or all of them may train on the same samples"
-    assert said in logged.messages[0]
-    assert {record.levelname for record in logged.records} == {"WARNING"}
-    logged.clear()
-    assert loader(own, (0, 1)) is own
-    assert not logged.messages
-
-
-def test_a_stream_must_split_itself(logged: pytest.LogCaptureFixture) -> None:
-    own = DataLoader(Stream(), batch_size=2)
-    assert loader(own, (1, 2)) is own
-    assert "an IterableDataset is not split over processes here" in logged.messages[0]
-
-
 def test_the_loader_keeps_what_it_was_built_with() -> None:
     def init(worker: int) -> None:
         pass

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from flextrain import CheckpointError
 from flextrain.runner.hooks import Hook
@@ -93,23 +93,14 @@ def lines(level: int) -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from Samples(4)  # type: ignore[misc]
-
-
 def with_loader(folder: str, kind: str) -> tuple[list[list[int]], list[str]]:
     samples = Samples(24)
     given = {
         "plain": lambda: DataLoader(samples, batch_size=2, shuffle=True),
         "in-order": lambda: DataLoader(samples, batch_size=2),
-        "own": lambda: DataLoader(samples, batch_size=2, sampler=RandomSampler(samples, replacement=True)),
-        "stream": lambda: DataLoader(Endless(), batch_size=2),
     }[kind]()
-    cfg = dict(by_epoch=False, max_iters=4) if kind == "stream" else dict(max_epochs=1)
     with lines(logging.INFO) as found:
-        watch, _, _ = run(folder, train_dataloader=given, train_cfg=cfg, log_level="INFO")
+        watch, _, _ = run(folder, train_dataloader=given, train_cfg=dict(max_epochs=1), log_level="INFO")
     return watch.trained, [line for line in found if "train_dataloader" in line]
 
 
@@ -121,22 +112,6 @@ def test_a_plain_dataloader_is_split_and_the_log_says_so(tmp_path: Path, workers
         f"INFO train_dataloader: the DataLoader got a DefaultSampler(shuffle={kind == 'plain'}) that splits it over "
         "2 processes"
     ]
-
-
-@pytest.mark.parametrize(
-    "kind, says",
-    [
-        (
-            "own",
-            "keeps its RandomSampler, which must split the data over processes itself, or all of them may train on the same samples",
-        ),
-        ("stream", "an IterableDataset is not split over processes here, it must do so itself"),
-    ],
-)
-def test_what_cannot_be_split_is_warned_about(tmp_path: Path, workers2: WorkerGroup, kind: str, says: str) -> None:
-    (first, said), (second, _) = workers2.run(with_loader, str(tmp_path), kind)
-    assert said == [f"WARNING train_dataloader: {says}"]
-    assert first == second
 
 
 # Clocks

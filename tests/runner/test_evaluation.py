@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from flextrain import BaseMetric, ConfigError, FlexibleRunner
 from flextrain.runner import Evaluator
@@ -305,7 +305,7 @@ def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
     )
 
 
-def padded(folder: str, length: int, with_torchmetrics: bool, splits: bool = True) -> tuple[dict[str, Any], list[str]]:
+def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str, Any], list[str]]:
     """A sampler of torch's own, which repeats samples at the end."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -320,7 +320,7 @@ def padded(folder: str, length: int, with_torchmetrics: bool, splits: bool = Tru
     strategy = DDPStrategy()
     strategy.setup_environment()
     samples = Samples(length)
-    sampler: Any = DistributedSampler(samples, shuffle=False) if splits else SubsetRandomSampler(range(length))
+    sampler: Any = DistributedSampler(samples, shuffle=False)
     runner = FlexibleRunner(
         **{**config, "strategy": strategy, "val_dataloader": DataLoader(samples, batch_size=4, sampler=sampler)}
     )
@@ -329,17 +329,6 @@ def padded(folder: str, length: int, with_torchmetrics: bool, splits: bool = Tru
     runner.logger.removeHandler(handler)
     strategy.teardown()
     return metrics, lines
-
-
-@pytest.mark.distributed
-def test_a_sampler_that_every_process_reads_whole_counts_each_sample_as_often(
-    tmp_path: Path, workers2: WorkerGroup
-) -> None:
-    (metrics, lines), _ = workers2.run(padded, str(tmp_path), 9, False, False)
-    assert sorted(metrics["indices"]) == sorted([*range(9)] * 2)
-    assert metrics["accuracy"] == pytest.approx(expected(9))
-    said = "keeps its SubsetRandomSampler, which must split the data over processes itself, or samples are counted several times"
-    assert lines == [f"val_dataloader: {said}"]
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -760,3 +761,37 @@ def test_schedules_begin_with_the_scaled_rate(tmp_path: Path) -> None:
     ).train()
     assert watch.rates[0] == pytest.approx(0.1 * 4 / 8 * 0.5)
     assert watch.rates[-1] == pytest.approx(0.1 * 4 / 8)
+
+
+class Parts(nn.Module):
+    """Gives parts of a loss in the way that is asked for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Linear(6, 2), kind
+
+    def forward(self, index: Any, x: Tensor, y: Tensor) -> Any:
+        logits = self.net(x)
+        main, penalty = functional.cross_entropy(logits, y), logits.square().mean()
+        given = {
+            "beside": {"loss": main, "loss_gp": penalty, "loss_wd": logits.abs().mean()},
+            "object": types.SimpleNamespace(loss=main, gp_loss=penalty),
+            "contained": {"loss": main + penalty, "loss_gp": penalty, "loss_ce": main},
+            "logged": {"loss": main, "loss_gp": penalty.detach(), "share": penalty},
+            "summed": {"loss_ce": main, "loss_gp": penalty},
+        }
+        return given[self.kind]
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [("beside", "loss_gp, loss_wd"), ("object", "gp_loss"), ("contained", ""), ("logged", ""), ("summed", "")],
+)
+def test_losses_beside_the_loss_are_named_once(kind: str, names: str, tmp_path: Path, caplog: Any) -> None:
+    runner = make_runner(tmp_path, model=Parts(kind), train_cfg=dict(max_epochs=2), log_level="WARNING")
+    runner.logger.addHandler(caplog.handler)
+    runner.train()
+    runner.logger.removeHandler(caplog.handler)
+    said = [message for message in caplog.messages if "Parts.forward" in message]
+    assert len(said) == bool(names)
+    assert all(f"gave a loss, and beside it {names}, which" in message for message in said)

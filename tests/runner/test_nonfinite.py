@@ -19,8 +19,10 @@ from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
 from flextrain.runner.reporting import LogProcessor, MessageHub, line_queue
 from flextrain.testing import WorkerGroup
+from flextrain.tools.report.recorded_run import recorded_run
+from flextrain.tools.report.run_facts import state_of
 
-from .nonfinite import BadBatch, Poison, saved, warnings_in
+from .nonfinite import BadBatch, Poison, saved, train_badly, warnings_in
 from .training import SGD, Net, Samples, differences, make_runner, validation, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -40,6 +42,8 @@ def go(folder: Path | str, *hooks: Hook, iters: int = 20, action: str = "warn", 
         log_level="INFO",
     )
     runner = make_runner(folder, **{**options, **changes})
+    if action == "warn":
+        return train_badly(runner)
     runner.train()
     return runner
 
@@ -52,16 +56,38 @@ def logger_every(interval: int) -> Changes:
 
 
 def test_a_loss_that_is_nan(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7))
+    runner = make_runner(
+        tmp_path,
+        model=PLAIN,
+        train_cfg=dict(by_epoch=False, max_iters=20),
+        custom_hooks=[BadBatch(7)],
+        log_level="INFO",
+    )
+    with pytest.raises(NonFiniteError) as caught:
+        runner.train()
     first, last = warnings_in(tmp_path)
     assert first == (
         "Iteration 7: loss is nan; likewise in 4 of the last 10 iterations; NaN or infinity in 4 parameters (net.0.bias, "
         f"net.0.weight, net.3.bias and 1 more); {ADVICE}"
     )
-    assert last == (
-        "Training ended with NaN or infinity in 4 parameters (net.0.weight, net.0.bias, net.3.weight and 1 more); no finite "
-        "checkpoint was saved"
+    assert str(caught.value) == (
+        "Training ended with NaN or infinity in 4 parameters (net.0.weight, net.0.bias, net.3.weight and 1 more) (Iteration 7: "
+        "loss is nan); no finite checkpoint was saved"
     )
+    assert last.startswith("Failed after epoch 2, iteration 20: NonFiniteError: Training ended with NaN or infinity")
+    assert runner.iter == 20
+    assert state_of(recorded_run(tmp_path, "run")).startswith(
+        "failed: NonFiniteError: Training ended with NaN or infinity in 4"
+    )
+
+
+def test_a_last_update_that_spoils_the_weights(tmp_path: Path) -> None:
+    """Its loss was finite, and no later one is read."""
+    runner = make_runner(tmp_path, model=PLAIN, train_cfg=dict(by_epoch=False, max_iters=5), custom_hooks=[Poison(5)])
+    with pytest.raises(
+        NonFiniteError, match=r"Training ended with NaN or infinity in 1 parameter \(net.0.weight\); no finite"
+    ):
+        runner.train()
 
 
 def test_nothing_to_say(tmp_path: Path) -> None:
@@ -87,7 +113,7 @@ def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path, slow_loop: None) -> No
     go(tmp_path, BadBatch(3), iters=120, **logger_every(1))
     *said, last = warnings_in(tmp_path)
     assert [line.partition(":")[0] for line in said] == ["Iteration 3", "Iteration 12", "Iteration 102"]
-    assert last.startswith("Training ended")
+    assert "Training ended" in last
 
 
 def test_what_comes_after_the_last_line(tmp_path: Path, slow_loop: None) -> None:
@@ -120,7 +146,7 @@ def test_lines_that_are_written_several_at_a_time(
     said = warnings_in(tmp_path)
     assert said[0].startswith(f"Iteration 3: loss is nan; likewise in {first - 2} of the last {first - 1} iterations; ")
     assert not any("finite again" in line for line in said)
-    assert said[-1].startswith("Training ended with NaN or infinity in 4 parameters")
+    assert "Training ended with NaN or infinity in 4 parameters" in said[-1]
 
 
 def test_values_that_are_kept_no_more(tmp_path: Path) -> None:
@@ -539,7 +565,10 @@ def test_nan_on_one_of_two_ranks(
     assert saved(tmp_path) == {"iter_20": True, "iter_4": False, "iter_6": False}
     assert (tmp_path / "latest").read_text() == "iter_6"
     assert "likewise in 4 of the last 10 iterations; NaN or infinity in 4 parameters (net.0.bias, " in said[0]
-    assert said[-1].endswith("and 1 more); the newest checkpoint with finite weights is iter_6")
+    assert (
+        "and 1 more) (Iteration 7: loss is nan on rank 1); the newest checkpoint with finite weights is iter_6"
+        in said[-1]
+    )
 
 
 @pytest.mark.distributed

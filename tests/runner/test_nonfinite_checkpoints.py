@@ -17,7 +17,7 @@ from flextrain.cli import main
 from flextrain.core.checkpoint import export_weights
 
 from .conftest import Scores
-from .nonfinite import Poison, saved, warnings_in
+from .nonfinite import Poison, saved, train_badly, warnings_in
 from .training import Net, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -36,31 +36,31 @@ def by_iter(folder: Path, *hooks: Hook, iters: int = 20, **options: Any) -> Flex
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_good_checkpoints_survive(tmp_path: Path, async_save: bool) -> None:
-    by_iter(tmp_path, Poison(7), hook=dict(async_save=async_save)).train()
+    train_badly(by_iter(tmp_path, Poison(7), hook=dict(async_save=async_save)))
     assert saved(tmp_path) == {"iter_4": False, "iter_6": False, "iter_20": True}
     assert (tmp_path / "latest").read_text() == "iter_6"
 
 
 def test_a_row_of_marked_ones_is_one_warning(tmp_path: Path) -> None:
-    by_iter(tmp_path, Poison(7, until=11), Poison(15), log_level="INFO").train()
+    train_badly(by_iter(tmp_path, Poison(7, until=11), Poison(15), log_level="INFO"))
     said = [line.split()[1] for line in warnings_in(tmp_path) if line.startswith("Checkpoint ")]
     assert said == ["iter_8", "iter_16"]
 
 
 def test_by_epoch_too(tmp_path: Path) -> None:
     checkpoint = dict(interval=1, max_keep_ckpts=1)
-    make_runner(tmp_path, default_hooks=dict(checkpoint=checkpoint), custom_hooks=[Poison(10)]).train()
+    train_badly(make_runner(tmp_path, default_hooks=dict(checkpoint=checkpoint), custom_hooks=[Poison(10)]))
     assert saved(tmp_path) == {"epoch_1": False, "epoch_3": True}
 
 
 def test_weights_that_became_finite_again_count(tmp_path: Path) -> None:
-    by_iter(tmp_path, Poison(7, until=11)).train()
+    train_badly(by_iter(tmp_path, Poison(7, until=11)))
     assert saved(tmp_path) == {"iter_10": True, "iter_18": False, "iter_20": False}
     assert (tmp_path / "latest").read_text() == "iter_20"
 
 
 def test_keep_every(tmp_path: Path) -> None:
-    by_iter(tmp_path, Poison(7), hook=dict(keep_every=4)).train()
+    train_badly(by_iter(tmp_path, Poison(7), hook=dict(keep_every=4)))
     assert saved(tmp_path) == {"iter_12": True, "iter_16": True, "iter_20": True, "iter_4": False, "iter_6": False,
                                "iter_8": True}  # fmt: skip
 
@@ -80,7 +80,7 @@ class Masked(Net):
 
 @pytest.mark.parametrize("name, marked", [("mask", False), ("frozen", False), ("norm.running_var", True)])
 def test_what_training_changes_counts(tmp_path: Path, name: str, marked: bool) -> None:
-    by_iter(tmp_path, Poison(3, name, math.inf), iters=4, model=Masked).train()
+    train_badly(by_iter(tmp_path, Poison(3, name, math.inf), iters=4, model=Masked))
     assert saved(tmp_path) == {"iter_2": False, "iter_4": marked}
 
 
@@ -94,7 +94,7 @@ class PoisonMoments(Hook):
 
 
 def test_the_optimizers_state_counts(tmp_path: Path) -> None:
-    by_iter(tmp_path, PoisonMoments(), iters=4, optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1))).train()
+    train_badly(by_iter(tmp_path, PoisonMoments(), iters=4, optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1))))
     assert saved(tmp_path) == {"iter_2": False, "iter_4": True}
 
 
@@ -108,7 +108,7 @@ class PoisonAverage(Hook):
 
 
 def test_averages_count(tmp_path: Path) -> None:
-    by_iter(tmp_path, dict(type="EMAHook"), PoisonAverage(), iters=4).train()
+    train_badly(by_iter(tmp_path, dict(type="EMAHook"), PoisonAverage(), iters=4))
     assert saved(tmp_path) == {"iter_2": False, "iter_4": True}
     manifest = json.loads((tmp_path / "iter_4" / "manifest.json").read_text())
     assert manifest["nonfinite"] == ["hook.EMAHook/averaged.net.0.bias"]
@@ -118,11 +118,11 @@ def test_averages_count(tmp_path: Path) -> None:
 
 
 def test_resuming_passes_them_over_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_iter(tmp_path, Poison(7), iters=9).train()
+    train_badly(by_iter(tmp_path, Poison(7), iters=9))
     assert saved(tmp_path) == {"iter_4": False, "iter_6": False, "iter_9": True}
     caplog.clear()
     runner = by_iter(tmp_path, iters=12, resume=True, log_level="INFO")
-    runner.train()
+    train_badly(runner)
     assert f"iter_9 in {tmp_path}: skipped, their weights hold NaN or infinity" in caplog.text
     assert f"Resumed from {tmp_path / 'iter_6'}: epoch 0, iteration 6" in caplog.text
     assert runner.iter == 12
@@ -130,24 +130,24 @@ def test_resuming_passes_them_over_and_says_so(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_none_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_iter(tmp_path, Poison(1), iters=2).train()
+    train_badly(by_iter(tmp_path, Poison(1), iters=2))
     caplog.clear()
-    by_iter(tmp_path, iters=2, resume=True, log_level="INFO").train()
+    train_badly(by_iter(tmp_path, iters=2, resume=True, log_level="INFO"))
     assert "iter_2 in" in caplog.text
     assert "Nothing to resume" in caplog.text
 
 
 def test_a_path_resumes_one_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_iter(tmp_path, Poison(7), iters=8).train()
+    train_badly(by_iter(tmp_path, Poison(7), iters=8))
     caplog.clear()
-    by_iter(tmp_path, iters=16, resume=str(tmp_path / "iter_8"), log_level="WARNING").train()
+    train_badly(by_iter(tmp_path, iters=16, resume=str(tmp_path / "iter_8"), log_level="WARNING"))
     assert f"{tmp_path / 'iter_8'}: holds NaN or infinity in 8 tensors (model.net.0.bias, " in caplog.text
     assert saved(tmp_path) == {"iter_16": True, "iter_4": False, "iter_6": False}, "and it did not count as a good one"
 
 
 def test_weights_are_loaded_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_iter(tmp_path / "a", Poison(7), iters=8).train()
-    by_iter(tmp_path / "b", iters=1, load_from=str(tmp_path / "a" / "iter_8"), log_level="WARNING").train()
+    train_badly(by_iter(tmp_path / "a", Poison(7), iters=8))
+    train_badly(by_iter(tmp_path / "b", iters=1, load_from=str(tmp_path / "a" / "iter_8"), log_level="WARNING"))
     assert f"{tmp_path / 'a' / 'iter_8'}: holds NaN or infinity in" in caplog.text
 
 
@@ -170,7 +170,7 @@ def with_scores(folder: Path, scores: list[float], *hooks: Hook, **hook: Any) ->
 @pytest.mark.parametrize("async_save", [False, True])
 def test_never_the_best(tmp_path: Path, async_save: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "flextrain")
-    with_scores(tmp_path, [0.5, 0.6, 0.7], Poison(10), async_save=async_save).train()
+    train_badly(with_scores(tmp_path, [0.5, 0.6, 0.7], Poison(10), async_save=async_save))
     assert [name for name in saved(tmp_path) if name.startswith("best")] == ["best_accuracy_epoch_1"]
 
 
@@ -178,7 +178,7 @@ def test_never_the_best(tmp_path: Path, async_save: bool, caplog: pytest.LogCapt
     "scores, best", [([0.5, math.nan, 0.4], 1), ([0.5, math.inf, 0.6], 3), ([-math.inf, math.nan, 0.1], 3)]
 )
 def test_a_score_that_is_no_number(tmp_path: Path, scores: list[float], best: int) -> None:
-    with_scores(tmp_path, scores).train()
+    train_badly(with_scores(tmp_path, scores))
     assert [name for name in saved(tmp_path) if name.startswith("best")] == [f"best_accuracy_epoch_{best}"]
 
 
@@ -187,7 +187,7 @@ def test_a_score_that_is_no_number(tmp_path: Path, scores: list[float], best: in
 
 def test_the_command_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    by_iter(tmp_path, Poison(7), iters=8).train()
+    train_badly(by_iter(tmp_path, Poison(7), iters=8))
     capsys.readouterr()
 
     def run(*arguments: str) -> str:
@@ -208,7 +208,7 @@ def test_the_command_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 
 def test_an_export_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_iter(tmp_path, Poison(7), iters=8).train()
+    train_badly(by_iter(tmp_path, Poison(7), iters=8))
     caplog.clear()
     caplog.set_level(logging.WARNING, "flextrain")
     export_weights(tmp_path / "iter_6", tmp_path / "good.safetensors")

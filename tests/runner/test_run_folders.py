@@ -69,13 +69,44 @@ def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     assert not written(tmp_path).items() & before.items()
 
 
-def test_only_what_would_be_replaced_is_in_the_way(tmp_path: Path) -> None:
-    run(tmp_path, 3).train()
+def test_a_used_folder_is_refused_whatever_the_names_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A shorter run would move ``latest`` back."""
+    by_iter = dict(
+        train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=dict(checkpoint=dict(by_epoch=False, interval=2))
+    )
+    run(tmp_path, 3, hook=dict(save_best="accuracy"), **validation()).train()
     for path in ("epoch_1", "epoch_2"):
-        (tmp_path / path).rename(tmp_path / f"kept_{path}")
-    run(tmp_path, 2).train()
-    again = run(tmp_path, 2, resume=True)
-    again.train()  # nothing is left to do, and nothing in the way
+        (tmp_path / path).rename(tmp_path / f"kept_{path}")  # the user's own by now
+    (best,) = (path.name for path in tmp_path.glob("best_*"))
+    for load_from in (None, str(tmp_path / "epoch_3")):
+        with pytest.raises(ConfigError, match=rf"holds checkpoints of another run \(epoch_3, {best}\), which"):
+            make_runner(tmp_path, load_from=load_from, **by_iter).train()
+    assert (tmp_path / "latest").read_text() == "epoch_3"
+    run(tmp_path, 3, resume=True).train()  # nothing is left to do, and nothing in the way
+    by_iter["default_hooks"]["checkpoint"]["overwrite"] = True  # type: ignore[index]
+    caplog.set_level("WARNING", logger="flextrain")
+    said = make_runner(tmp_path, log_level="WARNING", **by_iter)
+    said.logger.addHandler(caplog.handler)
+    said.train()
+    said.logger.removeHandler(caplog.handler)
+    assert (
+        f"{tmp_path} holds checkpoints of another run: epoch_3, {best} will be replaced by the first one" in caplog.text
+    )
+    assert {path.parent.name for path in tmp_path.glob("*/manifest.json")} == {"iter_2", "kept_epoch_1", "kept_epoch_2"}
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_says_what_is_newer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 3).train()
+    again = run(tmp_path, 2, resume=tmp_path / "epoch_1", log_level="WARNING")
+    again.logger.addHandler(caplog.handler)
+    again.train()
+    again.logger.removeHandler(caplog.handler)
+    assert (
+        f"{tmp_path} holds epoch_2, epoch_3, of which this run, going on at iteration 7, knows nothing" in caplog.text
+    )
+    assert (tmp_path / "latest").read_text() == "epoch_2"
 
 
 def test_a_run_that_goes_on_from_elsewhere_replaces_nothing_either(tmp_path: Path) -> None:

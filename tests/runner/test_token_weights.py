@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.hugging_face.token_models import CLASSES, TOKEN_MODELS
 from tests.mesh.models import LENGTH, MODELS, VOCABULARY, PlainBlock, of_transformers
 
 from ..conftest import WorkerFactory
+from .training import make_runner
 
 
 @pytest.fixture(autouse=True)
@@ -358,18 +360,49 @@ def test_a_models_own_weight_stays() -> None:
     assert model.loss_weight is None
 
 
-@pytest.mark.parametrize(
-    "batch, says",
-    [
-        ([torch.ones(1)], "batch: is list, give a dict with labels, whose tokens are counted, or set"),
-        ({"input_ids": torch.ones(1)}, "batch: has no tensor labels, give one label for each token, or set model.loss"),
-        ({"labels": torch.ones(3)}, r"batch: has labels of shape \[3\], give one label for each token"),
-        ({**labels([1, 2]), "num_items_in_batch": 3}, "batch: has num_items_in_batch, but the tokens of an update are"),
-    ],
-)
-def test_batches_that_cannot_be_counted(batch: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        TokenCount(True)(batch)
+@pytest.mark.parametrize("batch", [[torch.ones(1)], {"input_ids": torch.ones(1)}, {"labels": torch.ones(3)}])
+def test_what_cannot_be_counted_counts_once(batch: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    count = TokenCount(True)
+    assert [count(batch), count(batch), count(labels([1, 2]))] == [1, 1, 1]
+    assert len({id(record) for record in caplog.records}) == 1
+    count = TokenCount(True)
+    assert count(labels([1, 2, 3])) == 2
+    with pytest.raises(ConfigError, match="batch: has no labels to count, and others had some"):
+        count(batch)
+
+
+def test_a_number_of_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch: has num_items_in_batch, but the tokens of an update are"):
+        TokenCount(True)({**labels([1, 2]), "num_items_in_batch": 3})
+
+
+class Divides(nn.Module):
+    """Sums its losses if it is told the items of an update; its batches have no labels of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, targets: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(self.logits(input_ids), targets, reduction="sum")
+        return {"loss": loss / (len(targets) if num_items_in_batch is None else num_items_in_batch)}
+
+
+def test_a_number_that_cannot_be_counted_is_not_given(tmp_path: Path) -> None:
+    ids = torch.arange(6) % VOCABULARY
+    data = [dict(input_ids=ids[i], targets=ids[i]) for i in range(6)]
+    found = []
+    for size, accumulate in ((2, 3), (6, 1)):
+        torch.manual_seed(0)
+        runner = make_runner(
+            tmp_path / str(size), model=Divides(), train_cfg=dict(max_epochs=1),
+            train_dataloader=dict(dataset=data, batch_size=size, shuffle=False, collate_fn="default_collate"),
+            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=accumulate),
+        )  # fmt: skip
+        runner.train()
+        found.append(runner.model.logits.weight.detach())
+    torch.testing.assert_close(*found)
 
 
 class Means(nn.Module):

@@ -82,13 +82,11 @@ def of_rank() -> Iterator[Any]:
 
 
 def source(kind: str, lengths: tuple[int, int] = BATCHES) -> Any:
-    if kind == "function":
-        return of_rank
-    if kind == "sized state":
-        return WithPlace(lengths)
     says = lengths if kind.startswith("sized") else None
+    kinds = {"function": lambda: of_rank, "sized state": lambda: WithPlace(lengths)}
     loader = OwnBatches if kind.endswith("own") else DataLoader
-    return loader(Stream(lengths, says), batch_size=2)
+    given = kinds.get(kind, lambda: loader(Stream(lengths, says), batch_size=2))()
+    return dict(loader=given, shard=False)
 
 
 def train(
@@ -206,6 +204,7 @@ def train_on(folder: str, lengths: tuple[int, int], kind: str, **changes: Any) -
     elif kind == "own sampler":
         dataset = Samples(length)
         given = DataLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(length)))
+        given = dict(loader=given, shard=False)
     runner = make_runner(folder, train_dataloader=given, custom_hooks=[watch], **changes)
     try:
         runner.train()

@@ -328,11 +328,11 @@ class Holding(DataLoader[Any]):
 
 
 @pytest.mark.parametrize("kind", [MultiEpochs, Holding])
-def test_a_loader_that_holds_on_to_itself_is_left_as_it_is(kind: type[DataLoader[Any]], said: list[str]) -> None:
+def test_a_loader_that_holds_on_to_itself_is_left_as_it_is(kind: type[DataLoader[Any]]) -> None:
     given = kind(Samples(12), batch_size=4)
-    assert build(given, (1, 2)) is given
-    assert f"train_dataloader: {kind.__name__} keeps its" in said[0]
-    assert "which must split the data over processes itself" in said[0]
+    with pytest.raises(ConfigError, match=rf"train_dataloader.shard: missing, .* all of {kind.__name__}; "):
+        build(given, (1, 2))
+    assert build(dict(loader=given, shard=False), (1, 2)) is given
     for epoch in range(2):
         batches = [batch for window in TrainData(given, 2, seed=0).windows(epoch) for batch in window]
         assert [batch["index"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -362,20 +362,15 @@ READS_AGAIN = (
 
 def test_what_it_means_for_processes_and_for_resuming_is_said_once(said: list[str]) -> None:
     samples = Samples(8)
-    build(function(samples), (0, 2))
+    build(dict(loader=function(samples), shard=True), (0, 2))
     build(Restartable(samples))
     build(WithState(samples))
     build(collated(samples), (0, 2))
-    build(Restartable(samples), (0, 2), training=False)
     assert said == [
-        "train_dataloader: function.<locals>.batches is not split over the 2 processes here, it must give each of them "
-        "its own batches to train on",
         f"train_dataloader: resuming in the middle of an epoch of function.<locals>.batches {READS_AGAIN}",
         f"train_dataloader: resuming in the middle of an epoch of Restartable {READS_AGAIN}",
         "train_dataloader: resuming in the middle of an epoch of WithState continues from its state_dict in the "
         "checkpoint, on the same number of processes",
-        "train_dataloader: Restartable is not split over the 2 processes here, it must give each of them its own batches "
-        "to evaluate, or samples are counted several times",
     ]
 
 

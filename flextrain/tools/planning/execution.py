@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from ...core.errors import ConfigError, suggest
 from ...core.rehearsing import rehearsal
+from ...optim.wrapper import OptimWrapper
 from ...strategies.base import Strategy
 from ..script import runner_arguments
-from ..strategy_options import strategy_options
+from ..strategy_options import own_dtype, strategy_options
 from .plan import PlannedJob, RankPlan
 from .update import Facts, Training, set_seed
 
@@ -79,6 +82,19 @@ def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, 
             f"plan {general.__name__}, on which it is built"
         )
     found = {**given, "strategy": strategy, "launcher": None}
+    dtype = own_dtype(given["strategy"])
+    if dtype not in (None, torch.float32) and own_dtype(strategy) is None:
+        wrapper, name = given["optim_wrapper"], str(dtype).removeprefix("torch.")
+        why = f"the script's own strategy computes in {name}, and {kind.__name__} has no such option"
+        is_unchanged = isinstance(wrapper, Mapping) and wrapper.get("type", "OptimWrapper") in (
+            "OptimWrapper",
+            OptimWrapper,
+        )
+        if is_unchanged and "optimizer" in wrapper:
+            found["optim_wrapper"] = {**wrapper, "type": "AmpOptimWrapper", "dtype": name}
+            notes.append(f"optim_wrapper: AmpOptimWrapper with dtype={name}, because {why}")
+        else:
+            notes.append(f"optim_wrapper: computes as the script says, NOT comparable with a plan in {name}: {why}")
     for key, value in job.changes.items():
         *path, last = key.split(".")
         if (first := key.partition(".")[0]) not in given:

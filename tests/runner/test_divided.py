@@ -1,0 +1,258 @@
+"""Two processes train on and evaluate each sample once, whatever gives the samples; where nobody can know, the user is asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from flextrain import ConfigError
+from flextrain.core.comm.collectives import get_rank
+from flextrain.runner import build_dataloader
+from flextrain.testing import WorkerError, WorkerGroup
+
+from .test_evaluation import evaluate
+from .training import Samples, Watch, make_runner, validation
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
+LENGTH = 25
+
+
+class Stream(IterableDataset[Any]):
+    """All samples, of which each worker has its own; every one draws a number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        order = torch.randperm(LENGTH).tolist() if info is None else range(info.id, LENGTH, info.num_workers)
+        return (Samples(LENGTH)[i] for i in order)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Counting(IterableDataset[Any]):
+    """A stream with a state."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < LENGTH:
+            self.position += 1
+            yield Samples(LENGTH)[self.position - 1]
+        self.position = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Half:
+    """The samples of this process, by their numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Samples(LENGTH + 1)[2 * index + get_rank()]
+
+    def __len__(self) -> int:
+        return (LENGTH + 1) // 2
+
+
+class HalfStream(Half, IterableDataset[Any]):
+    """The same one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Unseeded(Backwards):
+    """Another order on every process."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH)) if get_rank() else super().__iter__()
+
+
+class Mirrored(BatchSampler):
+    """Batches of the user's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+def own_function() -> Iterator[Any]:
+    yield from DataLoader(Samples(LENGTH), batch_size=2)
+
+
+def source(kind: str, size: int, shard: bool | None = True) -> Any:
+    """Data whose samples are the same on every process, in batches of ``size``."""
+    samples = Samples(LENGTH)
+    common = dict(batch_size=size, collate_fn=default_collate)
+    asked = {} if shard is None else dict(shard=shard)
+    weighted = WeightedRandomSampler(torch.arange(1.0, LENGTH + 1), 20)
+    if kind.startswith("torch"):  # known to give all processes the same
+        torchs = {
+            "torch weighted": weighted,
+            "torch subset": SubsetRandomSampler(range(3, 23)),
+            "torch shuffled": RandomSampler(samples),
+            "torch in order": SequentialSampler(samples),
+            "torch replaced": RandomSampler(samples, replacement=True, generator=torch.Generator().manual_seed(7)),
+        }
+        sampler = torchs[kind]
+        if kind in ("torch weighted", "torch replaced"):
+            return DataLoader(samples, sampler=sampler, **common)
+        return DataLoader(samples, batch_sampler=BatchSampler(sampler, size, False), collate_fn=default_collate)
+    given = {
+        "stream": lambda: dict(dataset=Stream(), **common),
+        "state": lambda: dict(dataset=Counting(), **common),
+        "workers": lambda: dict(dataset=Stream(), num_workers=2, **common),
+        "loader": lambda: dict(loader=DataLoader(Stream(), **common)),
+        "function": lambda: dict(loader=own_function),
+        "sampler": lambda: dict(dataset=samples, sampler=Backwards(), **common),
+        "unseeded": lambda: dict(dataset=samples, sampler=Unseeded(), **common),
+        "batches": lambda: dict(dataset=samples, batch_sampler=Mirrored(weighted, size, False), collate_fn=default_collate),
+        "weighted": lambda: dict(
+            dataset=samples, sampler=dict(type="torch.utils.data:WeightedRandomSampler", weights=[1.0] * LENGTH, num_samples=20), **common
+        ),
+    }  # fmt: skip
+    return given[kind]() | asked
+
+
+KINDS = ["stream", "state", "loader", "function", "sampler", "batches", "weighted"]
+TORCHS = ["torch weighted", "torch subset", "torch shuffled", "torch in order", "torch replaced"]
+
+
+def trained(folder: str, data: Any, accumulate: int = 1, **changes: Any) -> list[list[int]]:
+    watch = Watch()
+    epochs = dict(by_epoch=False, max_iters=7) if isinstance(data, dict) and data.get("loader") is own_function else {}
+    runner = make_runner(
+        folder,
+        train_dataloader=data,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate),
+        custom_hooks=[watch],
+        **{"train_cfg": epochs or dict(max_epochs=1), **changes},
+    )
+    try:
+        runner.train()
+    finally:
+        runner.strategy.teardown()
+    return watch.trained
+
+
+def trained_on(folder: str, kind: str, shard: bool | None = True, **changes: Any) -> list[list[int]]:
+    return trained(folder, source(kind, 2, shard), **changes)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *TORCHS, pytest.param("workers", marks=pytest.mark.full)])
+def test_every_update_has_the_samples_that_one_process_takes(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    diff = dict(randomness=dict(seed=1, diff_rank_seed=True))  # which would draw another order on every process
+    parts = workers2.run(trained_on, str(tmp_path / "two"), kind, **diff)
+    by_batch = kind in ("function", "batches")
+    alone = trained(str(tmp_path / "one"), source(kind, 2 if by_batch else 4), 2 if by_batch else 1, **diff)
+    assert [len(updates) for updates in parts] == [len(alone)] * 2
+    for first, second, whole in zip(*parts, alone, strict=True):
+        both = sorted(chain(first, second))
+        assert both == sorted(whole) or (len(both) - len(whole) in (1, 2) and set(both) >= set(whole))  # the last one
+    if kind in ("torch shuffled", "stream"):
+        assert list(chain(*alone)) != sorted(chain(*alone))
+
+
+def resumed(folder: str, kind: str) -> list[list[int]]:
+    """What is trained on after the third of several updates."""
+    trained_on(folder, kind, default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3)))
+    return trained_on(folder, kind, resume=f"{folder}/iter_3")
+
+
+@pytest.mark.parametrize("kind", ["stream", "state", "batches", "torch weighted"])
+def test_a_divided_epoch_goes_on_where_it_was(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    whole = workers2.run(trained_on, str(tmp_path / "whole"), kind)
+    assert workers2.run(resumed, str(tmp_path / "run"), kind) == [updates[3:] for updates in whole]
+
+
+def counted(folder: str, kind: str, shard: bool | None = True) -> list[int]:
+    parts = validation() | dict(val_dataloader=source(kind, 4, shard))
+    return evaluate(folder, **parts)["indices"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["stream", "sampler", "torch weighted"])
+def test_evaluation_counts_each_sample_as_one_process_does(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    alone = sorted(counted(str(tmp_path), kind))
+    assert [sorted(found) for found in workers2.run(counted, str(tmp_path), kind)] == [alone] * 2
+
+
+NAMES = dict(
+    stream="Stream",
+    loader="Stream",
+    function="own_function",
+    sampler="what its Backwards chooses",
+    batches="what its Mirrored chooses",
+)
+
+
+@pytest.mark.parametrize("kind, name", NAMES.items())
+@pytest.mark.parametrize("training", [True, False])
+def test_what_may_give_all_processes_the_same_is_asked_for(kind: str, name: str, training: bool) -> None:
+    build = dict(training=training, seed=0, where="train_dataloader", logger=logging.getLogger("flextrain"))
+    given = source(kind, 2, None)
+    given = given.get("loader", given)
+    with pytest.raises(ConfigError) as caught:
+        build_dataloader(given, shard=(0, 2), **build)
+    assert str(caught.value).startswith(
+        f"train_dataloader.shard: missing, every one of the 2 processes may get all of {name}; "
+    )
+    build_dataloader(given, shard=(0, 1), **build)
+    wanted = given if isinstance(given, dict) else dict(loader=given)
+    build_dataloader(wanted | dict(shard=False), shard=(0, 2), **build)
+
+
+def test_orders_that_differ_are_not_divided(tmp_path: Path, workers2: WorkerGroup) -> None:
+    with pytest.raises(
+        WorkerError, match="train_dataloader.sampler: gives other samples on process 1 than on process 0"
+    ):
+        workers2.run(trained_on, str(tmp_path), "unseeded")
+    with pytest.raises(WorkerError, match="val_dataloader.sampler: gives other samples on process 1"):
+        workers2.run(counted, str(tmp_path), "unseeded")
+
+
+def own_data(folder: str, kind: str) -> tuple[list[list[int]], list[int]]:
+    """What a process trains on and evaluates if its data are its own: a stream, or a dataset that holds its samples."""
+    dataset: Any = HalfStream() if kind == "stream" else Half()
+    data = dict(batch_size=4, dataset=dataset, collate_fn="default_collate", shard=False)
+    updates = trained(folder, data)
+    return updates, evaluate(folder, **validation() | dict(val_dataloader=data))["indices"]
+
+
+@pytest.mark.parametrize("kind", ["stream", "numbered"])
+def test_data_of_its_own_are_not_divided_again(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
+    (first, seen), (second, _) = workers2.run(own_data, str(tmp_path), kind)
+    assert sorted(chain(*first, *second)) == sorted(seen) == list(range(LENGTH + 1))
+    assert sorted(chain(*first)) == list(range(0, LENGTH + 1, 2))
