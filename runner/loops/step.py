@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...core.comm.gather_with_gradient import gathering, gathering_refused
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
@@ -38,6 +39,10 @@ from .loss_weights import Weighing
 from .losses_of_result import losses_of
 
 _WHOLE = (None,)
+_NO_FILLER = (
+    "round_up=False of the sampler leaves a process without a sample in the last update, which {} cannot tell from the others; "
+    "leave round_up out"
+)
 _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
 
 
@@ -151,7 +156,7 @@ class Stepper:
             optim.begin(0, 1)
             outputs = self.run(window[0], 0)
         else:
-            outputs = self._run_window(window, self)
+            outputs = self._run_own_window(window) if self._has_own_window else self._run_window(window, self)
             if self._has_own_window:  # one that gives losses with their graphs would keep these until a line is read
                 outputs = {name: value.detach() for name, value in outputs.items()}
         if self._updates_itself:
@@ -163,6 +168,12 @@ class Stepper:
             if info.grad_norm is not None:
                 outputs["grad_norm"] = info.grad_norm
         return outputs
+
+    def _run_own_window(self, window: list[Any]) -> dict[str, Tensor]:
+        if self.counted is None or not self.counted.has_filler:
+            return self._run_window(window, self)
+        with gathering_refused(_NO_FILLER.format(type(self.strategy).__name__)):
+            return self._run_window(window, self)
 
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
@@ -265,8 +276,9 @@ class Stepper:
         return parts[0] if len(parts) == 1 else mean_of(parts)
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
-        if self.counted is not None and self._is_filler(index):
-            with leaving_buffers(self.module):
+        if self.counted is not None:
+            is_filler = self._is_filler(index)
+            with leaving_buffers(self.module) if is_filler else nullcontext(), gathering(counts=not is_filler):
                 loss, logs = self.forward(batch)
                 self.backward(loss, index)
             return logs
