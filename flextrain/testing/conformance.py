@@ -103,9 +103,7 @@ def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:
     return set(CHECKS if only is None else only) - set(skip)
 
 
-def _make(
-    name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: float, reason: str | None
-) -> CheckResult:
+def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: float, reason: str | None) -> CheckResult:
     title, _ = CHECKS[name]
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flextrain-") as folder:

@@ -117,7 +117,9 @@ class WholeEvaluation:
         """Return the predictions for a batch; None on a process that does not report."""
         if self._stepper is None:
             return None
-        with gathering_refused(f"processes predict apart, with whole weights; give {self._mode}_cfg=dict(full_weights=False)"):
+        with gathering_refused(
+            f"processes predict apart, with whole weights; give {self._mode}_cfg=dict(full_weights=False)"
+        ):
             return self._stepper.evaluate(batch, mode)
 
     def _tell(self, using: list[BaseMetric], predicts: bool) -> None:
