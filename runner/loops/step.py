@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.batch_keys import taken_keys
 from ...core.comm.gather_with_gradient import gathering, gathering_refused
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
@@ -53,7 +54,8 @@ class Stepper:
 
     - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
     - any other ``forward``: its result has a ``loss``, as an attribute or a key, or it is a dict, and all values whose key
-      contains "loss" are summed, as ``parse_losses`` does; other scalars of a dict are logged;
+      contains "loss" are summed, as ``parse_losses`` does; other scalars of a dict are logged. Keys of a batch that it does
+      not take are left out;
     - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes arguments from a batch; without it the batch is copied to the device as it is;
@@ -83,6 +85,8 @@ class Stepper:
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess = looking_at_keys(preprocessor if callable(preprocessor) else self._to_device, module)
+        if not self.takes_mode and self._own_forward is None:
+            self.preprocess = _leaving_out_keys(self.preprocess, module, first=not self.has_preprocessor)
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
         self.run: Callable[[Any, int], dict[str, Tensor]] = (
             self._custom_step if self.custom_train else self._micro_batch
@@ -387,6 +391,16 @@ class Stepper:
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)
+
+
+def _leaving_out_keys(
+    preprocess: Callable[[Any, bool], Any], module: nn.Module, *, first: bool
+) -> Callable[[Any, bool], Any]:
+    """Return ``preprocess`` with ``taken_keys``; ``first``: before it, so that what is left out is not copied to the device."""
+    taken = taken_keys(module)
+    if first:
+        return lambda data, training: preprocess(taken(data), training)
+    return lambda data, training: taken(preprocess(data, training))
 
 
 def _has_own(strategy: Strategy, name: str) -> bool:
