@@ -20,6 +20,9 @@ from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler, follows_span
 from .user_loaders import gives_batches, length_of
 
+AUTO = "auto"
+"""The ``batch_size`` of training data for which the runner finds the largest that fits into memory."""
+
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
 _BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 
@@ -42,6 +45,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         _check_elsewhere(cfg, where, training)
         return
     first_samples.check_limit(cfg, where)
+    cfg = _with_any_size(cfg, where)
     known = {key: None if key in _BUILT else value for key, value in cfg.items() if key != first_samples.KEY}
     check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
     if "dataset" not in cfg:
@@ -67,6 +71,13 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
+
+
+def _with_any_size(cfg: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a configuration with a number in place of "auto", which only the runner's training data may have."""
+    if cfg.get("batch_size") != AUTO or where != "train_dataloader":
+        return cfg
+    return {**cfg, "batch_size": 1}
 
 
 def _check_elsewhere(source: Any, where: str, training: bool) -> None:
