@@ -67,6 +67,8 @@ def with_batch_size(run: Any, dataloader: Any, resumed_from: Any = None) -> Any:
 
 
 def _check(run: Any) -> None:
+    if why := run.strategy.needs.processes:  # so has a second strategy of this process the same ones
+        raise ConfigError(f'{_WHERE}: "{AUTO}" cannot be tried beside the run, {why}; give a number')
     if not isinstance(run._given["optim_wrapper"], Mapping):
         raise ConfigError(f'{_WHERE}: "{AUTO}" needs optim_wrapper as a dict, of which it makes one for the trial')
 
@@ -132,7 +134,7 @@ class _Trial:
         own.optim_wrapper = build_optim_wrapper(given["optim_wrapper"])
         with kept_random_state(strategy.device):
             own.strategy.setup_environment()
-            dataset = self._loader(1).dataset
+            dataset: Any = self._loader(1).dataset
             self._dataloader["dataset"] = dataset  # made once for all sizes
             self.most = max(len(dataset) // strategy.topology.data.count, 1)
             own._setup_model()

@@ -102,7 +102,9 @@ def prediction_loop(run: Run, dataloader: Any, loader: Any, options: Mapping[str
 def predictions_of(loop: TestLoop, everywhere: bool) -> list[Any] | None:
     """Run the loop, and return the predictions of all processes: on each of them, or on rank 0 alone; a collective."""
     loop.run()
-    found = loop.evaluator.metrics[0].found
+    (predictions,) = loop.evaluator.metrics
+    assert isinstance(predictions, Predictions)
+    found = predictions.found
     if everywhere:
         return broadcast_object(found)
     return found if is_main() else None

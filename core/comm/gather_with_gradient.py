@@ -55,8 +55,9 @@ def gather_with_gradient(tensor: Tensor) -> Tensor:
     Raises:
         ConfigError: on every process, if rows differ in shape or dtype, or if processes do not run forward together.
     """
-    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-        given = "a 0-dim tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+    rows_of: Any = tensor  # a user may give anything
+    if not isinstance(rows_of, Tensor) or rows_of.dim() == 0:
+        given = "a 0-dim tensor" if isinstance(rows_of, Tensor) else type(rows_of).__name__
         raise ConfigError(f"gather_with_gradient: {given} is not allowed, give a tensor with a row for each sample")
     if not dist.is_initialized():
         return tensor
@@ -72,7 +73,7 @@ def gather_with_gradient(tensor: Tensor) -> Tensor:
         gathered = gather_with_gradient(tensor.full_tensor())
         return DTensor.from_local(gathered, mesh, [Replicate()] * mesh.ndim, run_check=False)
     rows, counts = _rows_of_all(tensor, here)
-    return _Gathered.apply(tensor, rows, counts, here.data)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gathered.apply(tensor, rows, counts, here.data)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -131,7 +132,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        index, parts = ctx.data.index, list(grad.split(ctx.seen))
+        index, parts = ctx.data.index, list(torch.split(grad, ctx.seen))
         own = parts[index]
         if not ctx.own_counts:  # the others do not have these rows, and nothing may come of them
             parts[index] = own[:0]

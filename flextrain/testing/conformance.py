@@ -87,6 +87,7 @@ def _not_promised(strategy: Strategy) -> Mapping[str, str]:
     where, reasons = f"{type(strategy).__name__}.not_promised", strategy.not_promised
     if not isinstance(reasons, Mapping):
         raise ConfigError(f"{where}: {reasons!r} is not allowed, give a dict of reasons by the names of checks")
+    reason: object
     for name, reason in reasons.items():
         if name not in CHECKS:
             raise ConfigError(f'{where}: "{name}" is no check{suggest(str(name), CHECKS)}')

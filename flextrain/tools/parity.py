@@ -293,7 +293,8 @@ class _Observer(Hook):
                 f"Batch normalisation: {len(self._batch_norms)} modules use their running statistics, in all trainings; "
                 "the statistics of a batch would depend on how it is split"
             )
-        self._mean_of_parts, runner.stepper.mean = runner.stepper.mean, self._note_parts
+        self._mean_of_parts = runner.stepper.mean
+        vars(runner.stepper)["mean"] = self._note_parts
         self._look(runner)
 
     def _note_parts(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

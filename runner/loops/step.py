@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.batch_keys import taken_keys
 from ...core.comm.gather_with_gradient import gathering, gathering_refused
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
@@ -26,6 +25,7 @@ from ...core.model import (
     takes_mode,
 )
 from ...core.overriding import overridden
+from ...core.taken_keys import taken_keys
 from ...core.torch_private import is_compiled
 from ...core.trees import tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import ConfigError, FlexibleRunner
-from flextrain.testing import WorkerGroup
+from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.sessions import whole_model
 
 from .training import Samples
@@ -88,7 +88,7 @@ def test_a_built_model_is_not_touched_by_trials(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_processes_agree_on_the_smallest(tmp_path: Path, workers2: WorkerGroup, strategy: str) -> None:
     limits = (11, 5) if strategy == "ddp" else (7, 7)  # sharded ones are in step with each other
     found = workers2.run(train, str(tmp_path / "auto"), "auto", limits, strategy)
@@ -132,6 +132,14 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as caught:
         train(str(tmp_path), **{"size": "auto", **changes})
     assert message in str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_an_engine_with_process_groups_of_its_own_is_refused(tmp_path: Path, workers1: WorkerGroup) -> None:
+    message = 'train_dataloader.batch_size: "auto" cannot be tried beside the run, DeepSpeed .*; give a number'
+    with pytest.raises(WorkerError, match=message):
+        workers1.run(train, str(tmp_path), "auto", strategy="zero1")
 
 
 def test_another_error_is_raised(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.batch_keys import taken_keys
 from ....core.errors import ConfigError
 from ....core.model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.random_state import kept_random_state
 from ....core.rehearsing import mode_without_values
+from ....core.taken_keys import taken_keys
 from ....core.torch_private import is_compiled, tree_flatten
 from ....core.trees import tree_map_only
 from .features import Label
