@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import ConfigError, suggest
 from ..strategies.base import Strategy
@@ -84,16 +85,16 @@ def check_strategy(
 
 def _not_promised(strategy: Strategy) -> Mapping[str, str]:
     """Return what a strategy says that it does not promise."""
-    where, reasons = f"{type(strategy).__name__}.not_promised", strategy.not_promised
-    if not isinstance(reasons, Mapping):
-        raise ConfigError(f"{where}: {reasons!r} is not allowed, give a dict of reasons by the names of checks")
-    reason: object
-    for name, reason in reasons.items():
+    where = f"{type(strategy).__name__}.not_promised"
+    declared: Any = strategy.not_promised
+    if not isinstance(declared, Mapping):
+        raise ConfigError(f"{where}: {declared!r} is not allowed, give a dict of reasons by the names of checks")
+    for name, reason in declared.items():
         if name not in CHECKS:
             raise ConfigError(f'{where}: "{name}" is no check{suggest(str(name), CHECKS)}')
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f"{where}.{name}: {reason!r} is not allowed, give the reason in words")
-    return reasons
+    return declared
 
 
 def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:

@@ -96,8 +96,8 @@ TP = dict(type="mesh", dp_replicate=2, tp=2, plan={"images.0": "colwise", "image
     "strategy, processes, options",
     [
         pytest.param("ddp", 4, {}, id="ddp_with_none_left"),
-        pytest.param("ddp", 4, dict(own_rows=True), id="own_rows"),
-        pytest.param("ddp", 2, dict(recomputes=True), id="recomputed"),
+        pytest.param("ddp", 4, dict(own_rows=True), id="own_rows", marks=FULL),
+        pytest.param("ddp", 2, dict(recomputes=True), id="recomputed", marks=FULL),
         pytest.param("fsdp", 2, {}, id="fsdp"),
         pytest.param("zero1", 2, {}, id="zero1", marks=FULL),
         pytest.param("zero2", 2, {}, id="zero2", marks=FULL),
