@@ -13,6 +13,7 @@ from .core.registering_modules import REGISTERING_MODULES
 from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .core.comm.gather_with_gradient import gather_with_gradient as gather_with_gradient
     from .core.comm.topology import DataShard as DataShard
     from .core.comm.topology import Topology as Topology
     from .core.config_files import Config as Config
@@ -115,6 +116,7 @@ _HOMES = {
     "runner.reporting.history": ["HistoryBuffer"],
     "runner.reporting.visualizer": ["Visualizer"],
     "strategies.base": ["Strategy"],
+    "core.comm.gather_with_gradient": ["gather_with_gradient"],
     "core.comm.topology": ["DataShard", "Topology"],
     "strategies.single_device": ["SingleDeviceStrategy"],
     "strategies.ddp": ["DDPStrategy"],

@@ -234,6 +234,7 @@ class Checkpoints(BuildMethods):
         self._resume(as_path(filename), checked)
 
     def _resume(self, path: Path, options: Resume) -> None:
+        self._resumed_from = path
         self._setup_model()
         self._setup_schedulers()
         self._begin()

@@ -20,6 +20,7 @@ from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy
 from .also_on_class import AlsoOnClass
 from .arguments import Checked
+from .auto_batch_size import with_batch_size
 from .build import build_model, build_schedulers, scale_lr
 from .configuration import eval_loop_class, merging_model, train_loop_class
 from .data.dataloaders import build_dataloader
@@ -74,6 +75,7 @@ class Parts(MissingNames):
         """What watches several processes; None for one."""
         self._changes: tuple[tuple[str, str], ...] = ()  # what transforms have done to the model
         self._model: nn.Module | None = None
+        self._resumed_from: Path | None = None  # the checkpoint that resume() was given
         self._has_engine = False  # True if the strategy makes updates in a way of its own
         self._stepper: Stepper | None = None
         self._train_loop: TrainLoop | None = None
@@ -327,7 +329,8 @@ class Parts(MissingNames):
         if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
             names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
             self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
-        loader = self._build_dataloader(self._given["train_dataloader"], "train_dataloader", True, self.seed)
+        given = with_batch_size(self, self._given["train_dataloader"], self._resumed_from)
+        loader = self._build_dataloader(given, "train_dataloader", True, self.seed)
         return kind(runner=self, dataloader=loader, **kwargs)  # type: ignore[no-any-return]
 
     def build_val_loop(self, loop: BaseLoop | Mapping[str, Any]) -> BaseLoop:

@@ -23,12 +23,15 @@ from .arguments import check_everything
 from .build import apply_environment
 from .checkpoints import Checkpoints
 from .configuration import ELSEWHERE
+from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .from_files import arguments_of, text_of, write_record
 from .generation import generate
 from .hooks.memory_against_plan import planned_memory_hook
+from .loops.evaluate import TestLoop
 from .options import early_preemption
 from .oversight import Oversight
+from .predictions import prediction_loop, predictions_of
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
 from .run_folders import new_log_folder, occupied
@@ -235,6 +238,38 @@ class FlexibleRunner(Checkpoints):
         """Test once, and return the metrics."""
         with self._as_current():
             return self._evaluate("test")
+
+    def predict(
+        self, dataloader: Batches | Mapping[str, Any], *, everywhere: bool = True, **options: Any
+    ) -> list[Any] | None:
+        """Return the model's prediction for every sample of a dataloader once, in the data set's order; a collective.
+
+        Under every strategy and number of processes. A prediction is the sample's row of what the model returns: of a tensor, of
+        each tensor of a dict or tuple, or an item of a list; on the CPU. What has no row for each sample, such as a loss, is left
+        out, which the log says. Weights are those of ``load_from`` or ``resume`` before training, then those of now. For hooks it
+        is a test without metrics; averages of EMAHook are used.
+
+        Args:
+            dataloader: as ``test_dataloader``; labels are not needed unless the model's forward needs them.
+            everywhere: False: only rank 0 gets the predictions, and needs memory for them; the others get None.
+            options: as ``test_cfg``: ``fp16``, ``full_weights``, ``memory_limit``.
+
+        Raises:
+            ConfigError: the order is random, or the model returns no row for each sample.
+        """
+
+        def build() -> TestLoop:
+            check_dataloader(dataloader, "predict.dataloader", training=False)
+            loader = self._build_dataloader(dataloader, "predict.dataloader", False, self.seed)
+            return prediction_loop(self, dataloader, loader, options)
+
+        with self._as_current(), self._with_weights("predict", build) as loop:
+            before, self._test_loop = self._test_loop, loop
+            try:
+                return predictions_of(loop, everywhere)
+            finally:
+                loop._end_workers()
+                self._test_loop = before
 
     def generate(
         self,

@@ -71,6 +71,10 @@ class Strategy(WholeWeights):
     needs: ClassVar[Needs] = Needs()
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
+    not_promised: ClassVar[Mapping[str, str]] = {}
+    """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
+    tolerance: ClassVar[float | None] = None
+    """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
     example: Callable[[], Any] | None = None
     """Returns a batch of the data, for the shapes in it, or None; a runner sets it before ``setup``."""
 

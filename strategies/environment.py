@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.comm import collectives as dist
+from ..core.comm.gather_with_gradient import use_shard
 from ..core.comm.joint_errors import raising_together
 from ..core.comm.matched_calls import roll_call
 from ..core.comm.topology import Topology
@@ -101,6 +102,7 @@ class ProcessEnvironment:
                         "count, group))"
                     )
                 self.topology = arranged
+                use_shard(arranged.data)
             if not dist.is_alone():
                 self.topology.check()
         except BaseException:

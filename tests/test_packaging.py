@@ -67,6 +67,7 @@ PUBLIC = {
     "NPUStrategy",
     "DeviceSpec",
     "register_device",
+    "gather_with_gradient",
     "heartbeat",
     "Config",
     "ConfigDict",

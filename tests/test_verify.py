@@ -356,10 +356,44 @@ def test_what_depends_on_the_split_is_turned_off_and_said(
 def test_a_loss_that_is_no_mean_is_explained(script: str, group: WorkerGroup) -> None:
     report = verify(script, ["ddp"], arguments=["--sum"], steps=2, workers=group)
     assert report.rows[0].status == "differs"
-    assert any("loss_weight(data)" in line for line in report.notes)
+    assert any("define loss_weight(data)" in line for line in report.notes)
     weights = report.rounding["weights"]
     assert weights is not None
     assert weights < 1e-4, "what the loss makes of the parts is no rounding"
+
+
+IN_BATCH_NEGATIVES = """
+import torch
+from torch import nn
+from flextrain import FlexibleRunner, gather_with_gradient
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+    def forward(self, x):
+        x = self.net(x)
+        {gather}
+        return {{"loss": nn.functional.cross_entropy(x @ x.T, torch.arange(len(x)))}}
+
+data = [{{"x": row}} for row in torch.randn(64, 6, generator=torch.Generator().manual_seed(1))]
+FlexibleRunner(
+    model=Pairs, work_dir="work_dirs", train_cfg=dict(max_epochs=2), optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    train_dataloader=dict(dataset=data, batch_size=4, collate_fn=dict(type="default_collate")),
+)
+"""
+
+
+@pytest.mark.parametrize("gather, verdict", [("", "differs"), ("x = gather_with_gradient(x)", "same")])
+def test_in_batch_negatives_are_told_from_what_weights_repair(
+    tmp_path: Path, group: WorkerGroup, gather: str, verdict: str
+) -> None:
+    (tmp_path / "pairs.py").write_text(IN_BATCH_NEGATIVES.format(gather=gather))
+    report = verify(str(tmp_path / "pairs.py"), ["ddp"], steps=2, workers=group)
+    assert report.rows[0].status == verdict
+    (note,) = [line for line in report.notes if "no mean" in line]
+    assert "no loss_weight and no accumulation repairs that" in note
+    assert "gather_with_gradient(features)" in note
 
 
 @pytest.mark.distributed

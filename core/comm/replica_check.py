@@ -78,7 +78,8 @@ class ReplicaCheck:
             everyones = gather_object(own, side_group())
             if said := broadcast_object(None if everyones is None else _first_said(everyones), group=side_group()):
                 raise DivergenceError(
-                    f"replicas differ: {said}; a device or its memory may be faulty, or the program changes it there alone"
+                    f"replicas differ: {said}; a device or its memory may be faulty, the program changes it there alone, or a "
+                    "strategy trains apart, see docs/strategy_state.md"
                 )
         self._known = {
             name: _Known(weakref.ref(buffers[name]), version_of(buffers[name]), value) for name, value in latest.items()

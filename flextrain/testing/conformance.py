@@ -6,8 +6,9 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import ConfigError, suggest
 from ..strategies.base import Strategy
@@ -33,11 +34,12 @@ def check_strategy(
     workers: WorkerGroup | None = None,
     only: Collection[str] | None = None,
     skip: Collection[str] = (),
-    tolerance: float = FLOAT32_TOLERANCE,
+    tolerance: float | None = None,
     timeout_s: float = 60.0,
 ) -> ConformanceReport:
     """Train small models under a strategy, without the runner, and compare with a single device on the whole batch.
 
+    A difference in a check that the strategy's ``not_promised`` names is reported with its reason, and is no failure.
     Processes on this machine with gloo, no accelerator unless those of ``workers`` see some. In a script, call it under ``if __name__ == "__main__":``.
 
     Args:
@@ -46,11 +48,11 @@ def check_strategy(
         world_size: number of processes; 1 for a strategy of one process.
         workers: a group of ``world_size`` processes to use; default: new processes, ended afterwards.
         only, skip: names of checks to run, or to leave out.
-        tolerance: relative difference from a single device that counts as rounding, in float32.
+        tolerance: relative difference from a single device that counts as rounding, in float32; None: the strategy's own.
         timeout_s: largest number of seconds for one check.
 
     Raises:
-        ConfigError: a wrong argument; raised before any process starts.
+        ConfigError: a wrong argument, or name in ``not_promised``; raised before any process starts.
         ConformanceError: lists every failed check with the difference that was found.
     """
     names = _selected(only, skip)
@@ -58,8 +60,11 @@ def check_strategy(
     if isinstance(given, Strategy):
         kind = type(given).__name__
         raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
-    make_strategy(strategy)  # the constructor may raise, and starts nothing
-    report = ConformanceReport(strategy_name(strategy), world_size)
+    made = make_strategy(strategy)  # the constructor may raise, and starts nothing
+    reasons = _not_promised(made)
+    if tolerance is None:
+        tolerance = FLOAT32_TOLERANCE if made.tolerance is None else made.tolerance
+    report = ConformanceReport(strategy_name(strategy), world_size, tolerance)
     strategy = with_class(strategy)
     group = workers or WorkerGroup(world_size, timeout_s)
     if group.world_size != world_size:
@@ -67,7 +72,7 @@ def check_strategy(
     try:
         for name in ORDER:
             if name in names:
-                report.results.append(_make(name, strategy, group, tolerance))
+                report.results.append(_make(name, strategy, group, tolerance, reasons.get(name)))
             elif name in skip:
                 report.results.append(CheckResult(name, CHECKS[name][0], "skipped"))
     finally:
@@ -78,6 +83,20 @@ def check_strategy(
     return report
 
 
+def _not_promised(strategy: Strategy) -> Mapping[str, str]:
+    """Return what a strategy says that it does not promise."""
+    where = f"{type(strategy).__name__}.not_promised"
+    declared: Any = strategy.not_promised
+    if not isinstance(declared, Mapping):
+        raise ConfigError(f"{where}: {declared!r} is not allowed, give a dict of reasons by the names of checks")
+    for name, reason in declared.items():
+        if name not in CHECKS:
+            raise ConfigError(f'{where}: "{name}" is no check{suggest(str(name), CHECKS)}')
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigError(f"{where}.{name}: {reason!r} is not allowed, give the reason in words")
+    return declared
+
+
 def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:
     for argument, names in (("only", only or ()), ("skip", skip)):
         for name in names:
@@ -86,7 +105,7 @@ def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:
     return set(CHECKS if only is None else only) - set(skip)
 
 
-def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: float) -> CheckResult:
+def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: float, reason: str | None) -> CheckResult:
     title, _ = CHECKS[name]
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flextrain-") as folder:
@@ -97,9 +116,14 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
             if isinstance(error.__cause__, RefusedError):
                 return CheckResult(name, title, "refused", str(error.__cause__), seconds)
             # Messages of checks explain themselves; all other errors need the traceback.
-            found = str(error.__cause__) if isinstance(error.__cause__, CheckFailedError) else str(error)
+            if not isinstance(error.__cause__, CheckFailedError):
+                return CheckResult(name, title, "failed", str(error), seconds)
+            found = str(error.__cause__)
+            if reason is not None:
+                return CheckResult(name, title, "not promised", f"{reason}: {found}", seconds)
             return CheckResult(name, title, "failed", found, seconds)
-    return CheckResult(name, title, "passed", seconds=time.perf_counter() - begin)
+    needless = "" if reason is None else f"not_promised names it and is not needed ({reason})"
+    return CheckResult(name, title, "passed", needless, time.perf_counter() - begin)
 
 
 def _run_check(name: str, tested: StrategyUnderTest) -> None:

@@ -11,9 +11,10 @@ from rich.text import Text
 from ..core.errors import FlexTrainError
 from ..tools.markup import add_row
 from ..tools.tables import FittedTable
+from .differences import FLOAT32_TOLERANCE
 
-Status = Literal["passed", "failed", "refused", "skipped"]
-_STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
+Status = Literal["passed", "failed", "refused", "skipped", "not promised"]
+_STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow", "skipped": "dim", "not promised": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,10 @@ class CheckResult:
     Attributes:
         name: the name for ``only`` and ``skip``.
         title: the requirement, as a sentence.
-        status: "refused" means that the strategy refused the request in ``setup``, which this check allows.
-        message: the difference that was found; one line, then details.
+        status: "refused" means that the strategy refused the request in ``setup``, which this check allows; "not promised"
+            that it differs where its class says that it may.
+        message: the difference that was found; one line, then details. Of a check that passes in spite of ``not_promised``: that
+            this was not needed.
         seconds: how long the check took.
     """
 
@@ -43,10 +46,12 @@ class ConformanceReport:
         strategy: name of the class.
         world_size: number of processes.
         results: one for each check.
+        tolerance: relative difference from a single device that counted as rounding.
     """
 
     strategy: str
     world_size: int
+    tolerance: float = FLOAT32_TOLERANCE
     results: list[CheckResult] = field(default_factory=list)
 
     @property
@@ -60,7 +65,10 @@ class ConformanceReport:
         return {result.name: result.message for result in self.results if result.status == "failed"}
 
     def __rich__(self) -> FittedTable:
-        table = FittedTable(title=Text(f"{self.strategy} on {self.world_size} processes"), title_justify="left")
+        title = f"{self.strategy} on {self.world_size} processes"
+        if self.tolerance != FLOAT32_TOLERANCE:
+            title += f", tolerance {self.tolerance:.1g}"
+        table = FittedTable(title=Text(title), title_justify="left")
         for heading in ("check", "outcome", "requirement"):
             table.add_column(heading)
         table.add_column("seconds", justify="right")

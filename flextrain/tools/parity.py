@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +67,8 @@ class ProcessTrace:
         hints: by (step, entry), how the value differs, such as by a factor.
         eps: ``torch.finfo(...).eps`` of the coarsest dtype in use.
         parameters: names in the model's order.
-        left_out: options of the script's strategy that this one does not take, one line each.
+        left_out: options of the script's strategy that this one does not take, and what it does not promise, one line each.
+        losses_of_parts: of the micro-batches of the first step, if there are several.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -79,6 +80,7 @@ class ProcessTrace:
     parameters: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    losses_of_parts: list[float] = field(default_factory=list)
 
 
 Way = Literal["usual", "in parts", "exact"]
@@ -127,7 +129,7 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
             stack.enter_context(alone())
         strategy = build_strategy(spec)
         trace = _train(job, given, strategy, Reference(Path(job.folder)))
-        trace.left_out = left_out
+        trace.left_out = left_out + [f"does not promise {name}: {why}" for name, why in strategy.not_promised.items()]
         return trace
 
 
@@ -272,6 +274,7 @@ class _Observer(Hook):
         self.is_exact = is_exact
         self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
         self._batch_norms: list[nn.Module] = []
+        self._mean_of_parts: Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
         self._random_states: dict[str, Tensor] = {}
 
     def before_train(self, runner: FlexibleRunner) -> None:
@@ -290,7 +293,14 @@ class _Observer(Hook):
                 f"Batch normalisation: {len(self._batch_norms)} modules use their running statistics, in all trainings; "
                 "the statistics of a batch would depend on how it is split"
             )
+        self._mean_of_parts = runner.stepper.mean
+        vars(runner.stepper)["mean"] = self._note_parts
         self._look(runner)
+
+    def _note_parts(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        if not self.trace.losses:
+            self.trace.losses_of_parts = [float(part["loss"]) for part in parts if "loss" in part]
+        return self._mean_of_parts(parts)
 
     def before_train_iter(self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None) -> None:
         for module in self._batch_norms:

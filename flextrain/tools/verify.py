@@ -67,7 +67,7 @@ class Row:
     """The result of one strategy; ``differences`` holds the largest relative differences over all steps.
 
     Attributes:
-        left_out: options of the script's own strategy that this one does not take, one line each.
+        left_out: options of the script's own strategy that this one does not take, and what it does not promise, one line each.
     """
 
     strategy: str
@@ -229,11 +229,7 @@ def _fill(
             rounded.append(measured)
             report.rounding_of.append(way)
         elif trace is in_parts:
-            report.notes.append(
-                f"The loss of a batch is not the mean of the losses of its {job.processes} parts (it differs by "
-                f"{measured[1]['loss']:.1e}), so no split can train the same; define loss_weight(data) in the model to "
-                "weight the parts"
-            )
+            report.notes.append(_not_a_mean(reference, in_parts, measured[1]["loss"]))
     floor = _over_all(at_step for measured in rounded for at_step in measured)
     if rounded:
         report.rounding = _largest([floor])
@@ -245,6 +241,29 @@ def _fill(
     for name in job.strategies:
         on_progress(name)
         report.rows.append(_row(name, job, group, reference, floor, tolerance))
+
+
+def _not_a_mean(reference: ProcessTrace, in_parts: ProcessTrace, difference: float) -> str:
+    """Say what to do about a loss of a batch that is not the mean of its parts' losses."""
+    wholes = reference.losses_of_parts or [loss for loss in reference.losses[:1] if loss is not None]
+    count = len(in_parts.losses_of_parts) // max(len(wholes), 1)
+    parts = in_parts.losses_of_parts[:count]
+    how_many = f"of its {count or 'several'} parts"
+    if parts and wholes:
+        whole = wholes[0]
+        few, many = min(parts), max(parts)
+        slack = _tolerance(in_parts, None) * max(abs(few), abs(many))
+        is_sum = abs(whole - sum(parts)) <= slack * len(parts)
+        if not is_sum and not few - slack <= whole <= many + slack:
+            return (
+                f"The loss of a batch is no mean of the losses {how_many} with any weights ({whole:.4g}, of {few:.4g} to "
+                f"{many:.4g}), as with in-batch negatives: no loss_weight and no accumulation repairs that. Let each process see "
+                "the samples of all, features = flextrain.gather_with_gradient(features) in forward"
+            )
+    return (
+        f"The loss of a batch is not the mean of the losses {how_many} (it differs by {difference:.1e}), so no split can train "
+        "the same; define loss_weight(data) in the model to weight the parts"
+    )
 
 
 def _row(

@@ -14,6 +14,7 @@ from ...core.errors import ConfigError
 from ...core.foreign_classes import refuse_foreign
 from ...core.registry import PARAM_SCHEDULERS
 from .base import HasParamGroups, ParamScheduler
+from .by_name import NAMES, named_schedule
 from .torch_adapter import TorchScheduler, torch_scheduler
 
 
@@ -30,7 +31,7 @@ def build_param_schedulers(
 
     Args:
         cfgs: None, one scheduler or a list: ``dict(type=..., **arguments)``, a name, a class, or an instance, which is
-            returned unchanged. ``convert_to_iter_based=True`` replaces epochs by iterations.
+            returned unchanged. A name of by_name.NAMES, such as "cosine", stands for all that it consists of. ``convert_to_iter_based=True`` replaces epochs by iterations.
         optimizer: an OptimWrapper or a torch optimizer.
         epoch_length: iterations per epoch, needed for ``convert_to_iter_based``.
         max_epochs: default ``end`` of epoch-based schedulers.
@@ -44,6 +45,13 @@ def build_param_schedulers(
     for cfg, key in _each(cfgs, where):
         if isinstance(cfg, ParamScheduler):
             schedulers.append(cfg)
+            continue
+        if (named := named_schedule(cfg, key)) is not None:
+            if max_iters is None and max_epochs is not None and epoch_length is not None:
+                max_iters = max_epochs * epoch_length
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            parts = named.parts(max_iters, rates)
+            schedulers += build_param_schedulers(parts, optimizer, epoch_length=None, max_iters=max_iters, where=key)
             continue
         kind, options, convert = _resolve(cfg, key)
         end = max_epochs if options.get("by_epoch", True) else max_iters
@@ -92,6 +100,9 @@ def check_param_schedulers(
     for cfg, key in _each(cfgs, where):
         if isinstance(cfg, ParamScheduler):
             checked.append(CheckedScheduler(key, cfg.by_epoch, cfg.need_val_args))
+            continue
+        if named_schedule(cfg, key) is not None:
+            checked.append(CheckedScheduler(key, by_epoch=False, needs_metrics=False))
             continue
         kind, options, convert = _resolve(cfg, key)
         by_epoch = bool(options.get("by_epoch", True))
@@ -167,7 +178,7 @@ def _resolve(cfg: Any, where: str) -> tuple[Any, dict[str, Any], bool]:
         raise ConfigError(f"{where}: {cfg!r} is not allowed, give dict(type=...) or a list of them")
     options = {name: value for name, value in cfg.items() if name not in ("type", "convert_to_iter_based")}
     try:
-        kind = PARAM_SCHEDULERS.resolve(cfg["type"], f"{where}.type")
+        kind = PARAM_SCHEDULERS.resolve(cfg["type"], f"{where}.type", NAMES)
         refuse_foreign(kind, f"{where}.type", "flextrain.optim.schedulers.ParamScheduler", PARAM_SCHEDULERS)
         bases = kind.__mro__ if inspect.isclass(kind) else ()
         if lr_scheduler.LRScheduler in bases:

@@ -29,7 +29,8 @@ def unlike_the_run(scheduler: ParamScheduler, steps: int) -> Iterator[str]:
     if scheduler.begin >= steps:
         yield f"begin: {scheduler.begin} is not within {run}, the schedule never acts; give less, or train longer"
         return
-    if steps < scheduler.end < INF and isinstance(scheduler, (LinearParamScheduler, PolyParamScheduler)):
+    # One step more is a last value that is reached after the last update.
+    if steps + 1 < scheduler.end < INF and isinstance(scheduler, (LinearParamScheduler, PolyParamScheduler)):
         last = f"end_factor={scheduler.end_factor:g}" if isinstance(scheduler, LinearParamScheduler) else "eta_min"
         yield (
             f"end: {scheduler.end} is beyond {run}, {name} never reaches {last}; give at most {steps}, or train longer"

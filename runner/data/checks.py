@@ -21,6 +21,9 @@ from .samplers import InfiniteSampler, follows_span
 from .streams.divided_streams import SHARD
 from .user_loaders import gives_batches, length_of
 
+AUTO = "auto"
+"""The ``batch_size`` of training data for which the runner finds the largest that fits into memory."""
+
 # Parts that a configuration may describe as dict(type=...), which torch's DataLoader does not accept.
 _BUILT = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 
@@ -50,6 +53,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         _check_elsewhere(cfg, where, training)
         return
     first_samples.check_limit(cfg, where)
+    cfg = _with_any_size(cfg, where)
     known = {key: None if key in _BUILT else value for key, value in cfg.items() if key != first_samples.KEY}
     check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
     if "dataset" not in cfg:
@@ -97,6 +101,13 @@ def check_same_begin(begins: Sequence[Any], where: str) -> None:
                 f"{where}.sampler: gives other samples on process {rank} than on process 0, so that each cannot keep its part of one "
                 f"order; seed it alike on all of them, or give {SHARD}=False if it divides the data itself"
             )
+
+
+def _with_any_size(cfg: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a configuration with a number in place of "auto", which only the runner's training data may have."""
+    if cfg.get("batch_size") != AUTO or where != "train_dataloader":
+        return cfg
+    return {**cfg, "batch_size": 1}
 
 
 def _check_elsewhere(source: Any, where: str, training: bool) -> None:

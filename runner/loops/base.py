@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core.comm.gather_with_gradient import gathering
 from ...core.errors import ConfigError
 from ...core.overriding import overridden
 from ..data.user_loaders import length_of
@@ -70,7 +71,8 @@ class BaseLoop:
 
     def _keep_in_step(self, batch: Any) -> None:
         """Run forward for a batch that is not this process's own, because forward may run collectives; drop the result."""
-        self._forward(batch)
+        with gathering(counts=False):
+            self._forward(batch)
 
     def dry_run(self, num_batches: int) -> None:
         """Evaluate the first ``num_batches`` so that nothing has changed afterwards, see DryPass.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...core.comm import collectives as dist
+from ...core.comm.gather_with_gradient import gathering
 from ...core.comm.matched_calls import roll_call
 from ...core.device import peak_apart
 from ...core.errors import ConfigError, FlexTrainError, LaunchError, counted
@@ -147,7 +148,8 @@ class DryPass:
                     return failure, reports
                 in_forward = True
                 try:
-                    outputs = self._forward(batch)
+                    with nullcontext() if is_own else gathering(counts=False):
+                        outputs = self._forward(batch)
                     in_forward = False
                     if is_own and topology.reports:
                         self._evaluator.process(data_samples=outputs, data_batch=batch)

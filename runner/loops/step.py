@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.comm.collectives import is_main
+from ...core.comm.gather_with_gradient import gathering, gathering_refused
 from ...core.device import to_device
 from ...core.errors import ConfigError, StrategyError
 from ...core.gradients import giving_nothing
@@ -26,6 +27,7 @@ from ...core.model import (
     takes_mode,
 )
 from ...core.overriding import overridden
+from ...core.taken_keys import taken_keys
 from ...core.torch_private import is_compiled
 from ...core.trees import tree_map_only
 from ...core.tta_model import BaseTTAModel, overrides_test_step
@@ -40,6 +42,10 @@ from .loss_weights import Weighing
 from .losses_of_result import losses_left_out, losses_of
 
 _WHOLE = (None,)
+_NO_FILLER = (
+    "round_up=False of the sampler leaves a process without a sample in the last update, which {} cannot tell from the others; "
+    "leave round_up out"
+)
 _ASKED_BY_UPDATE_PARAMS = ("update_params", "scale_loss", "should_update")
 
 
@@ -50,7 +56,8 @@ class Stepper:
 
     - ``forward(..., mode)``: called with "loss" and "predict", as MMEngine does;
     - any other ``forward``: its result has a ``loss``, as an attribute or a key, or it is a dict, and all values whose key
-      contains "loss" are summed, as ``parse_losses`` does; other scalars of a dict are logged;
+      contains "loss" are summed, as ``parse_losses`` does; other scalars of a dict are logged. Keys of a batch that it does
+      not take are left out;
     - its own ``train_step(data, optim_wrapper)``: called for every micro-batch, and calls ``update_params``;
     - ``val_step(data)``, ``test_step(data)``: called in place of forward;
     - ``data_preprocessor``: makes arguments from a batch; without it the batch is copied to the device as it is;
@@ -80,6 +87,8 @@ class Stepper:
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess = looking_at_keys(preprocessor if callable(preprocessor) else self._to_device, module)
+        if not self.takes_mode and self._own_forward is None:
+            self.preprocess = _leaving_out_keys(self.preprocess, module, first=not self.has_preprocessor)
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
         self.run: Callable[[Any, int], dict[str, Tensor]] = (
             self._custom_step if self.custom_train else self._micro_batch
@@ -154,7 +163,7 @@ class Stepper:
             optim.begin(0, 1)
             outputs = self.run(window[0], 0)
         else:
-            outputs = self._run_window(window, self)
+            outputs = self._run_own_window(window) if self._has_own_window else self._run_window(window, self)
             if self._has_own_window:  # one that gives losses with their graphs would keep these until a line is read
                 outputs = {name: value.detach() for name, value in outputs.items()}
         if self._updates_itself:
@@ -166,6 +175,12 @@ class Stepper:
             if info.grad_norm is not None:
                 outputs["grad_norm"] = info.grad_norm
         return outputs
+
+    def _run_own_window(self, window: list[Any]) -> dict[str, Tensor]:
+        if self.counted is None or not self.counted.has_filler:
+            return self._run_window(window, self)
+        with gathering_refused(_NO_FILLER.format(type(self.strategy).__name__)):
+            return self._run_window(window, self)
 
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
@@ -268,8 +283,9 @@ class Stepper:
         return parts[0] if len(parts) == 1 else mean_of(parts)
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
-        if self.counted is not None and self._is_filler(index):
-            with leaving_buffers(self.module):
+        if self.counted is not None:
+            is_filler = self._is_filler(index)
+            with leaving_buffers(self.module) if is_filler else nullcontext(), gathering(counts=not is_filler):
                 loss, logs = self.forward(batch)
                 self.backward(loss, index)
             return logs
@@ -389,6 +405,16 @@ class Stepper:
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)
+
+
+def _leaving_out_keys(
+    preprocess: Callable[[Any, bool], Any], module: nn.Module, *, first: bool
+) -> Callable[[Any, bool], Any]:
+    """Return ``preprocess`` with ``taken_keys``; ``first``: before it, so that what is left out is not copied to the device."""
+    taken = taken_keys(module)
+    if first:
+        return lambda data, training: preprocess(taken(data), training)
+    return lambda data, training: taken(preprocess(data, training))
 
 
 def _has_own(strategy: Strategy, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...core.comm.gather_with_gradient import gathering_refused
 from ...core.comm.joint_errors import gather_differing
 from ...core.errors import ConfigError
 from ...core.model import class_name, overrides
@@ -114,7 +115,12 @@ class WholeEvaluation:
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return the predictions for a batch; None on a process that does not report."""
-        return None if self._stepper is None else self._stepper.evaluate(batch, mode)
+        if self._stepper is None:
+            return None
+        with gathering_refused(
+            f"processes predict apart, with whole weights; give {self._mode}_cfg=dict(full_weights=False)"
+        ):
+            return self._stepper.evaluate(batch, mode)
 
     def _tell(self, using: list[BaseMetric], predicts: bool) -> None:
         if not self._has_told:

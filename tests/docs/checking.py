@@ -14,6 +14,7 @@ from flextrain import FlexibleRunner
 from flextrain.core import registry
 from flextrain.core.config import Config
 from flextrain.core.registry import Registry
+from flextrain.optim.schedulers.by_name import NAMES
 
 from .pages import Block
 from .shell import lines, wrong
@@ -66,6 +67,9 @@ def _wrong(node: ast.AST, defined: set[str]) -> Iterator[str]:
 
 def _wrong_type(name: str, keywords: set[str], defined: set[str]) -> Iterator[str]:
     if name in defined or ":" in name or "." in name:
+        return
+    if name in NAMES:
+        yield from (f"{name} has no {key}" for key in keywords - inspect.signature(NAMES[name]).parameters.keys())
         return
     homes = [found for found in REGISTRIES if name in found]
     if not homes:

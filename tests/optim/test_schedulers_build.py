@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -92,6 +93,16 @@ WRONG: list[tuple[Any, str]] = [
     (dict(type="SequentialLR"), "param_scheduler: .*list of schedulers"),
     (dict(type="LambdaLR", lr_lambda=abs, gama=2), "param_scheduler.gama: unknown key"),
     (dict(type="LambdaLR"), "param_scheduler.lr_lambda: missing"),
+    ("cosin", 'param_scheduler.type: "cosin" is no known parameter scheduler, did you mean "cosine"'),
+    (
+        dict(type="cosine", warmup=1.5),
+        "param_scheduler.warmup: 1.5 is not allowed, give a number of updates, or a share",
+    ),
+    ([dict(type="wsd", decay=-1)], r"param_scheduler\[0\].decay: -1 is not allowed"),
+    (dict(type="linear", warmup_ratio=0.1), "param_scheduler.warmup_ratio: unknown key"),
+    (dict(type="one_cycle", warmup=0.1), "param_scheduler.warmup: unknown key"),
+    (dict(type="cosine", min_ratio=2.0), "param_scheduler.min_ratio: 2.0 is not allowed, give a number from 0 to 1"),
+    (dict(type="cosine", run=3), "param_scheduler.run: is filled in by flextrain"),
 ]
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
@@ -148,6 +159,61 @@ def test_what_is_right_passes_the_check() -> None:
     check_param_schedulers(None)
     check_param_schedulers([dict(type="StepLR", step_size=3, convert_to_iter_based=True), "LinearLR"])
     check_param_schedulers(dict(type="LinearLR", end=0.5, convert_to_iter_based=True))
+
+
+UPDATES = 23
+FORMULAS: dict[str, tuple[Any, Any]] = {  # the cosine and so on of transformers, which are these lines
+    "cosine": ("cosine", lambda k: (1 + math.cos(math.pi * k / 23)) / 2),
+    "cosine with a share": (
+        dict(type="cosine", warmup=0.1, min_ratio=0.25),
+        lambda k: k / 3 if k < 3 else 0.25 + 0.75 * (1 + math.cos(math.pi * (k - 3) / 20)) / 2,
+    ),
+    "linear": (dict(type="linear", warmup=4), lambda k: k / 4 if k < 4 else (23 - k) / 19),
+    "linear with a minimum": (dict(type="linear", min_ratio=0.5), lambda k: 0.5 + 0.5 * (23 - k) / 23),
+    "constant": (dict(type="constant", warmup=4), lambda k: min(k / 4, 1)),
+    "constant alone": ("constant", lambda k: 1),
+    "all of it": (dict(type="linear", warmup=1.0), lambda k: k / 23),
+    "wsd": (dict(type="wsd", warmup=4, decay=6), lambda k: min(k / 4, 1, (23 - k) / 6)),
+    "wsd with shares": (dict(type="wsd", warmup=0.1, min_ratio=0.1), lambda k: min(k / 3, 1, 0.1 + 0.9 * (23 - k) / 5)),
+    "wsd, cosine": (
+        dict(type="wsd", decay=6, shape="cosine"),
+        lambda k: 1 if k < 17 else (1 + math.cos(math.pi * (k - 17) / 6)) / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("cfg, formula", FORMULAS.values(), ids=FORMULAS)
+def test_a_name_is_a_whole_schedule(cfg: Any, formula: Any) -> None:
+    """At every update, for groups of different rates; the run is given in updates, or in epochs."""
+    for length in (dict(max_iters=UPDATES), dict(max_epochs=1, epoch_length=UPDATES)):
+        optimizer = sgd(2)
+        optimizer.param_groups[1]["lr"] = 3.0
+        found = []
+        for made in [build(cfg, optimizer=optimizer, **length)] * UPDATES:
+            found.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            for scheduler in made if len(found) < UPDATES else ():
+                scheduler.step()
+        for k, rates in enumerate(found):
+            assert rates == pytest.approx([0.1 * formula(k), 3.0 * formula(k)], abs=1e-12), k
+
+
+def test_one_cycle_is_torchs_with_the_optimizers_rate_as_its_peak() -> None:
+    ours, theirs = sgd(), sgd()
+    (scheduler,) = build(dict(type="one_cycle", pct_start=0.4), optimizer=ours, max_iters=UPDATES)
+    torchs = torch.optim.lr_scheduler.OneCycleLR(theirs, 0.1, UPDATES, pct_start=0.4, cycle_momentum=False)
+    for _ in range(UPDATES):
+        assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12)
+        for optimizer, each in ((ours, scheduler), (theirs, torchs)):
+            optimizer.step()
+            each.step() if each is scheduler or torchs.last_epoch < UPDATES - 1 else None
+
+
+def test_a_name_needs_a_run_that_it_fits_into() -> None:
+    with pytest.raises(ConfigError, match="param_scheduler: needs the number of updates of the run, give max_iters"):
+        build("cosine")
+    with pytest.raises(ConfigError, match="warmup of 20 and decay of 5 updates do not fit into the 23 of the run"):
+        build(dict(type="wsd", warmup=20), max_iters=UPDATES)
 
 
 def test_conversion_needs_the_length_of_an_epoch() -> None:

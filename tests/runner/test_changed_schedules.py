@@ -243,6 +243,22 @@ def test_a_schedule_made_from_epochs_keeps_its_place_in_them(tmp_path: Path, sch
     assert "because an epoch has 6 iterations and had 12" in lines[0]
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "one_cycle"])
+def test_a_schedule_by_name_keeps_its_share_of_the_run(tmp_path: Path, name: str) -> None:
+    """Also where a resumed run makes half as many updates of an epoch."""
+    schedule = name if name == "one_cycle" else dict(type=name, warmup=0.2)
+    data = dict(dataset=Samples(40), batch_size=2, collate_fn=dict(type="default_collate"))
+    optim = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))
+    twice = dict(train_dataloader=data, optim_wrapper=dict(**optim, accumulative_counts=2))
+    values_of(tmp_path / "run", schedule, train_dataloader=data, optim_wrapper=optim)
+    again = values_of(tmp_path / "run", schedule, resume=True, train_dataloader=data, optim_wrapper=optim)
+    alone = values_of(tmp_path / "alone", schedule, train_dataloader=data, optim_wrapper=optim)
+    assert again == {update: values for update, values in alone.items() if update >= 10}
+    resumed = list(values_of(tmp_path / "run", schedule, resume=True, **twice).values())
+    anew = list(values_of(tmp_path / "twice", schedule, **twice).values())
+    assert resumed == [[pytest.approx(group) for group in each] for each in anew[-len(resumed) :]]
+
+
 def test_a_million_steps_take_seconds() -> None:
     groups = [dict(params=[nn.Parameter(torch.zeros(1))], lr=0.1 * 0.9**i) for i in range(3)]
     optimizer = torch.optim.SGD(groups)

@@ -405,6 +405,84 @@ def test_a_name_that_only_the_caller_has_registered(workers2: WorkerGroup, monke
         assert check_strategy(strategy, workers=workers2, only=["facts"]).passed
 
 
+class TrainsApart(Strategy):
+    """Local SGD: weights are averaged after every second update, and in checkpoints."""
+
+    not_promised: ClassVar[dict[str, str]] = {
+        "losses": "weights are averaged after every second update only",
+        "frozen": "this is not true",
+    }
+    tolerance = 1e-5
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        self.updates = 0
+        optim.optimizer.register_step_post_hook(lambda *_: self.after_update())
+        return model, optim
+
+    def after_update(self) -> None:
+        self.updates += 1
+        if self.updates % 2 == 0:
+            self.average()
+
+    def average(self) -> None:
+        self.topology.data.average([parameter.detach() for parameter in self.module.parameters()])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.average()
+        state = super().state_dict()
+        self.topology.data.average(
+            [v for k, v in state.items() if k.startswith("optim.state.") and v.is_floating_point()]
+        )
+        return state
+
+
+def test_what_a_strategy_does_not_promise(workers2: WorkerGroup) -> None:
+    """A difference where its class says so is none; a declaration that is not needed is told."""
+    report = check_strategy(TrainsApart, workers=workers2, only=["facts", "losses", "frozen"])
+    assert report.passed
+    assert {result.name: result.status for result in report.results} == {
+        "facts": "passed", "losses": "not promised", "frozen": "passed",
+    }  # fmt: skip
+    told = {result.name: result.message for result in report.results}
+    assert told["losses"].startswith("weights are averaged after every second update only: ")
+    assert told["frozen"] == "not_promised names it and is not needed (this is not true)"
+    assert "tolerance 1e-05" in str(report)
+    with pytest.raises(ConformanceError, match="clipping: "):
+        check_strategy(TrainsApart, workers=workers2, only=["clipping"])
+
+
+class PromisesEverything(AveragesAtStep):
+    """An error where a difference is allowed is an error all the same."""
+
+    not_promised: ClassVar[dict[str, str]] = {"losses": "lossy"}
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        raise RuntimeError("broken")
+
+
+def test_an_error_is_no_difference(workers2: WorkerGroup) -> None:
+    with pytest.raises(ConformanceError, match="losses: .*broken"):
+        check_strategy(PromisesEverything, workers=workers2, only=["losses"])
+
+
+@pytest.mark.parametrize(
+    "declared, message",
+    [
+        ({"loses": "lossy"}, 'Declares.not_promised: "loses" is no check, did you mean "losses"?'),
+        ({"losses": ""}, "Declares.not_promised.losses: '' is not allowed, give the reason in words"),
+        ("losses", "Declares.not_promised: 'losses' is not allowed, give a dict of reasons"),
+    ],
+)
+def test_declarations_are_checked_before_any_process_starts(declared: Any, message: str) -> None:
+    class Declares(DDPStrategy):
+        not_promised = declared
+
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(Declares, timeout_s=0)
+    assert message in str(caught.value)
+
+
 class RefusesHalf(DDPStrategy):
     def _check_request(self, model: nn.Module, optim: Any) -> None:
         if self.precision.compute is not torch.float32:

@@ -14,6 +14,7 @@ from ....core.errors import ConfigError
 from ....core.model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.random_state import kept_random_state
 from ....core.rehearsing import mode_without_values
+from ....core.taken_keys import taken_keys
 from ....core.torch_private import is_compiled, tree_flatten
 from ....core.trees import tree_map_only
 from .features import Label
@@ -94,7 +95,9 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     data = preprocess(batch, True) if callable(preprocess) else batch
     if (own := own_run_forward(model)) is not None:
         return own(data, "loss")
-    return run_forward(model, data, **({"mode": "loss"} if takes_mode(model) else {}))
+    if takes_mode(model):
+        return run_forward(model, data, mode="loss")
+    return run_forward(model, taken_keys(model, says=False)(data))
 
 
 def _as_dict(result: Any) -> Any:
