@@ -27,14 +27,15 @@ class DTensorFunctions(TorchFunctionMode):
 
     Args:
         sequence: the results of embeddings are divided along dimension 1.
+        throughout: layers give each other DTensors.
     """
 
-    def __init__(self, *, sequence: bool = False) -> None:
+    def __init__(self, *, sequence: bool = False, throughout: bool = True) -> None:
         super().__init__()
-        self._sequence = sequence
+        self._sequence, self._throughout = sequence, throughout
 
     def __enter__(self) -> DTensorFunctions:
-        _entered.append(self)
+        _entered.append(self._throughout)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -69,10 +70,10 @@ class DTensorFunctions(TorchFunctionMode):
 
 def computes_on_dtensors() -> bool:
     """Whether a model runs whose layers give each other DTensors."""
-    return bool(_entered)
+    return any(_entered)
 
 
-_entered: list[DTensorFunctions] = []
+_entered: list[bool] = []
 
 
 def _writes_to_table(
