@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,15 +27,19 @@ class DTensorFunctions(TorchFunctionMode):
 
     Args:
         sequence: the results of embeddings are divided along dimension 1.
+
+    Attributes:
         throughout: layers give each other DTensors.
     """
 
-    def __init__(self, *, sequence: bool = False, throughout: bool = True) -> None:
+    throughout: ClassVar[bool] = True
+
+    def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self._sequence, self._throughout = sequence, throughout
+        self._sequence = sequence
 
     def __enter__(self) -> DTensorFunctions:
-        _entered.append(self._throughout)
+        _entered.append(self.throughout)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

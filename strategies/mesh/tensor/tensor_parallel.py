@@ -24,7 +24,7 @@ from ..layout import Layout
 from ..plans import check_heads_given, check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
-from .divided_logits import DividedLogits
+from .divided_logits import DividedLogits, LogitsFunctions
 from .gathered import register_gathering
 from .local_tensors import LocalTensors, OwnPlanShards, check_local
 from .random_numbers import register_cpu_random_numbers
@@ -196,14 +196,21 @@ class TensorParallel(Axis):
             context = _of_dtensors(sequence=sequence) if self._local is None else self._local.running()
         self._is_running = True
         try:
-            with context, _of_dtensors(throughout=False) if self._has_logits else nullcontext():
+            with context, _of_logits() if self._has_logits else nullcontext():
                 yield
         finally:
             self._is_running = False
 
 
 @contextmanager
-def _of_dtensors(*, sequence: bool = False, throughout: bool = True) -> Iterator[None]:
+def _of_dtensors(*, sequence: bool = False) -> Iterator[None]:
     """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
-    with implicit_replication(), DTensorFunctions(sequence=sequence, throughout=throughout):
+    with implicit_replication(), DTensorFunctions(sequence=sequence):
+        yield
+
+
+@contextmanager
+def _of_logits() -> Iterator[None]:
+    """Context for a model whose logits alone are DTensors."""
+    with implicit_replication(), LogitsFunctions():
         yield
