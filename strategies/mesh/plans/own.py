@@ -112,8 +112,8 @@ class OwnPlan:
             owner = name.rpartition(".")[0]
             if style not in _OF_DTENSORS or (name in self._parameters and self.styles.get(owner) != style):
                 raise ConfigError(
-                    f'strategy.sequence_parallel: the plan of {self.authors} itself says "{style}" for {name}, which has no such '
-                    "layout; give a plan without it, or leave sequence_parallel out"
+                    f'strategy.sequence_parallel: the plan of {self.authors} itself says "{style}" for {name}, which '
+                    "divides no positions; give a plan without it, or leave sequence_parallel out"
                 )
         return {name: style for name, style in found.items() if name not in self._parameters}
 
