@@ -19,6 +19,7 @@ from flextrain.core.registry import STRATEGIES
 from flextrain.core.token_counts import count_tokens
 from flextrain.core.torch_private import tree_flatten
 from flextrain.runner.loops.step import Stepper
+from flextrain.strategies.mesh.tensor.replaced_functions import backward_within
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, train
@@ -51,6 +52,8 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function is Tensor.backward:
+            return backward_within(self, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
         if function in (Tensor.to, functional.softmax, torch.softmax):
@@ -88,7 +91,9 @@ def batch(seed: int = 0, length: int = ODD) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def trained(spec: Mapping[str, Any], model: Callable[[], nn.Module], length: int) -> tuple[Any, dict[str, Tensor]]:
+def trained(
+    spec: Mapping[str, Any], model: Callable[[], nn.Module], length: int = ODD
+) -> tuple[Any, dict[str, Tensor]]:
     strategy: Any = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
     try:
         strategy.setup_environment()
@@ -147,6 +152,23 @@ def test_trains_as_one_device(
     options: dict[str, Any],
 ) -> None:
     workers(processes).run(compare, spec, functools.partial(made, family, **options), length)
+
+
+def dropped(spec: Mapping[str, Any]) -> None:
+    """In a worker: the same training with and without recomputation, in which each process drops of its own heads."""
+    found = []
+    for more in ({}, RECOMPUTED):
+        with dtype_of(torch.float64):
+            torch.manual_seed(1)
+            found.append(
+                trained({**spec, **more}, functools.partial(made, "llama", attention_dropout=0.3))[0].grad_norms
+            )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("spec", [TP, pytest.param(SEQUENCE, marks=FULL)], ids=["plan", "sequence"])
+def test_what_is_computed_again_drops_the_same(workers2: WorkerGroup, spec: Mapping[str, Any]) -> None:
+    workers2.run(dropped, spec)
 
 
 class Local(TorchDispatchMode):

@@ -73,7 +73,11 @@ class OwnPlan:
         for prefix, part in pretrained_models(model).items():
             head = part.get_output_embeddings() if has_causal_loss(part) else None
             # One that is quantized computes in its own way.
-            if isinstance(head, nn.Linear) and head.weight.is_floating_point() and self.styles.get(names[head]) in _GATHERED:
+            if (
+                isinstance(head, nn.Linear)
+                and head.weight.is_floating_point()
+                and self.styles.get(names[head]) in _GATHERED
+            ):
                 self.heads[names[head]] = prefix
 
     @classmethod

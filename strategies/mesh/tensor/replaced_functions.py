@@ -50,6 +50,8 @@ class DTensorFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
+        if function is Tensor.backward:
+            return backward_within(self, *args, **kwargs)
         if function is functional.embedding and _writes_to_table(*args, **kwargs):
             raise StrategyError(
                 "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism would lose; leave it out"
@@ -70,6 +72,24 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def backward_within(
+    mode: TorchFunctionMode, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
+) -> None:
+    """``loss.backward(...)`` in a mode that has been asked for it: what backward computes again is as it was in forward."""
+    if (
+        gradient is not None
+        or kwargs.get("inputs") is not None
+        or len(args) > 2
+        or not loss.requires_grad
+        or loss.numel() != 1
+    ):
+        loss.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return
+    gradient, edge = torch.ones_like(loss), torch.autograd.graph.get_gradient_edge(loss)
+    with mode:  # no mode is asked for the backward of an edge, and taken out while it answers
+        torch.autograd.backward(edge, gradient, *args, **kwargs)
 
 
 def computes_on_dtensors() -> bool:
