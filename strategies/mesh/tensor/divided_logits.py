@@ -93,4 +93,4 @@ def _whole_if_left(tensor: DTensor) -> Tensor:
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     needs = tensor.requires_grad and torch.is_grad_enabled() and not isinstance(tensor, DTensor)
-    return as_replicated(mesh, tensor) if needs else tensor  # type: ignore[no-any-return]
+    return as_replicated(mesh, tensor) if needs else tensor
