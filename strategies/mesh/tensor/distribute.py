@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
+from ....core.torch_private import version_of
 from ....core.trees import map_tensors, tree_map_only
 from ..replaced_forward import replace_forward
 from .styles import Style
@@ -84,9 +85,9 @@ def _gathered_once(tensor: DTensor) -> DTensor:
     if torch.compiler.is_compiling() or tensor.is_inference():  # a graph has no attributes, and the latter no version
         return tensor.redistribute(placements=(Replicate(),))
     version, found = getattr(tensor, _GATHERED, (None, None))
-    if found is None or version != tensor._version or found.requires_grad != _has_graph(tensor):
+    if found is None or version != version_of(tensor) or found.requires_grad != _has_graph(tensor):
         found = tensor.redistribute(placements=(Replicate(),))
-        setattr(tensor, _GATHERED, (tensor._version, found))
+        setattr(tensor, _GATHERED, (version_of(tensor), found))
     return cast(DTensor, found)
 
 
